@@ -104,7 +104,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "walk", "workspace", "devices", "predict", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "predict", "recording", "profile"),
         "history",
         "compare",
         "compare_tasks",
@@ -129,13 +129,12 @@ FILES_IN = {
     ],
     "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
     "integrations": ["lightning_steps"],
-    "workers": ["settings", "wire", "fork_server", "process", "executor", "pool", "local"],
+    "workers": ["wire", "fork_server", "process", "executor", "pool"],
     "signals": ["signal", "processing", "cutting", "streaming"],
     "sklearn": ["estimators", "search"],
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
     "tune": [
         *(
-            "tables",
             "array",
             "groups",
             "folder",

@@ -36,7 +36,7 @@ try:
     import hfta_func as hfta
     from hfta_func import tune
     from hfta_func.tune.sampling import SamplerSession
-    from hfta_func.tune.tables import write_tables
+    from hfta_func.tune.study import write_tables
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples,tune]'") from None
 

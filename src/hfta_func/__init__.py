@@ -96,6 +96,6 @@ from hfta_func.step.state import stacked as stacked
 from hfta_func.step.train import TrainStep as TrainStep
 from hfta_func.step.train import make_train_step as make_train_step
 from hfta_func.workers.executor import Executor as Executor
-from hfta_func.workers.local import WorkerPool as WorkerPool
+from hfta_func.workers.pool import WorkerPool as WorkerPool
 
 __version__ = "0.1.0"

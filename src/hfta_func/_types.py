@@ -168,11 +168,7 @@ SIGNS: Mapping[Direction, int] = {"minimize": 1, "maximize": -1}
 
 
 def direction_of(mode: str) -> Direction:
-    """The direction that PyTorch calls ``"min"`` or ``"max"``.
-
-    Raises:
-        HyperparameterError: if ``mode`` is neither.
-    """
+    """The direction that PyTorch calls ``"min"`` or ``"max"``; raises a HyperparameterError if ``mode`` is neither."""
     directions: dict[str, Direction] = {"min": "minimize", "max": "maximize"}
     if mode not in directions:
         raise HyperparameterError(f"mode is {mode!r}; it must be 'min' or 'max'")
@@ -180,15 +176,7 @@ def direction_of(mode: str) -> Direction:
 
 
 def require(module: str, extra: str) -> Any:
-    """Import a module of an optional package.
-
-    Args:
-        module: The module's name.
-        extra: The extra of this package that installs it.
-
-    Raises:
-        ImportError: if the package is not installed; it names the package and the extra.
-    """
+    """Import a module of an optional package; an ImportError names the extra of this package that installs it."""
     try:
         importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)
@@ -204,12 +192,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
-    """Rows of cells as lines of text, whose columns are two spaces apart.
-
-    Args:
-        rows: The cells of each row; all rows have as many.
-        sides: For each column ``"<"`` or ``">"``: the side that its cells are aligned to.
-    """
+    """Rows of cells as lines of text; ``sides`` has ``"<"`` or ``">"``, where its cells are aligned, for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows

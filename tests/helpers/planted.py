@@ -850,7 +850,7 @@ PLANTED = [
     ),
     Planted(
         "parts of an array stop after different steps",
-        *("run/executor_trainer.py", "if done[part] < max(done) or", "if False and"),
+        *("run/executor_trainer.py", "if _done(answer) != (most, over):", "if False:"),
         "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
     ),
     Planted(

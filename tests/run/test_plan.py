@@ -67,7 +67,7 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
     times = {2: 1.0, 4: 7.0, 8: 3.0}
 
     def measured(work: Any, device: torch.device, seconds: float) -> list[float]:
-        return [times[hfta.num_models(work.__self__.state)]]
+        return [times[hfta.num_models(work.args[0][0])]]
 
     monkeypatch.setattr(plan, "_times", measured)
     step, state, batch = _array()
@@ -82,7 +82,7 @@ def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
     order: list[int] = []
 
     def measured(work: Any, device: torch.device, _: float) -> list[float]:
-        order.append(hfta.num_models(work.__self__.state))
+        order.append(hfta.num_models(work.args[0][0]))
         return [seconds]
 
     monkeypatch.setattr(plan, "_times", measured)
@@ -97,7 +97,7 @@ def test_measuring_takes_a_share_of_the_steps_to_come(
     order: list[int] = []
 
     def measured(work: Any, device: torch.device, _: float) -> list[float]:
-        order.append(hfta.num_models(work.__self__.state))
+        order.append(hfta.num_models(work.args[0][0]))
         return [0.01]
 
     monkeypatch.setattr(plan, "_times", measured)

@@ -14,9 +14,8 @@ import hfta_func as hfta
 from hfta_func._torch import is_walked
 from hfta_func._types import TraceError
 from hfta_func.run import predict
-from hfta_func.run.devices import devices, find_device
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Measured, Predictor, Row, features
+from hfta_func.run.predict import Measured, Predictor, Row, devices, features, find_device
 from hfta_func.run.walk import Operator, walk
 
 Setting = tuple[Any, hfta.TrainState, torch.Tensor]

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.run.devices import find_device
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Predictor, measured
+from hfta_func.run.predict import Predictor, find_device, measured, workspace
 from hfta_func.run.walk import walk
-from hfta_func.run.workspace import workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from hfta_func.run import trainers
 from hfta_func.run.executor_trainer import ExecutorTrainer
-from hfta_func.workers import local
+from hfta_func.workers import pool
 from worker_arrays import waits
 
 
@@ -14,6 +14,6 @@ from worker_arrays import waits
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines with one core run these as well, and no step is made here while workers start."""
     monkeypatch.setattr(ExecutorTrainer, "is_ready", waits)
-    if len(local.cores()) < 2:
-        for module in (trainers, local):
+    if len(pool.cores()) < 2:
+        for module in (trainers, pool):
             monkeypatch.setattr(module, "cores", lambda: [0, 0])

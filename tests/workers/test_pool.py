@@ -25,7 +25,7 @@ from clocks import press_ctrl_c
 from hfta_func import tune
 from hfta_func.run import executor_trainer
 from hfta_func.tune import status
-from hfta_func.workers import executor, local, pool, process, wire
+from hfta_func.workers import executor, pool, process, wire
 from kills import DRIVER, KILLS, check_kills, epochs_of, kill, once, pids
 from studies import SCHEDULERS, SPACE, STUDY, build, told
 from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ne
 @pytest.fixture(scope="module")
 def crew() -> Iterator[hfta.WorkerPool]:
     with pytest.MonkeyPatch.context() as patch:
-        if len(local.cores()) < 2:
-            patch.setattr(local, "cores", lambda: [0, 0])
+        if len(pool.cores()) < 2:
+            patch.setattr(pool, "cores", lambda: [0, 0])
         with hfta.WorkerPool(2) as found:
             yield found
 
@@ -499,7 +499,7 @@ def abandoned() -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(len(local.cores()) < 2, reason="needs two processors")
+@pytest.mark.skipif(len(pool.cores()) < 2, reason="needs two processors")
 def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
     order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ from hfta_func import WorkerError
 from hfta_func.run import trainers
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
-from hfta_func.workers import fork_server, local, wire
+from hfta_func.workers import fork_server, pool, wire
 from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, waits
 
 pytestmark = [
@@ -291,7 +291,7 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             hfta.fit(step, state, loader(), epochs=1, progress=False, workers=count)  # type: ignore[arg-type]
-    if (most := len(local.cores())) < M:
+    if (most := len(pool.cores())) < M:
         with pytest.raises(ValueError, match=f"workers is {most + 1}, more than the {most} processors"):
             hfta.fit(step, state, loader(), epochs=1, progress=False, workers=most + 1)
     lock = threading.Lock()

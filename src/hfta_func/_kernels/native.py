@@ -85,10 +85,7 @@ _SMALL = 1 << 15
 def shared_out(head: str, arguments: str, body: str) -> str:
     """A program for several threads: ``body`` runs for elements ``low`` to ``high`` of member ``model`` of ``leaf``.
 
-    Args:
-        head: Definitions that ``body`` uses.
-        arguments: Parameters besides the numbers of leaves, of models, and of elements of each leaf in one member.
-        body: A statement.
+    ``arguments`` are parameters besides the numbers of leaves, of models, and of elements of each leaf in one member.
     """
     return _SHARED_OUT.format(head=head, arguments=arguments, body=body, small=_SMALL)
 

@@ -36,12 +36,8 @@ def source(
 ) -> str:
     """The program, with arguments ``columns``, all leaves of one after the other, ``numbers`` and ``keep``.
 
-    Args:
-        dtype: That of all elements.
-        columns: Names of the tensors of one leaf; element ``i`` of ``param`` is ``param_[i]``.
-        num_numbers: How many numbers a member has; they are ``number0``, ``number1`` and so on.
-        body: Statements for element ``i``.
-        kept: Statements for element ``i`` of a member that stays as it is.
+    Element ``i`` of ``param`` is ``param_[i]``, and a member's numbers are ``number0``, ``number1`` and so on. ``body`` are
+    statements for element ``i``, and ``kept`` those of a member that stays as it is.
     """
     declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
     declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(num_numbers)]

@@ -15,8 +15,7 @@ import torch
 from hfta_func import WorkerError
 from hfta_func._types import require
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
-from hfta_func.workers.settings import settings
+from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
@@ -29,26 +28,17 @@ def _ray() -> Any:
     return require("ray", "cluster")
 
 
-class Actor:
-    """What runs in a worker: an actor of Ray.
-
-    Args:
-        settings: See :class:`FunctionServer`.
-        threads: Number of threads that it computes with, 0 for all.
-    """
+class Actor(FunctionServer):
+    """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
         if threads:
             torch.set_num_threads(threads)
-        self._server = FunctionServer(settings)
+        super().__init__(settings)
 
     def about(self) -> dict[str, Any]:
         """Its versions, process id and node."""
         return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
-
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :class:`~hfta_func.workers.pool.Worker`."""
-        return self._server.call(number, live, function, arguments)
 
 
 class _Functions:
@@ -269,20 +259,16 @@ def _on_this_machine() -> Iterator[None]:
     """Ray's processes, which listen on all interfaces on Linux, listen on the loopback alone, as they do elsewhere."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
     name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
-    variable = os.environ.get(name)
+    variable = {name: os.environ[name]} if name in os.environ else {}
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
-        if variable is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = variable
+        del os.environ[name]
+        os.environ.update(variable)
 
 
 def _named(amounts: Mapping[str, float]) -> str:
-    shown = [
-        f"{amount:g} {name}" for name, amount in amounts.items() if amount and name.isidentifier() and "_" not in name
-    ]
-    return ", ".join(shown) or "nothing"
+    named = {name: amount for name, amount in amounts.items() if amount and name.isidentifier() and "_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"

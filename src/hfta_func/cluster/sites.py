@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import queue
 import statistics
@@ -17,8 +19,7 @@ from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import require
 from hfta_func.cluster import ray_actors
-from hfta_func.workers.local import WorkerPool
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import Pool, WorkerPool
 from hfta_func.workers.wire import dumps, one_line_error
 
 if TYPE_CHECKING:
@@ -73,11 +74,7 @@ class Scores(list[Score]):
     """All scores of an evaluation, by site, group, member and metric."""
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame with one row per score.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
+        """A pandas frame with one row per score."""
         return require("pandas", "plot").DataFrame([*self], columns=[*Score._fields])
 
 
@@ -137,25 +134,24 @@ def evaluate(
             raise TypeError(
                 f"site {site.name!r}: load cannot be sent ({one_line_error(error)}); open what it uses inside it"
             ) from error
-    pools: list[Pool] = []
-    answers: dict[str, Any] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        pools: dict[str, Pool] = {}
         for site in sites:
-            pools.append(WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources))
-        for site, pool in zip(sites, pools, strict=True):
-            pool.submit(visit, load=site.load)
+            made = WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources)
+            pools[site.name] = stack.enter_context(made)
+        for site in sites:
+            pools[site.name].submit(visit, load=site.load)
         deadline = time.monotonic() + timeout
-        for site, pool in zip(sites, pools, strict=True):
-            answers[site.name] = _answer(pool, deadline, timeout)
-    finally:
-        for pool in pools:
-            pool.close()
-    return Scores(
-        score
-        for site in sites
-        for group in groups
-        for score in _scores(site.name, group, answers[site.name], len(models), tuple(metrics))
-    )
+        answers = {name: _answer(pool, deadline, timeout) for name, pool in pools.items()}
+    scores = Scores()
+    for site, group in itertools.product(sites, groups):
+        answer = answers[site.name]
+        result = answer if isinstance(answer, str) else answer[group]
+        for member, (index, metric) in itertools.product(range(len(models)), enumerate(metrics)):
+            refused = 0, math.nan, math.nan, math.nan, result
+            numbers: Any = refused if isinstance(result, str) else (*result[member][index], "ok")
+            scores.append(Score(site.name, group, member, metric, *numbers))
+    return scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,31 +251,14 @@ def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
     return answer
 
 
-def _scores(site: str, group: str, answer: Any, count: int, metrics: tuple[str, ...]) -> list[Score]:
-    result = answer if isinstance(answer, str) else answer[group]
-    nothing = 0, math.nan, math.nan, math.nan, result
-    scores: list[Score] = []
-    for member in range(count):
-        for index, metric in enumerate(metrics):
-            numbers: Any = nothing if isinstance(result, str) else (*result[member][index], "ok")
-            scores.append(Score(site, group, member, metric, *numbers))
-    return scores
-
-
 def _check(
-    sites: Sequence[Site],
-    metrics: Sequence[str],
-    groups: Mapping[str, Mask] | None,
-    min_count: int,
-    level: float,
-    batch_size: int,
-    timeout: float,
+    sites: Any, metrics: Any, groups: Any, min_count: int, level: float, batch_size: int, timeout: float
 ) -> None:
     names = [site.name for site in sites]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if not sites or twice:
-        text = f"two sites are named {twice[0]!r}" if twice else "there is no site; pass a list of cluster.Site"
-        raise ValueError(text)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two sites are named {name!r}")
+    if not sites:
+        raise ValueError("there is no site; pass a list of cluster.Site")
     if isinstance(metrics, str) or not metrics or len(set(metrics)) < len(metrics):
         raise ValueError(f"metrics is {metrics!r}; pass a list of the names that metric_fn returns, each once")
     if groups is not None and not groups:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from hfta_func import WorkerError
 from hfta_func.workers.pool import Pool, Worker
-from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
-from hfta_func.workers.settings import settings
+from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
 from hfta_func.workers.wire import TensorBytes, one_line_error
 
 T = TypeVar("T")

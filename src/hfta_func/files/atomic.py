@@ -30,12 +30,7 @@ _TEMPORARY = re.compile(r"hfta-[0-9a-f]{16}\.tmp")
 def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file that replaces ``path`` if the block succeeds, and is removed otherwise.
 
-    Args:
-        path: The file to replace.
-        durable: Whether to wait until the disk has it, so that it is there after the machine fails, too.
-
-    Raises:
-        CheckpointError: if ``path`` is not a regular file, or cannot be written.
+    If it is ``durable``, the disk has it at the end, so that it is there after the machine fails, too.
     """
     with _writing(path), _beside(path) as file:
         yield file
@@ -63,11 +58,7 @@ def write(path: PathLike, content: bytes, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def holding(path: PathLike) -> Iterator[None]:
-    """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse.
-
-    Raises:
-        CheckpointError: if ``path`` cannot be written, or another run holds it.
-    """
+    """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse."""
     name = f"{os.path.abspath(path)}.hfta-lock"
     with _writing(path):
         file = _locked(name, "ab")
@@ -157,11 +148,7 @@ def _open(name: str, flags: int) -> int:
 
 
 def lock(file: IO[bytes]) -> bool | None:
-    """Lock an open file until it is closed, without waiting; readers are not hindered.
-
-    Returns:
-        False if another process has locked it, None if the system or its file system has no locks.
-    """
+    """Lock an open file for writers until it is closed; False if another process has, None where there are no locks."""
     if sys.platform == "win32":
         return None
     try:

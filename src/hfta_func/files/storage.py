@@ -61,12 +61,7 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
-    """The beginning of a file up to its data, and the tensors in the order of the data.
-
-    Raises:
-        CheckpointError: if a file cannot hold a name or dtype, or the header is too long.
-        TypeError: if it cannot hold the metadata.
-    """
+    """The beginning of a file up to its data, and the tensors in the order of the data."""
     inner: dict[str, Tensor] = {}
 
     def reference(value: Any) -> dict[str, str]:
@@ -98,11 +93,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
 
 
 def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """JSON that is read back unchanged, except that tuples become lists; ``default`` as in :func:`json.dumps`.
-
-    Raises:
-        TypeError: if JSON cannot hold the value.
-    """
+    """JSON that is read back unchanged, except that tuples become lists; raises a TypeError if it cannot be."""
     _check_nesting(value)
     try:
         return json.dumps(value, default=default, allow_nan=False)

@@ -222,9 +222,8 @@ class Hyperparams:
 
     def without_zeros(self, *names: str) -> Hyperparams:
         """The same without each of ``names`` that is the plain number 0, so that its term is not computed."""
-        return self.without(
-            *(name for name in names if isinstance(self.specs[name], int | float) and self.specs[name] == 0)
-        )
+        plain = [name for name in names if isinstance(self.specs[name], int | float)]
+        return self.without(*(name for name in plain if self.specs[name] == 0))
 
     def init(self, params: Params) -> dict[str, Any]:
         """Vectors ``float64[M]`` to keep in the state; raises if a length is not M."""
@@ -264,10 +263,7 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
 
 
 def labels(name: str, inner_names: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
-    """The label and range that each hyperparameter of the schedule of ``name`` is checked by.
-
-    The first one is the initial value of ``name`` itself.
-    """
+    """The label and range that each hyperparameter of the schedule of ``name`` is checked by; the first is its own value."""
     return {
         inner: (inner, range_of(Schedule, inner)) if position else (name, allowed)
         for position, inner in enumerate(inner_names)

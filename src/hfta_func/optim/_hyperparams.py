@@ -141,12 +141,9 @@ def plateau(
 
 def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if isinstance(node, PartitionState):
-        return PartitionState({name: _replace_group(name, child, new, known) for name, child in node.groups.items()})
+        return PartitionState({name: _within(name, child, new, known) for name, child in node.groups.items()})
     if isinstance(node, Shared):
-        shared_known: set[str] = set()
-        changed = node._replace(opt_state=_replace(node.opt_state, _under("shared", new), shared_known))
-        known |= {f"shared.{name}" for name in shared_known}
-        return changed
+        return node._replace(opt_state=_within("shared", node.opt_state, new, known, is_alone=True))
     if not isinstance(node, tuple):
         return node
     names: tuple[str, ...] | None = getattr(node, "_fields", None)
@@ -170,17 +167,13 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     return type(node)(**fields)
 
 
-def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
-    """A value for ``"group.name"`` takes precedence over one for ``"name"``."""
-    group_known: set[str] = set()
-    changed = _replace(node, {**new, **_under(group, new)}, group_known)
-    known |= group_known | {f"{group}.{name}" for name in group_known}
+def _within(group: str, node: Any, new: Mapping[str, Any], known: set[str], is_alone: bool = False) -> Any:
+    """A value for ``"group.name"`` takes precedence over one for ``"name"``, or is alone."""
+    dotted = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
+    inner = set[str]()
+    changed = _replace(node, dotted if is_alone else {**new, **dotted}, inner)
+    known |= {f"{group}.{name}" for name in inner} | (set() if is_alone else inner)
     return changed
-
-
-def _under(prefix: str, new: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for ``"prefix.name"``, by ``"name"``."""
-    return {name.removeprefix(f"{prefix}."): value for name, value in new.items() if name.startswith(f"{prefix}.")}
 
 
 def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:

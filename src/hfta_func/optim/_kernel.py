@@ -40,12 +40,7 @@ MAX_INLINE_LEAVES = 16
 
 
 class Kernel:
-    """The kernel of a rule ``rule(grad, param, k, *slots) -> change`` that writes its slots.
-
-    Args:
-        rule: The update of one element.
-        num_slots: Number of slots, tensors that the state holds for each parameter.
-    """
+    """The kernel of a rule ``rule(grad, param, k, *slots) -> change`` of one element that writes its slots."""
 
     def __init__(self, rule: Callable[..., Any], num_slots: int):
         self._rule, self._num_slots = rule, num_slots
@@ -61,17 +56,11 @@ class Kernel:
         donate: bool = False,
         apply: bool = False,
     ) -> Sequence[Sequence[Tensor]] | None:
-        """Run the kernel; returns None if it does not support these leaves.
+        """Run the kernel over leaves ``[M, ...]``: lists of gradients and of parameters, and one for every slot.
 
-        Args:
-            columns: Leaves ``[M, ...]`` of one dtype: a list of gradients, one of parameters, and one for every slot.
-            numbers: The numbers by name, ``float64[M]``.
-            keep: ``bool[M]``; members where it is False keep parameters and slots.
-            donate: Write into the slots and, with ``apply``, into the parameters.
-            apply: Add the changes to the parameters.
-
-        Returns:
-            A list of changes, or of parameters with ``apply``, and a list for every slot.
+        Members where ``keep`` is False keep parameters and slots. With ``donate`` slots and, with ``apply``, parameters are
+        written. Returns a list of changes, or of parameters with ``apply``, and one for every slot; None if the kernel does
+        not support these leaves.
         """
         leaves, compiles = [leaf for column in columns for leaf in column], torch.compiler.is_compiling()
         dtype, width = leaves[0].dtype, len(columns[0])

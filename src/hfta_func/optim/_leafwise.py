@@ -73,12 +73,10 @@ def leafwise(
     decays = knobs.decays()
 
     def init(params: Params) -> Any:
-        slot_values = {
-            name: {path: start(path, param) for path, param in params.items()} if name in used else {} for name in slots
-        }
+        filled = {name: {path: start(path, param) for path, param in params.items()} for name in used}
         count = zero_count(params)
         ones = {name: torch.ones_like(count, dtype=torch.float64) for name in carried}
-        return state(step=count, hyperparams=knobs.init(params), **ones, **slot_values)
+        return state(step=count, hyperparams=knobs.init(params), **ones, **{name: {} for name in unused}, **filled)
 
     def begin(opt_state: Any) -> tuple[_Numbers, dict[str, Tensor]]:
         """The numbers of this update, and the fields of the next state that hold one number per member."""
@@ -99,31 +97,30 @@ def leafwise(
             grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
         return rule(grad, param, k, *slot_leaves)
 
-    def whole(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
-        """The change of the parameter; writes the slots."""
-        moved = direct(grad, param, k, *slot_leaves) * k["step"]
-        return moved + param * k["decay"] if decoupled and "decay" in k else moved
+    def moved(direction: Any, param: Any, k: Mapping[str, Any]) -> Any:
+        """The change of the parameter."""
+        change = direction * k["step"]
+        return change + param * k["decay"] if decoupled and "decay" in k else change
 
-    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> tuple[Tensor, Any]:
-        """The direction, and the factor of decoupled weight decay or None; writes the slots."""
+    def stored(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Tensor:
+        """The direction of leaves as they are stored; writes the slots."""
         wide = [_wide(slot) for slot in slot_leaves]
         direction = direct(_wide(grad), _wide(param), k, *wide)
         for slot, new in zip(slot_leaves, wide, strict=True):
             write_leaf(slot, new)
-        return direction, k.get("decay") if decoupled else None
+        return direction
 
     def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Any:
-        """Like :func:`change`, but returns new slots, since rules write in place, which an outer gradient does not allow."""
+        """The same with new slots, since rules write in place, which an outer gradient does not allow."""
 
         def changed(grad: Tensor, param: Tensor, k: Any, slot_leaves: list[Tensor]) -> Any:
             fresh = [slot.clone() for slot in slot_leaves]
-            direction, factor = change(grad, param, k, fresh)
-            return direction, factor, fresh
+            return stored(grad, param, k, fresh), fresh
 
         around = inside_transform() and not torch.compiler.is_compiling()
         return (torch.func.functionalize(changed) if around else changed)(grad, param, k, slot_leaves)
 
-    kernel = Kernel(whole, len(used))
+    kernel = Kernel(lambda grad, param, k, *slots: moved(direct(grad, param, k, *slots), param, k), len(used))
 
     def at_once(
         numbers: _Numbers, grads: Params, opt_state: Any, params: Params, **how: Any
@@ -154,24 +151,22 @@ def leafwise(
             if path in results:
                 continue
             back = _back(grad)
-            grad, param, *slot_leaves = map(
-                _real, (grad, params[path], *(getattr(opt_state, name)[path] for name in used))
-            )
+            held = (getattr(opt_state, name)[path] for name in used)
+            grad, param, *slot_leaves = map(_real, (grad, params[path], *held))
             pieces = numbers.pieces(param, elementwise)
             if pieces:
                 slot_leaves = slot_leaves if donate else [slot.clone() for slot in slot_leaves]
                 out = torch.zeros_like(_wide(param)) if not apply else param if donate else param.clone()
                 for row, k in pieces:
                     if is_kept is None or is_kept[row[0].start]:
-                        direction, factor = change(grad[row], param[row], k, [slot[row] for slot in slot_leaves])
-                        if factor is not None:
-                            out[row].add_(param[row], alpha=factor)  # pyright: ignore
+                        direction = stored(grad[row], param[row], k, [slot[row] for slot in slot_leaves])
+                        if decoupled and "decay" in k:
+                            out[row].add_(param[row], alpha=k["decay"])
                         out[row].add_(direction, alpha=k["step"])  # pyright: ignore
             else:
                 k = numbers.like(param)
-                direction, factor, fresh = functional(grad, param, k, slot_leaves)
-                out = direction * k["step"]
-                out = out if factor is None else out + factor * param
+                direction, fresh = functional(grad, param, k, slot_leaves)
+                out = moved(direction, param, k)
                 out = (param + out).to(param.dtype) if apply else out
                 if keep is not None:
                     fresh = [where(keep, slot, old) for slot, old in zip(fresh, slot_leaves, strict=True)]

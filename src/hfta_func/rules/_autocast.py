@@ -22,9 +22,7 @@ Kernel = Callable[..., Any]
 def casting(replace: Callable[..., None], early: Mapping[str, Kernel]) -> contextlib.AbstractContextManager[None]:
     """A context with autocast before batching rules once it is used; until then, it would only slow calls down.
 
-    Args:
-        replace: ``replace(op, kernel, key, with_keyset)`` registers a kernel.
-        early: The kernels of rules that ``vmap`` meets before it knows whether an argument has a model axis, by operator.
+    ``early`` has, by operator, the kernels of rules that ``vmap`` meets before it knows which arguments have a model axis.
     """
     started = False
 

@@ -33,14 +33,7 @@ _is_settled = False
 
 
 def settle(register_again: Callable[[], None]) -> None:
-    """Check the installed rules, unless they are known to agree, and replace those that differ by the loop.
-
-    Args:
-        register_again: Registers all rules anew, as the table of lowerings says.
-
-    Raises:
-        RuntimeError: if there are differences that the loop does not cure.
-    """
+    """Check the installed rules, unless they are known to agree, and replace those that differ by the loop."""
     global _is_settled
     if _is_settled or _is_remembered():
         return

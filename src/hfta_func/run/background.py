@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -26,19 +26,16 @@ from hfta_func.step.joint import JointStep
 from hfta_func.step.records import kind_of
 from hfta_func.step.replay import why_not_now
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.process import cores
+from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
 can pay. Measured with small models of ten kinds on two cores."""
-_WORTH = 1.4
-"""With a known number of steps, compiling begins if the remaining ones would take this many times as long."""
-_AFTER = 0.5
-"""Without one, it begins once training has taken this share of the estimate."""
-_WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR = 2.0, 3.0
-"""The same factors where training keeps all processors busy: a process of low priority does not advance there, so compiling
-takes one away from training."""
+_BESIDE, _INSTEAD = (1.4, 0.5), (2.0, 3.0)
+"""With a known number of steps, compiling begins if the remaining ones would take this many times as long; without one, once
+training has taken this share of the estimate. Then the same where training keeps all processors busy: a process of low
+priority does not advance there, so compiling takes one away from training."""
 _PATIENCE = 7
 """Without a known number of steps, the graph is used once training has taken this many times what loading it costs."""
 _FASTER = 1.4
@@ -137,12 +134,12 @@ class BackgroundStep:
         """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
         self._calls += 1
         batch = batch if iterations is None else iterations
-        given = leaves((batch, getattr(state, "step", None)))
-        # A graph depends on the shapes of tensors, and on integers.
-        known = [leaf for leaf in given if isinstance(leaf, (Tensor, int))]
-        key = tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in known])
         digest = self._digest(state)
-        if digest is not None:
+        if digest is None:
+            # A graph depends on the shapes of tensors, and on integers.
+            known = [leaf for leaf in leaves((batch, getattr(state, "step", None))) if isinstance(leaf, (Tensor, int))]
+            key = tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in known])
+        else:
             inputs, layout = optree.tree_flatten((state, batch))  # pyright: ignore[reportArgumentType]
             key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *map(kind_of, inputs)
         graph = self.shapes.get(key)
@@ -171,16 +168,6 @@ def _seconds_to_compile(state: Any) -> float:
     return _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
 
 
-@contextlib.contextmanager
-def _one_thread_less() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class StepGraph:
     """What becomes of a step for batches of one shape."""
 
@@ -194,12 +181,11 @@ class StepGraph:
         self._step, self._call_eagerly = step, eager or step
         self._name, self._tensors = name, tensors
         self._run: Callable[..., Any] | None = None
-        self._earlier = None if name is None else kept.load(name, tensors)
-        self._is_kept = self.was_kept = False
+        self._offer = None if name is None else kept.load(name, tensors)
+        self._is_kept, self.was_kept = False, self._offer is not None
         self._since = self._estimate = 0.0
         self.worker: Compiler | None = None
-        self._ended = self._is_ready = False
-        self._lends = False
+        self._ended = self._lends = False
         self.spent = 0.0
         self.eager: list[float] = []
         self._compiled: list[float] = []
@@ -220,9 +206,8 @@ class StepGraph:
         """The step's result; ``left`` is how many calls will follow, if that is known."""
         if self._run is not None:
             return self._call_compiled(state, batch)
-        if self._earlier is not None:
-            run, self._earlier, self.was_kept = self._earlier, None, True
-            return self._take_up(run, state, batch)
+        if self._offer is not None:
+            return self._take_up(state, batch)
         if not self._ended:
             answer = self.ask(state, batch, left)
             if answer is not None and self.pays(answer, left):
@@ -231,7 +216,7 @@ class StepGraph:
             waits = answer is None and self.worker is not None
             self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
         start = time.perf_counter()
-        with _one_thread_less() if self._lends else contextlib.nullcontext():
+        with threads(torch.get_num_threads() - 1) if self._lends else contextlib.nullcontext():
             result = self._call_eagerly(state, batch)
         took = time.perf_counter() - start
         self.spent += took
@@ -253,9 +238,9 @@ class StepGraph:
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
-        if answer is not None and not self._is_ready:
-            self._is_ready = True
+        if answer is not None and self._estimate:
             kept.remember(self._estimate, time.monotonic() - self._since)
+            self._estimate = 0.0
         return answer
 
     def _end(self, why: str | None) -> None:
@@ -265,11 +250,11 @@ class StepGraph:
 
     def may_pay(self, state: Any, left: int | None) -> bool:
         """Whether compiling is expected to pay over the calls that are left, or as many as there were."""
-        return len(self.eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
+        return len(self.eager) >= _FIRST and self._repays(state, left, *_BESIDE)
 
     def _affords(self, state: Any, left: int | None) -> bool:
         """Whether training can do without a processor while another process compiles."""
-        return self._repays(state, left, _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR)
+        return self._repays(state, left, *_INSTEAD)
 
     def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
         compiling = _seconds_to_compile(state)
@@ -294,12 +279,8 @@ class StepGraph:
         if self.worker is not None:
             self.worker.end()
         if answer.get("kept"):
-            assert self._name is not None
-            run = kept.load(self._name, self._tensors)
-            if run is not None:
-                return self._take_up(run, state, batch)
-            self._end("its graph cannot be read")
-            return self._call_eagerly(state, batch)
+            self._offer = kept.load(str(self._name), self._tensors)
+            return self._take_up(state, batch)
         run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
@@ -311,8 +292,12 @@ class StepGraph:
         self._run = run
         return result
 
-    def _take_up(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
-        """Go over to a kept graph, if it has the losses of the step in this call."""
+    def _take_up(self, state: Any, batch: Any) -> Any:
+        """Go over to a kept graph, if there is one that has the losses of the step in this call."""
+        run, self._offer = self._offer, None
+        if run is None:
+            self._end("its graph cannot be read")
+            return self._call_eagerly(state, batch)
         # A copy, because a step with donate=True writes the state.
         trial = tree_map(torch.clone, state)
         (_, metrics), (_, expected) = run(trial, batch), (result := self._call_eagerly(state, batch))

@@ -25,11 +25,7 @@ def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
 
 
 class Best:
-    """The state of each member after its own best epoch.
-
-    Args:
-        metric: Name of a metric in the history, or a pair of it and ``"min"`` or ``"max"``.
-    """
+    """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
 
     def __init__(self, metric: str | tuple[str, Mode]):
         self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
@@ -97,17 +93,17 @@ class Compact:
         self._kept = None
         self._trainer.follow(loader)
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
+    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         if not self._within:
             self._kept = self._choose(state)
         kept = self._trainer.kept = self._kept
         if kept is None:
-            state, ended = self._trainer.segment(state, running, limit, hooks)
+            state, ended = self._trainer.segment(state, running, until, hooks)
         else:
             few_running = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), few_running, limit, hooks)
+                few, ended = self._trainer.segment(take(state, kept), few_running, until - running.batches, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise

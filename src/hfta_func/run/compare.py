@@ -94,11 +94,7 @@ class Comparison(Tabled):
         self._summarise = summarise
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame with one row per configuration.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
+        """A pandas frame with one row per configuration."""
         return require("pandas", "plot").DataFrame(self.differences)
 
     def __repr__(self) -> str:
@@ -117,16 +113,13 @@ class Comparison(Tabled):
         return each, rows
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw every difference with its interval.
+        """Draw every difference with its interval, by matplotlib.
 
         Args:
             ax: Axes to draw on; by default those of a new figure.
 
         Returns:
             The axes; ``ax.figure.savefig(path)`` saves the picture.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
         axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
         for y, one in enumerate(self.differences):
@@ -177,20 +170,24 @@ def compare(
         >>> round(comparison.differences[0].mean, 4), comparison.differences[0].wins
         (0.0175, 1.0)
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; it must be between 0 and 1")
     values = _by_seed(runs, metric, by)
     if len(values) < 2:
         raise ValueError(f"there are {len(values)} configurations; a comparison needs two")
-    first = next(iter(values)) if baseline is None else baseline
-    if first not in values:
-        raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, values))}")
-    others = {name: by_seed for name, by_seed in values.items() if name != first}
-    return Comparison(
-        [_difference(name, by_seed, first, values[first], level, resamples, seed) for name, by_seed in others.items()],
-        level,
-        functools.partial(_summaries, values, level, resamples, seed),
-    )
+    first, options = checked_baseline(baseline, values, level), (level, resamples, seed)
+    differences = [
+        _difference(name, each, first, values[first], *options) for name, each in values.items() if name != first
+    ]
+    return Comparison(differences, level, functools.partial(_summaries, values, *options))
+
+
+def checked_baseline(baseline: Any, names: Mapping[Any, Any], level: float) -> Any:
+    """The baseline, by default the first name; raises a ValueError if it is none of them, or a level is none."""
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; it must be between 0 and 1")
+    first = next(iter(names), None) if baseline is None else baseline
+    if first not in names:
+        raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, names))}")
+    return first
 
 
 def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[Any, float]]:
@@ -227,22 +224,16 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
 
 
 def _difference(
-    name: Any,
-    values: Mapping[Any, float],
-    baseline: Any,
-    baseline_values: Mapping[Any, float],
-    level: float,
-    resamples: int,
-    seed: int,
+    name: Any, values: Mapping[Any, float], baseline: Any, others: Mapping[Any, float], level: float, *draws: int
 ) -> Difference:
     numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
-    common = [(value, baseline_values[key]) for key, value in values.items() if key in baseline_values]
+    common = [(value, others[key]) for key, value in values.items() if key in others]
     finite = [pair for pair in common if all(map(math.isfinite, pair))]
     if len(finite) < 2:
         raise ValueError(f"{name!r} and {baseline!r} have {len(finite)} seeds in common; a comparison needs two")
     pairs = numpy.array(finite)
     differences = pairs[:, 0] - pairs[:, 1]
-    mean, deviation, low, high = _mean(numpy, stats, differences, level, resamples, seed)
+    mean, deviation, low, high = _mean(numpy, stats, differences, level, *draws)
     # The largest rounding error of a sum of differences, which would look like one: metrics are mostly float32.
     dtype = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
     rounding = float(len(pairs) * numpy.finfo(dtype).eps * numpy.abs(pairs).max())
@@ -253,7 +244,7 @@ def _difference(
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
         wins=(wins + (len(pairs) - wins - losses) / 2) / len(pairs),
         sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
-        permutation=_permuted(numpy, differences, rounding, resamples, seed),
+        permutation=_permuted(numpy, differences, rounding, *draws),
         seeds=_seeds(stats, mean, deviation),
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._types import check_counts, require
-from hfta_func.run.compare import Tabled
+from hfta_func.run.compare import Tabled, checked_baseline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,16 +62,13 @@ class TaskComparison(Tabled):
         return self._estimated(lambda runs: stack([_mean(runs > at) for at in thresholds], -1), self._scores[name])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the performance profiles, in bands of their intervals.
+        """Draw the performance profiles, in bands of their intervals, by matplotlib.
 
         Args:
             ax: Axes to draw on; by default those of a new figure.
 
         Returns:
             The axes; ``ax.figure.savefig(path)`` saves the picture.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
         axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
         ends = [end for runs in self._scores.values() for end in (runs.min(), runs.max())]
@@ -142,18 +139,13 @@ def compare_tasks(
         >>> found.estimates[-1].statistic, found.estimates[-1].value
         ('improves on plain', 0.9375)
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; it must be between 0 and 1")
     check_counts(resamples=resamples)
+    first = checked_baseline(baseline, scores, level)
     numpy, arrays = require("numpy", "plot"), {}
     for name, given in scores.items():
         runs = numpy.asarray(given.tolist() if isinstance(given, Tensor) else given, dtype=numpy.float64)
-        if (
-            runs.ndim != 2
-            or len(runs) < 2
-            or not runs.size
-            or runs.shape[1:] != next(iter(arrays.values()), runs).shape[1:]
-        ):
+        tasks = next(iter(arrays.values()), runs).shape[1:]
+        if runs.ndim != 2 or len(runs) < 2 or not runs.size or runs.shape[1:] != tasks:
             shapes = {key: [*each.shape] for key, each in (arrays | {name: runs}).items()}
             raise ValueError(f"the scores are {shapes}; give [seeds, tasks] of two seeds or more in the same tasks")
         if not numpy.isfinite(runs).all():
@@ -162,9 +154,6 @@ def compare_tasks(
                 f"the score of {name!r} is {runs[run, task]} for seed {run} in task {task}; give runs that failed a low score"
             )
         arrays[name] = runs
-    first = next(iter(scores), None) if baseline is None else baseline
-    if first not in scores:
-        raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, scores))}")
     return TaskComparison(arrays, first, optimum, level, resamples, seed)
 
 

@@ -19,20 +19,14 @@ from hfta_func._tree import leaves, tree_map
 from hfta_func.run import kept
 from hfta_func.run.graphs import graph, options
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Process, cores
-from hfta_func.workers.settings import SETTINGS, settle
+from hfta_func.workers.process import SETTINGS, Process, cores, settle
 from hfta_func.workers.wire import loads, one_line_error
 
 
 class Compiler:
-    """A worker that compiles one step into PyTorch's cache on disk.
+    """A worker that compiles one step, for the shapes of a state and a batch, into PyTorch's cache on disk.
 
-    Args:
-        step: The step.
-        state: A state, for its shapes.
-        batch: A batch, for its shapes.
-        name: What the graph is called on disk, if it may be kept there.
-        yields: Whether the worker yields the processors to this process.
+    A ``name`` is what the graph is called if it may be kept. A worker that ``yields`` lets this process go first.
     """
 
     _last: weakref.ref[Compiler] | None = None
@@ -42,10 +36,9 @@ class Compiler:
         self._answer: dict[str, Any] | None = None
         self._is_over = True
         try:
-            inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
-            self._order = _sent(
-                {"step": step, "inputs": inputs, "name": name, **settings}, getattr(step, "base", {}).values()
-            )
+            order = {"step": step, "inputs": tree_map(_Like, (state, batch)), "name": name}
+            order |= {get.__name__: get() for get, _ in SETTINGS}
+            self._order = _sent(order, getattr(step, "base", {}).values())
         except Exception as error:
             self._answer = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
@@ -115,13 +108,8 @@ def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
 
 
 def compile_step(order: bytes, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compile a step with the first options that work, or time how long it takes to read a graph that is in the cache.
-
-    Args:
-        order: The step, what its inputs are like, and the settings to compile with, as :func:`_sent` writes them.
-        chosen: Options of a graph that has been compiled.
-    """
-    error: Exception | None = None
+    """Compile a step with the first options that work, or time how long a graph of the ``chosen`` ones takes to read."""
+    error = None
     try:
         ordered = loads(order)
         settle(ordered)

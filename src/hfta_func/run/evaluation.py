@@ -45,13 +45,7 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
 
 
 class Evaluation:
-    """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows.
-
-    Args:
-        step: The training step, whose model and options are used.
-        metric: A metric of ONE model.
-        data: One batch, as a tree of tensors; an :class:`ArrayLoader`; or an iterable over batches.
-    """
+    """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows."""
 
     def __init__(self, step: TrainStep | JointStep, metric: Callable[..., Any], data: Any):
         self._made_from, self._data = (step, metric), data

@@ -6,31 +6,28 @@ import functools
 import itertools
 import queue
 import time
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, StateBuffers, renumbered
-from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step, Trainer
+from hfta_func.run.parts import NEVER, PartWorker, StateBuffers, renumbered
+from hfta_func.run.trainer import END, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
-from hfta_func.workers.local import shares
-from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import cores
-from hfta_func.workers.wire import Folder, SharedTensorRef, dumps
+from hfta_func.workers.pool import Pool, shares
+from hfta_func.workers.process import cores, threads
+from hfta_func.workers.wire import Folder, dumps
 
 Parts = list[tuple[int, int, int]]
 """The first member of each, the one after its last, and the limit of the workers that train it."""
+Orders = dict[int, dict[str, Any]]
+"""The arguments of calls, by number of the part."""
+_By = tuple[Executor, PartWorker]
 LOOK = 0.05
 """Seconds between two looks at what the workers have done."""
-NEVER = 1 << 62
-"""Sentinel: no stop requested."""
 _PIECE = 0.2
 """Seconds for which this process trains before it looks again whether the workers have started."""
 
@@ -38,15 +35,8 @@ _PIECE = 0.2
 class ExecutorTrainer(Trainer):
     """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
 
-    Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others.
-
-    Args:
-        step: The training step.
-        batches: What is left of the first epoch.
-        loader: All later epochs.
-        executor: What trains the parts.
-        compile: Whether the workers compile the step while they train.
-        owned: Whether the executor is a pool for this run alone.
+    Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others. An
+    executor that is ``owned`` is a pool for this run alone.
     """
 
     def __init__(
@@ -60,10 +50,7 @@ class ExecutorTrainer(Trainer):
         # What trains in this process while workers start, and how many steps at a time.
         self._local: PartWorker | None = None
         self._few = 1
-        self._folder = Folder() if executor.shares else None
         self._states: StateBuffers | None = None
-        # By number of parts: how many steps each has made, and after which one all stop.
-        self._controls: dict[int, SharedTensorRef] = {}
 
     @property
     def status(self) -> str:
@@ -73,16 +60,12 @@ class ExecutorTrainer(Trainer):
     def close(self) -> None:
         """See :class:`Trainer`."""
         self._executor.forget()
-        for held in (self._owned, self._folder, self._states):
+        for held in (self._owned, self._states):
             if held is not None:
                 held.close()
 
     def is_ready(self) -> bool:
-        """Whether all workers of a pool for this run alone can train now.
-
-        Raises:
-            WorkerError: if one cannot be started.
-        """
+        """Whether all workers of a pool for this run alone can train now; raises a WorkerError if one cannot be started."""
         return self._owned is None or self._owned.ready(0, everyone=True)
 
     def follow(self, loader: Any) -> None:
@@ -92,7 +75,7 @@ class ExecutorTrainer(Trainer):
         if old is not None:
             self._executor.forget(old)
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
+    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         hooks.begin()
         if self._function is None:
@@ -105,46 +88,29 @@ class ExecutorTrainer(Trainer):
                 self._local = PartWorker(self._step, data, kind, compile=False)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
-        before = running.batches
         while not self.is_ready():
-            left = self._few if limit is None else min(self._few, limit - (running.batches - before))
-            state, ended = self._piece_locally(state, running, left, hooks)
-            if ended or hooks.stopped() or running.batches - before == limit:
-                return state, ended
-        left = None if limit is None else limit - (running.batches - before)
-        return self._piece(state, running, left, hooks, self._executor, self._function)
-
-    def _piece_locally(self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks) -> SegmentEnd:
-        """Train some steps in this process while workers start: part by part and with their threads, to the same bits."""
-        assert self._local is not None and self._owned is not None
-        threads, start = torch.get_num_threads(), time.perf_counter()
-        torch.set_num_threads(max(1, len(cores()) // self._owned.count))
-        try:
-            return self._piece(state, running, limit, hooks, Inline(), self._local)
-        finally:
-            torch.set_num_threads(threads)
+            # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
+            assert self._local is not None and self._owned is not None
+            some, start = min(until, running.batches + self._few), time.perf_counter()
+            with threads(len(cores()) // self._owned.count):
+                state, ended = self._piece(state, running, some, hooks, (Inline(), self._local))
             if time.perf_counter() - start < _PIECE:
                 self._few *= 2
+            if ended or hooks.stopped() or running.batches == until:
+                return state, ended
+        return self._piece(state, running, until, hooks, (self._executor, self._function))
 
-    def _piece(
-        self,
-        state: TrainState,
-        running: Running,
-        limit: int | None,
-        hooks: SegmentHooks,
-        executor: Executor,
-        function: PartWorker,
-    ) -> SegmentEnd:
-        """Have an executor train the next batches."""
-        device, parts = state.keys.device, _parts(num_models(state), self._executor)
+    def _piece(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks, by: _By) -> SegmentEnd:
+        """Have an executor train the next batches by calls of a function."""
+        (executor, _), device, parts = by, state.keys.device, _parts(num_models(state), self._executor)
         buffers = self._shared(state) if executor.shares else None
         # Of this segment alone: batches may have other values in the next one.
         folder = Folder() if executor.shares and not self._dealt else None
         try:
-            orders = self._orders(state, running, parts, limit, buffers, folder)
-            call = functools.partial(self._train, executor, function, parts)
-            ticked, answers = call(orders, hooks)
-            results = self._level(call, parts, orders, answers, buffers, hooks)
+            orders = self._orders(state, running, parts, until, buffers, folder)
+            train = functools.partial(_train, *by, parts, hooks)
+            ticked, answers = train(orders)
+            results = _level(train, parts, orders, answers, buffers)
         finally:
             if folder is not None:
                 folder.close()
@@ -176,97 +142,83 @@ class ExecutorTrainer(Trainer):
         state: TrainState,
         running: Running,
         parts: Parts,
-        limit: int | None,
+        until: int,
         buffers: StateBuffers | None,
         folder: Folder | None,
-    ) -> dict[int, dict[str, Any]]:
+    ) -> Orders:
         """The arguments of each part's call, by number of the part."""
         dims, orders = getattr(self._step, "batch_dims", 0), {}
         position = self._loader.state_dict() if self._dealt else None
-        count, control = len(parts), None
-        if buffers is not None:
-            # Where that many parts count their steps.
-            assert self._folder is not None
-            if count not in self._controls:
-                self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
-            control = self._controls[count]
-            cells = control.tensor()
-            cells[:] = 0
-            cells[-1] = NEVER
+        control = None if buffers is None else buffers.control(len(parts))
         for number, (low, high, _) in enumerate(parts):
             where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
             batches = None
             if not self._dealt:
-                batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
+                left = (self._left or [])[: until - running.batches]
+                batches = dumps([take_batch(dims, batch, where) for batch in left], folder)
             orders[number] = {
                 "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
                 **{"sums": running.part(low, high), "positions": where, "position": position},
-                **{"batches": batches, "skip": 0, "limit": limit},
+                **{"batches": batches, "skip": 0, "until": until},
                 "control": None if control is None else (control, number),
             }
         return orders
 
-    def _train(
-        self,
-        executor: Executor,
-        function: PartWorker,
-        parts: Parts,
-        orders: dict[int, dict[str, Any]],
-        hooks: SegmentHooks,
-    ) -> tuple[int, dict[int, Any]]:
-        """Have some parts trained; returns how many steps have been shown, and the answers by number of the part."""
-        control = next(iter(orders.values()))["control"]
-        cells = None if control is None else control[0].tensor()
-        calls = {executor.submit(function, parts[part][2], **orders[part]): part for part in orders}
-        answers: dict[int, Any] = {}
-        ticked = 0
-        while len(answers) < len(orders):
-            try:
-                call, answer = executor.wait(None if cells is None else LOOK)
-            except queue.Empty:
-                assert cells is not None
-                made = int(cells[:-1].min())
-                for _ in range(ticked, made):
-                    hooks.tick()
-                ticked = max(ticked, made)
-                if hooks.stopped() and cells[-1] == NEVER:
-                    # All after the same step, which none has begun yet.
-                    cells[-1] = cells[:-1].max() + 2
-                continue
-            part = calls[call]
-            if isinstance(answer, Exception):
-                low, high, _ = parts[part]
-                if isinstance(answer, WorkerError):
-                    raise WorkerError(f"models {low} to {high - 1}: {answer}")
-                raise renumbered(answer, range(low, high))
-            answers[part] = answer
-        return ticked, answers
 
-    def _level(
-        self,
-        call: Callable[..., tuple[int, dict[int, Any]]],
-        parts: Parts,
-        orders: dict[int, dict[str, Any]],
-        answers: dict[int, Any],
-        buffers: StateBuffers | None,
-        hooks: SegmentHooks,
-    ) -> list[Any]:
-        """Have the parts that stopped earlier catch up with the others."""
-        results = [answers[part] for part in range(len(parts))]
-        done = [answer["running"]["batches"] - orders[part]["sums"]["batches"] for part, answer in enumerate(results)]
-        over = any(answer["ended"] for answer in results)
-        behind: dict[int, dict[str, Any]] = {}
-        for part, answer in enumerate(results):
-            if done[part] < max(done) or answer["ended"] != over:
-                state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
-                gone = {"state": state, "sums": answer["running"], "position": answer["position"], "skip": done[part]}
-                left = None if over else max(done) - done[part]
-                behind[part] = orders[part] | gone | {"control": None, "limit": left}
-        for part, more in call(behind, hooks)[1].items() if behind else ():
-            results[part] = more
-            if buffers is not None:
-                buffers.level(*parts[part][:2])
-        return results
+def _train(
+    executor: Executor, function: PartWorker, parts: Parts, hooks: SegmentHooks, orders: Orders
+) -> tuple[int, dict[int, Any]]:
+    """Have some parts trained; returns how many steps have been shown, and the answers by number of the part."""
+    control = next(iter(orders.values()))["control"]
+    cells = None if control is None else control[0].tensor()
+    calls = {executor.submit(function, parts[part][2], **orders[part]): part for part in orders}
+    answers: dict[int, Any] = {}
+    ticked = 0
+    while len(answers) < len(orders):
+        try:
+            call, answer = executor.wait(None if cells is None else LOOK)
+        except queue.Empty:
+            assert cells is not None
+            made = int(cells[:-1].min())
+            for _ in range(ticked, made):
+                hooks.tick()
+            ticked = max(ticked, made)
+            if hooks.stopped() and cells[-1] == NEVER:
+                # All after the same step, which none has begun yet.
+                cells[-1] = cells[:-1].max() + 2
+            continue
+        part = calls[call]
+        if isinstance(answer, Exception):
+            low, high, _ = parts[part]
+            if isinstance(answer, WorkerError):
+                raise WorkerError(f"models {low} to {high - 1}: {answer}")
+            raise renumbered(answer, range(low, high))
+        answers[part] = answer
+    return ticked, answers
+
+
+def _level(
+    train: Any, parts: Parts, orders: Orders, results: dict[int, Any], buffers: StateBuffers | None
+) -> list[Any]:
+    """Have the parts that stopped earlier catch up with the others; returns the results of all in order."""
+    most, over = (max(result) for result in zip(*map(_done, results.values()), strict=True))
+    behind: Orders = {}
+    for part, answer in results.items():
+        if _done(answer) != (most, over):
+            state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
+            skip = answer["running"]["batches"] - orders[part]["sums"]["batches"]
+            gone = {"state": state, "sums": answer["running"], "position": answer["position"], "skip": skip}
+            behind[part] = orders[part] | gone | {"control": None, "until": END if over else most}
+    for part, answer in train(behind)[1].items() if behind else ():
+        results[part] = answer
+        if buffers is not None:
+            buffers.level(*parts[part][:2])
+    return [results[part] for part in range(len(parts))]
+
+
+def _done(answer: Any) -> tuple[int, bool]:
+    """The batches of the epoch that a part has seen, and whether these were all."""
+    return answer["running"]["batches"], answer["ended"]
 
 
 def _parts(size: int, executor: Executor) -> Parts:

@@ -21,7 +21,7 @@ from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import LocalTrainer, SegmentHooks
+from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
@@ -161,8 +161,8 @@ def fit(
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             ended = False
             while not ended and not pressed():
-                limit = None if save_every is None else save_every - run.running.batches % save_every
-                ended = run.join(trainer.segment(run.state, run.running, limit, hooks))
+                until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
+                run.state, ended = trainer.segment(run.state, run.running, until, hooks)
                 if not ended and not pressed():
                     save()
             if ended:

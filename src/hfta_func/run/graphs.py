@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hfta_func._torch import may_change, stays
 from hfta_func._tree import leaves, tree_map
@@ -17,20 +16,16 @@ _TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts":
 _TOGETHER = 16
 """With more parameters than this, the calls are compiled apart from the kernels: at the same time and with less optimisation,
 which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
-
-
 _REPLAYED = "triton.cudagraphs"
 
 
 def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str, Any], ...]:
-    """Options of inductor for a step with this state on this type of device, to be tried in turn.
-
-    On a CPU the first calls kernels from C++, not Python. On a GPU it launches all of them at once, as a CUDA graph, if the
-    step writes its state in place; any other state would be copied into the graph's memory and back.
-    """
+    """Options of inductor for a step with this state on this type of device, to be tried in turn."""
     if device == "cpu":
+        # The first calls kernels from C++, not Python.
         apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
         return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
+    # A CUDA graph launches all kernels at once; a state not written in place would be copied into its memory and back.
     in_place = device == "cuda" and getattr(getattr(step, "options", None), "donate", False)
     return ({_REPLAYED: True}, {}) if in_place else ({},)
 
@@ -54,11 +49,7 @@ def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
         for leaf in (*held, *getattr(step, "base", {}).values()):
             stays(leaf)
         known = set(map(id, held))
-
-        def kept(leaf: Tensor) -> Tensor:
-            """A copy of what lies in the graph's memory, where the next call writes."""
-            return leaf if id(leaf) in known else leaf.clone()
-
-        return tree_map(kept, run(state, batch))
+        # Copies of what lies in the graph's memory, where the next call writes.
+        return tree_map(lambda leaf: leaf if id(leaf) in known else leaf.clone(), run(state, batch))
 
     return replay

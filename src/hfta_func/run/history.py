@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hfta_func._tree import tree_map
 from hfta_func._types import ROWS, SIGNS, StateError, direction_of, html_table, require, sparkline
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
@@ -90,10 +91,10 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        # Of several copies of a member, the first one is that member and the others are new.
-        before = (
-            [-1 if place in origins[:at] else place for at, place in enumerate(origins)] if origins else [-1] * len(new)
-        )
+        before = [-1] * len(new)
+        if origins:
+            # Of several copies of a member, the first one is that member and the others are new.
+            before = [-1 if place in origins[:at] else place for at, place in enumerate(origins)]
         if before == [*range(len(old))] or (origins is None and old == new):
             return None
         indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
@@ -141,9 +142,8 @@ class History:
         """
         pandas = require("pandas", "plot")
         count = len(self.seeds)
-        given = {
-            name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in {**self.columns, **columns}.items()
-        }
+        given = {**self.columns, **columns}
+        given = {name: each.tolist() if isinstance(each, Tensor) else list(each) for name, each in given.items()}
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
@@ -203,13 +203,9 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""
-
-        def kind(metrics: Metrics) -> Any:
-            return [(name, value.dtype, value.shape) for name, value in metrics.items()]
-
-        epochs = []
-        for _, block in itertools.groupby(self.epochs, kind):
-            block = list(block)
+        epochs, kinds = [], [[(name, each.dtype, each.shape) for name, each in one.items()] for one in self.epochs]
+        for _, numbers in itertools.groupby(range(len(kinds)), kinds.__getitem__):
+            block = [self.epochs[number] for number in numbers]
             epochs.append([len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}])
         members = {"seeds": self.seeds, "members": self.members, "since": self.since}
         return {"epochs": epochs, "failures": self.failures, **members}
@@ -249,9 +245,7 @@ def present(history: History, metric: str) -> Tensor:
 
 def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
-    if value.shape[:1] != (count,) or (
-        count == width and bool((columns == torch.arange(width, device=columns.device)).all())
-    ):
+    if value.shape[:1] != (count,) or (count == width and columns.tolist() == [*range(width)]):
         return value
     value = value if value.is_floating_point() else value.float()
     return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, columns, value)
@@ -282,15 +276,12 @@ class Running:
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        return self._mapped(lambda value: value[low:high].cpu())
+        return tree_map(lambda sums: sums[low:high].cpu() if isinstance(sums, Tensor) else sums, self.state_dict())
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
-        self.batches = parts[0]["batches"]
-        self.sums, self.failed = (
-            {name: torch.cat([part[kind][name] for part in parts]).to(device) for name in parts[0][kind]}
-            for kind in ("sums", "failed")
-        )
+        whole = tree_map(lambda *sums: torch.cat(sums) if isinstance(sums[0], Tensor) else sums[0], *parts)
+        self.load_state_dict(whole, device)
 
     def add_members(self, few: Running, kept: Tensor, num_models: int) -> None:
         """Add the sums of the members ``kept`` out of ``num_models``; the others had no batch."""
@@ -335,12 +326,7 @@ class Running:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
-        return self._mapped(lambda value: value)
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        parts = {"sums": self.sums, "failed": self.failed}
-        mapped = {part: {name: function(value) for name, value in one.items()} for part, one in parts.items()}
-        return {"batches": self.batches, **mapped}
+        return {"batches": self.batches, "sums": {**self.sums}, "failed": {**self.failed}}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""

@@ -41,7 +41,7 @@ from hfta_func.step.records import kind_of
 from hfta_func.step.replay import recorded_whole, require_pure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.settings import SETTINGS
+from hfta_func.workers.process import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
@@ -116,12 +116,7 @@ def _machine() -> str:
 
 
 def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
-    """Compile the step for inputs like these, and keep it by this name.
-
-    Raises:
-        NotReplayableError: if the step does what a graph cannot repeat.
-        OSError: if nothing can be written.
-    """
+    """Compile the step for inputs like these, and keep it by this name; raises if a graph cannot repeat the step."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder(), prefix="new-") as temporary:
         require_pure(step, *inputs)
@@ -151,12 +146,7 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
 
 
 def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], Any] | None:
-    """The graph of this name as a step; None if there is none that can be used.
-
-    Args:
-        name: Of :func:`name_of`.
-        tensors: Those that the step's functions reach.
-    """
+    """The graph of this name as a step whose functions reach these tensors; None if there is none that can be used."""
     path = folder() / name
     try:
         if not native.is_whole(path / _ABOUT):
@@ -197,9 +187,8 @@ def remember(estimate: float, seconds: float) -> None:
     """Remember how long compiling took, for later estimates; nothing happens where nothing can be written."""
     with contextlib.suppress(OSError, CheckpointError):
         times_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic.write(
-            times_file(), json.dumps([*earlier_times()[1 - MOST_TIMES :], (estimate, seconds)]).encode(), durable=False
-        )
+        times = [*earlier_times()[1 - MOST_TIMES :], (estimate, seconds)]
+        atomic.write(times_file(), json.dumps(times).encode(), durable=False)
 
 
 def times_file() -> pathlib.Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -30,24 +31,19 @@ def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     return error
 
 
+NEVER = 1 << 62
+"""Sentinel: no stop requested."""
+
+
 class SharedPart(NamedTuple):
-    """Members of a state whose leaves lie in shared memory.
+    """Members ``low`` to ``high - 1`` of a state whose leaves lie in shared memory."""
 
-    Args:
-        source: References to the leaves of the whole array, to go on from.
-        target: References to where its leaves after the segment are written.
-        low: The first member of the part.
-        high: The one after its last.
-        version: What ``source`` holds: a worker that has made this version of the part itself does not read it.
-        becomes: The version after the segment.
-    """
-
-    source: Any
-    target: Any
+    source: Any  # references to the leaves of the whole array, to go on from
+    target: Any  # references to where its leaves after the segment are written
     low: int
     high: int
-    version: int
-    becomes: int
+    version: int  # what source holds: a worker that has made this version of the part itself does not read it
+    becomes: int  # the version after the segment
 
 
 class StateBuffers:
@@ -57,12 +53,20 @@ class StateBuffers:
         self._layout, self._latest = _layout(state), state
         self._folder = Folder()
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
-        self._numbers = itertools.count()
+        self._numbers, self._controls = itertools.count(), {}
         self._now, self._next = next(self._numbers), next(self._numbers)
 
     def close(self) -> None:
         """Remove the files."""
         self._folder.close()
+
+    def control(self, count: int) -> SharedTensorRef:
+        """Where that many parts count the steps of a segment, and read after which one all stop."""
+        if count not in self._controls:
+            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+        cells = self._controls[count].tensor()
+        cells[:-1], cells[-1] = 0, NEVER
+        return self._controls[count]
 
     def fits(self, state: TrainState) -> bool:
         """Whether the buffers have room for just this state."""
@@ -104,13 +108,9 @@ def _layout(state: TrainState) -> Any:
 
 
 class PartWorker:
-    """Trains a part of the members, a segment in each call: the function that is sent to workers.
+    """Trains a part of the members on a type of device, a segment in each call: the function that is sent to workers.
 
-    Args:
-        step: The training step.
-        loader: The loader of all members if it is an :class:`ArrayLoader`; batches of other loaders are sent.
-        kind: Type of the device to train on.
-        compile: Whether the step is compiled while it trains.
+    It holds the loader of all members if that is an :class:`ArrayLoader`; batches of other loaders are sent.
     """
 
     label = "the step or the loader"
@@ -129,23 +129,15 @@ class PartWorker:
         position: Any,
         batches: bytes | None,
         skip: int,
-        limit: int | None,
+        until: int,
         control: tuple[SharedTensorRef, int] | None,
     ) -> dict[str, Any]:
-        """Train one segment of an epoch.
+        """Train one segment of an epoch: up to batch ``until``, or the end of the epoch.
 
-        Args:
-            state: The part's state, or where it lies.
-            sums: The sums of the epoch's metrics so far, see :meth:`Running.part`.
-            positions: Where the part's members are in the loader.
-            position: The loader's position, from which it goes on.
-            batches: The part's batches instead, if there is no loader.
-            skip: How many of these have been trained on.
-            limit: Number of batches; None for the rest of the epoch.
-            control: Where the part counts its steps and is told to stop, see :func:`_hooks`.
-
-        Returns:
-            The state unless it was shared, whether the epoch has ended, the sums now, and the loader's position.
+        The loader goes on from ``position`` with the members at ``positions``; without a loader, the first ``skip`` of
+        ``batches`` have been trained on. Returns the state unless it is shared, whether the epoch has ended, the ``sums``
+        now, and the loader's position. ``control`` is shared memory, where the cell of the part's number counts its steps,
+        and the last cell names the step after which it stops.
         """
         loader: Any = None if batches is None else loads(batches)[skip:]
         if self._loader is not None:
@@ -154,12 +146,18 @@ class PartWorker:
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
-        running, hooks = Running(), _hooks(control)
+        running, hooks = Running(), SegmentHooks()
+        if control is not None:
+            cells, number = control[0].tensor(), control[1]
+            # A call that is repeated begins anew.
+            cells[number] = 0
+            count = functools.partial(cells[number].add_, 1)
+            hooks = SegmentHooks(tick=count, stopped=lambda: bool(cells[number] >= cells[-1]))
         running.load_state_dict(sums, torch.device(self._kind))
         trained = (
             self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
         )
-        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, limit, hooks)
+        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, until, hooks)
         return {
             "state": self._written(trained, state) if isinstance(state, SharedPart) else tree_map(cpu, trained),
             "ended": ended,
@@ -176,20 +174,6 @@ class PartWorker:
     def _written(self, state: TrainState, part: SharedPart) -> None:
         write(tree_map(lambda ref: ref.tensor()[part.low : part.high], part.target), tree_map(cpu, state))
         self._held = (part.low, part.high, part.becomes), state
-
-
-def _hooks(control: tuple[SharedTensorRef, int] | None) -> SegmentHooks:
-    """Hooks that count a part's steps in its cell of shared memory, and stop after the step that the last cell names."""
-    if control is None:
-        return SegmentHooks()
-    cells, number = control[0].tensor(), control[1]
-    # A call that is repeated begins anew.
-    cells[number] = 0
-
-    def tick() -> None:
-        cells[number] += 1
-
-    return SegmentHooks(tick=tick, stopped=lambda: bool(cells[number] >= cells[-1]))
 
 
 def cpu(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import statistics
@@ -13,9 +14,8 @@ import torch
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take, without_shared
 from hfta_func._types import Shared, Tree, text_table
-from hfta_func.run.devices import Device, find_device
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
-from hfta_func.run.predict import Predictor, measured
+from hfta_func.run.predict import Device, Predictor, find_device, measured
 from hfta_func.run.walk import walk
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
@@ -145,16 +145,11 @@ def _measured(
     step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, steps: int | None
 ) -> Plan:
     """The plan for the device that the state is on, by measurements."""
-    device = state.keys.device
-    free = free_bytes(device) if free is None else free
-    held, shared = _bytes(state)
-    times: dict[int, list[float]] = {}
-    peaks: dict[int, int] = {}
+    arrays, times = _Arrays(step, state, batch, free), dict[int, list[float]]()
     failed = max(limit, *sizes) + 1
 
-    def measure(array: _Array) -> tuple[list[float], int]:
-        taken = _times(array.step, device, _SECONDS / (_MOST * len(sizes)) if steps is None else 0)
-        return taken, peaks[size] if size in peaks else peak_bytes(array.step, device)
+    def measure(step: Callable[[], None]) -> list[float]:
+        return _times(step, arrays.device, _SECONDS / (_MOST * len(sizes)) if steps is None else 0)
 
     def is_enough(turn: int) -> bool:
         spent = sum(map(sum, times.values()))
@@ -168,15 +163,11 @@ def _measured(
         for size in sizes:
             if size >= failed or ((steps is not None or size == sizes[0]) and is_enough(turn)):
                 break
-            risky = device.type == "cpu" and peaks and size not in peaks
-            if risky and shared + size * held + _expected(state, peaks, size) > free:
-                failed = size
-            elif (measured := _attempt(step, state, batch, size, measure)) is None:
+            if (measured := arrays.attempt(size, measure)) is None:
                 failed = size
             else:
-                times.setdefault(size, []).extend(measured[0])
-                peaks[size] = measured[1]
-    fits = tuple(size for size in peaks if size < failed)
+                times.setdefault(size, []).extend(measured)
+    fits = tuple(size for size in arrays.peaks if size < failed)
     if not fits:
         raise MemoryError(
             f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches, or make "
@@ -184,10 +175,8 @@ def _measured(
         )
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    measured_peaks = tuple(peaks[size] for size in fits)
-    return _recommended(
-        Plan(fits, tuple(reversed(seconds)), measured_peaks, held, shared, free, limit, 0, None), failed
-    )
+    peaks, held = tuple(arrays.peaks[size] for size in fits), (arrays.held, arrays.shared, arrays.free)
+    return _recommended(Plan(fits, tuple(reversed(seconds)), peaks, *held, limit, 0, None), failed)
 
 
 def _elsewhere(
@@ -199,17 +188,15 @@ def _elsewhere(
         raise ValueError("device= is for a step that is neither compiled nor in chunks; pass make_train_step's own")
     if free is None and device.kind == "cpu":
         raise ValueError(f"a machine with {device.name} may have any memory; pass free=, a number of bytes")
-    free = int(1e9 * device.memory) if free is None else free
+    arrays = _Arrays(step, state, batch, int(1e9 * device.memory) if free is None else free)
     guess, pairs = Predictor(device, measured(device.kind), torch.get_num_threads()), []
+    about = len(leaves(getattr(state, "params", ()))), bool(getattr(options, "replay", False))
     # The first walk finds out what views the model writes.
     for size in (sizes[0], *sizes):
-        array = _Array(step, state, batch, size)
-        walked = walk(step, array.state, array.batch, device.kind)
-        pairs.append(
-            guess.step(walked, len(leaves(getattr(state, "params", ()))), bool(getattr(options, "replay", False)))
-        )
+        pairs.append(guess.step(walk(step, *arrays.inputs(size), device.kind), *about))
     seconds, peaks = zip(*pairs[1:], strict=True)
-    return _recommended(Plan(sizes, seconds, peaks, *_bytes(state), free, limit, 0, None, guess.basis), limit + 1)
+    held = arrays.held, arrays.shared, arrays.free
+    return _recommended(Plan(sizes, seconds, peaks, *held, limit, 0, None, guess.basis), limit + 1)
 
 
 def _recommended(result: Plan, failed: int) -> Plan:
@@ -242,78 +229,71 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
         StateError: if the free memory of the device cannot be read.
         Exception: any error of a step except running out of memory.
     """
-    device = state.keys.device
-    free = free_bytes(device) if free is None else free
-    held, shared = _bytes(state)
-    peaks: dict[int, int] = {}
-
-    def warm_peak(array: _Array) -> int:
-        array.step()
-        return peak_bytes(array.step, device)
-
-    def fits(count: int) -> bool:
-        if device.type == "cpu" and peaks and shared + count * held + _expected(state, peaks, count) > free:
-            return False
-        peak = _attempt(step, state, batch, count, warm_peak)
-        if peak is None:
-            return False
-        peaks[count] = peak
-        return shared + count * held + peak <= free
-
+    arrays = _Arrays(step, state, batch, free)
     good, bad = 0, limit + 1
     while bad - good > 1:
         count = min(max(1, 2 * good), limit) if bad > limit and good < limit else (good + bad) // 2
-        good, bad = (count, bad) if fits(count) else (good, count)
+        # The peak of the second step is noted.
+        fits = arrays.attempt(count, lambda step: (step(),)) is not None and arrays.memory(count) <= arrays.free
+        good, bad = (count, bad) if fits else (good, count)
     return good
 
 
-class _Array:
-    """An array of ``size`` members, taken repeatedly from a given array, that trains on one batch."""
+class _Arrays:
+    """Arrays of any size, of members taken repeatedly from a given array, that train on one batch."""
 
-    def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
+    def __init__(self, step: Run, state: TrainState, batch: Tree, free: int | None):
         require_training(step)
-        count, dims = num_models(state), getattr(inspect.unwrap(step), "batch_dims", 0)
-        check_batch(dims, plain(batch), count)
-        members = torch.arange(size, device=state.keys.device) % count
-        self._run, self.state, self.batch = step, take(state, members), take_batch(dims, batch, members)
+        self._run, self._state, self._batch = step, state, batch
+        self._dims, count = getattr(inspect.unwrap(step), "batch_dims", 0), num_models(state)
+        check_batch(self._dims, plain(batch), count)
+        self.device = state.keys.device
+        self.free = free_bytes(self.device) if free is None else free
+        members, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (without_shared(state), state))
+        # Bytes of one member's state, and of what all members share.
+        self.held, self.shared = members // count, whole - members
+        self.peaks: dict[int, int] = {}
 
-    def step(self) -> None:
-        self.state, _ = self._run(self.state, self.batch)
+    def inputs(self, size: int) -> tuple[TrainState, Tree]:
+        """State and batch of ``size`` members."""
+        members = torch.arange(size, device=self.device) % num_models(self._state)
+        return take(self._state, members), take_batch(self._dims, self._batch, members)
 
+    def _advance(self, held: list[Any]) -> None:
+        held[0], _ = self._run(*held)
 
-def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callable[[_Array], T]) -> T | None:
-    """The result of ``work`` for an array of ``size`` members, which is then freed; None if it ran out of memory."""
-    array = None
-    try:
-        array = _Array(step, state, batch, size)
-        return work(array)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        # The traceback keeps tensors alive.
-        error.__traceback__ = None
-        return None
-    finally:
-        array = None
-        release(state.keys.device)
+    def attempt(self, size: int, work: Callable[[Callable[[], None]], T]) -> T | None:
+        """The result of ``work`` with the step of ``size`` members, whose peak is noted; None if they do not fit."""
+        is_known = size in self.peaks
+        # A CPU's system would kill the process.
+        if self.device.type == "cpu" and self.peaks and not is_known and self.memory(size) > self.free:
+            return None
+        held: list[Any] = []
+        step = functools.partial(self._advance, held)
+        try:
+            held += self.inputs(size)
+            result = work(step)
+            if not is_known:
+                self.peaks[size] = peak_bytes(step, self.device)
+            return result
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # The traceback keeps tensors alive.
+            error.__traceback__ = None
+            return None
+        finally:
+            held.clear()
+            release(self.device)
 
-
-def _bytes(state: TrainState) -> tuple[int, int]:
-    """Bytes of one member's state, and of what all members share."""
-    members, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (without_shared(state), state))
-    return members // num_models(state), whole - members
-
-
-def _expected(state: TrainState, peaks: dict[int, int], size: int) -> float:
-    """The peak of a step of ``size`` members, predicted from the peaks of fewer."""
-    sizes = sorted(peaks)
-    if len(sizes) > 1:
-        return _line(sizes, [peaks[size] for size in sizes], size)
-    # Shared parameters have one gradient and one update, for any number of members.
-    shared = getattr(state, "shared", ())
-    once = sum(leaf.nbytes for leaf in leaves((shared, shared.params))) if isinstance(shared, Shared) else 0
-    once = min(once, peaks[sizes[0]])
-    return once + _line(sizes, [peaks[sizes[0]] - once], size)
+    def memory(self, size: int) -> float:
+        """Bytes of the state and of a step of ``size`` members, predicted from the peaks of fewer if it is not measured."""
+        sizes, peaks, once = sorted(self.peaks), self.peaks, 0
+        if len(sizes) == 1 and isinstance(shared := getattr(self._state, "shared", ()), Shared):
+            # Shared parameters have one gradient and one update, for any number of members.
+            once = min(peaks[sizes[0]], sum(leaf.nbytes for leaf in leaves((shared, shared.params))))
+        peak = peaks.get(size) or once + _line(sizes, [peaks[known] - once for known in sizes], size)
+        return self.shared + size * self.held + peak
 
 
 def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

@@ -1,7 +1,8 @@
-"""Time and memory of a step on a device, from operators that were measured on a device of its kind."""
+"""Time and memory of a step on a device that is not here, by its data sheet and operators measured on one of its kind."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
@@ -12,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from hfta_func.run.devices import Device, find_device
-from hfta_func.run.walk import Operator, Walk
-from hfta_func.run.workspace import workspace
+from hfta_func.run.walk import Like, Operator, Walk
 
 FILE = pathlib.Path(__file__).with_name("operators.json")
 """What ``python -m benchmarks plan --write`` has measured, by kind of device."""
@@ -24,6 +23,47 @@ _CACHE = 2**20
 _SHARE, _LAUNCH, _GAP = 0.5, 5e-6, 2e-6
 """Of a GPU: the share of its rates that operators reach which were not measured on any, the seconds that launching a kernel
 takes, and those between two kernels."""
+_BLOCK = 16
+"""Channels that oneDNN keeps together: the floats of a vector of AVX-512."""
+
+
+class Device(NamedTuple):
+    """A row of ``devices.json``."""
+
+    name: str
+    kind: str  # "cpu" or "cuda"
+    single: float  # TFLOP/s in float32 without tensor cores; of a CPU, of one core at its highest clock
+    half: float  # the same in bfloat16 or float16, with tensor cores and without sparsity
+    bandwidth: float  # GB/s of its memory
+    memory: float  # GB of a GPU
+    cores: int  # of a CPU
+    channels: int  # of a CPU's memory; one core reads at most as fast as one channel
+    clock: float  # GHz of a CPU when all its cores work, as on a rented machine: without boost
+    source: str
+
+    def rates(self, dtype: torch.dtype, threads: int) -> tuple[float, float]:
+        """Floating-point operations and bytes per second at most, of a CPU with so many threads."""
+        cores = min(threads, self.cores)
+        flops = self.half if dtype.itemsize == 2 else self.single / (2 if dtype.itemsize > 4 else 1)
+        return 1e12 * flops * cores, 1e9 * self.bandwidth * min(1.0, cores / self.channels)
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """The table, by names in small letters."""
+    rows = json.loads(pathlib.Path(__file__).with_name("devices.json").read_text())
+    return {name.lower(): Device(name, *row) for name, row in rows.items()}
+
+
+def find_device(name: str) -> Device:
+    """The device of a name; raises a ValueError that names the nearest if the table does not have it."""
+    table, wanted = devices(), str(name).lower()
+    if wanted not in table:
+        alike = {name: (wanted in name, difflib.SequenceMatcher(None, wanted, name).ratio()) for name in table}
+        near = table[max(alike, key=alike.__getitem__)].name
+        known = ", ".join(device.name for device in table.values())
+        raise ValueError(f"device {name!r} is not in the table; the nearest is {near!r}, and it has {known}")
+    return table[wanted]
 
 
 class Row(NamedTuple):
@@ -139,3 +179,65 @@ class Predictor:
 def _least(wanted: Sequence[float], flops: float, moved: float) -> float:
     """The least seconds of an operator at these rates."""
     return max(2 ** wanted[0] / flops, 2 ** wanted[1] / moved)
+
+
+def workspace(operator: Operator, threads: int) -> int:
+    """Bytes that an operator allocates on a CPU besides its results."""
+    if operator.name in ("convolution", "convolution_backward"):
+        return _of_convolution(operator, threads)
+    if operator.name == "native_batch_norm_backward":
+        # PyTorch allocates the gradient of the input twice.
+        return operator.inputs[0][1].bytes
+    whole = [like for like in operator.tensors if like.shape]
+    if torch.Tag.pointwise in operator.call.tags and operator.name not in ("where", "masked_fill") and whole:
+        dtype = functools.reduce(torch.promote_types, (like.dtype for like in whole))
+        # Operands of another dtype are converted first.
+        return sum(math.prod(like.shape) * dtype.itemsize for like in whole if like.dtype != dtype)
+    return 0
+
+
+def _of_convolution(operator: Operator, threads: int) -> int:
+    args = operator.inputs[0]
+    is_backward = operator.name.endswith("backward")
+    if is_backward:
+        y, x, weight, _, stride, _, dilation, transposed, _, groups, (for_x, *_) = args
+    else:
+        (x, weight, _, stride, _, dilation, transposed, _, groups), (y,), for_x = args, operator.results, False
+    taps, dtype = math.prod(weight.shape[2:]), weight.dtype
+    channels = weight.shape[0] // groups, weight.shape[1]
+    unfolded = dtype.itemsize * channels[1] * taps * math.prod((x if transposed else y).shape[2:])
+    is_product = taps == groups == max(stride) == threads == 1 and x.shape[0] < _BLOCK and dtype == torch.float32
+    if is_product or dtype == torch.float64:
+        # Not by oneDNN: a product of all images, unfolded if filters are larger than 1x1.
+        return x.shape[0] * unfolded if taps > 1 else 0
+    blocks = dtype.itemsize * groups * taps * math.prod(map(_in_blocks, channels))
+    is_channels_last = any(like.stride[1] == 1 < math.prod(like.shape[2:]) for like in (x, y))
+    if channels == (1, 1) and groups > 1 and (not is_backward or _has_small_filters(x, weight, dilation)):
+        # Kernels for one channel per group, which others fill up to a block.
+        blocks = weight.bytes
+    elif groups > 1 and not is_channels_last and any(count % (_BLOCK // 2) for count in channels):
+        # A product of each unfolded image, and a copy of the result.
+        return max(x.bytes, threads * (4 * weight.bytes + unfolded)) if is_backward else y.bytes + weight.bytes
+    if is_channels_last:
+        return blocks + weight.bytes * (2 if is_backward else 1)
+    if transposed and not is_backward:
+        # The result as it was computed, and converted.
+        return 2 * y.bytes
+    in_blocks = [like.bytes // like.shape[1] * _in_blocks(like.shape[1]) for like in (x, y)]
+    few = y if transposed else x
+    if groups == 1 and few.shape[1] < _BLOCK:
+        # An image of few channels is read as it is, and its gradient copied as it is.
+        in_blocks[1 if transposed else 0] = few.bytes if for_x else 0
+    moved = blocks + sum(in_blocks)
+    # Results are allocated after what they are converted from.
+    return max(blocks, moved - weight.bytes) if is_backward else max(in_blocks[1], moved - y.bytes)
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // _BLOCK) * _BLOCK
+
+
+def _has_small_filters(x: Like, weight: Like, dilation: list[int]) -> bool:
+    """Whether there is a kernel for the gradient of filters with one channel per group."""
+    taps = weight.shape[2:]
+    return max(taps) <= 3 and max(dilation) == 1 and all(map(int.__ge__, x.shape[2:], taps))

@@ -79,8 +79,10 @@ class Profile(NamedTuple):
         Args:
             after: The other profile.
         """
-        sides = [_by_name(profile.lines) for profile in (self, after)]
-        names = {name: [side.get(name, 0.0) for side in sides] for name in {**sides[0], **sides[1]}}
+        names: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for side, profile in enumerate((self, after)):
+            for line in profile.lines:
+                names[line[:3]][side] += line.seconds
         ranked = sorted(names.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))
         rows = [("phase", "module", "operator", "before", "after", "difference")]
         rows += [(*name, *_times(*both)) for name, both in ranked[:_ROWS]]
@@ -272,12 +274,10 @@ def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -
     lines = [line for line in lines if line.phase != "disturbed"]
     whole = sum(line.seconds for line in lines)
     python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
-    parts: dict[Any, float] = {"Python": python}
+    parts: dict[Any, float] = defaultdict(float, {"Python": python})
     for line in lines:
-        if line.phase in _ALONE:
-            parts[line.phase] = parts.get(line.phase, 0.0) + line.seconds
-        else:
-            parts[line] = line.in_kernels
+        is_alone = line.phase in _ALONE
+        parts[line.phase if is_alone else line] += line.seconds if is_alone else line.in_kernels
     largest = max(parts, key=parts.__getitem__)
     share = f"takes {parts[largest] / whole:.0%}"
     if isinstance(largest, Line):
@@ -312,13 +312,6 @@ def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
         if others:
             return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
     return "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones"
-
-
-def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:
-    sums: dict[tuple[str, str, str], float] = defaultdict(float)
-    for line in lines:
-        sums[line[:3]] += line.seconds
-    return sums
 
 
 def _total(name: str, lines: list[Line]) -> Line:

@@ -55,20 +55,14 @@ _ASIDE = frozenset(
 class Reached:
     """Values that ``roots`` can reach, followed through functions, classes, containers and attributes.
 
-    Args:
-        roots: Functions, options.
-        model: A model that nobody else holds, whose own attributes do not change.
-
-    Attributes:
-        digest: The same in another process if all of them are the same there, values of tensors aside; None if something
-            cannot be followed.
-        why_not: What that is.
-        tensors: The tensors among the values, in an order that is the same in another process.
+    The attributes of ``model``, which nobody else holds, do not change.
     """
 
     def __init__(self, *roots: Any, model: torch.nn.Module):
         self.tensors: list[Tensor] = []
+        """The tensors among the values, in an order that is the same in another process."""
         self.digest: str | None = None
+        """The same in another process if all values but those of tensors are; None if something cannot be followed."""
         self.why_not: str | None = None
         self._hash = hashlib.sha256()
         self._numbers: dict[Any, int] = {}

@@ -9,7 +9,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -52,14 +52,6 @@ def _marked(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _commit(commit: Callable[..., Any]) -> Callable[..., Any]:
-    def call(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
-        with mark("commit"):
-            return commit(state, outputs, verdict, _marked("update", update), *rest)
-
-    return call
-
-
 @contextlib.contextmanager
 def _marking_modules() -> Iterator[None]:
     paths: dict[nn.Module, str] = {}
@@ -98,10 +90,15 @@ def marking(kind: str) -> Iterator[None]:
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
     places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
+    plain = train.commit
+
+    def commit(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
+        return plain(state, outputs, verdict, _marked("update", update), *rest)
+
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places:
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))
-        stack.enter_context(replaced(train, "commit", _commit(train.commit)))
+        stack.enter_context(replaced(train, "commit", _marked("commit", commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
@@ -127,13 +124,7 @@ def events_of(recorded: Any) -> list[Any]:
 
 
 class Recording:
-    """Steps of a loop, recorded by turns.
-
-    Args:
-        step: The step, which the loop calls as :meth:`over` returns it.
-        steps: How many steps are recorded; by default as many as take about a second.
-        trace: A file for the trace of the latest recorded steps.
-    """
+    """Steps of a loop, recorded by turns; the loop calls the step that :meth:`over` returns, and then :meth:`turn`."""
 
     def __init__(self, step: Any, steps: int | None = None, trace: PathLike | None = None):
         if steps is not None and (not isinstance(steps, int) or steps < 1):
@@ -150,15 +141,8 @@ class Recording:
         """Seconds of the steps that were not recorded."""
         self.recorded: list[Any] = []
         """The profilers of all rounds."""
-        self._begin, self._calls = time.perf_counter(), 0
-        self._last, self._ends, self._per_round = 0.0, 0, 0
-        self._active: contextlib.ExitStack | None = None
-        self._iteration: Any = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps are recorded."""
-        return len(self.recorded) == _ROUNDS and self._active is None
+        self.is_done = self._marks = False
+        self._begin, self._turns = time.perf_counter(), self._follow()
 
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step as the loop is to call it."""
@@ -167,7 +151,7 @@ class Recording:
         def call(state: Any, batch: Any) -> Any:
             if self.inputs is None:
                 self.inputs = (tree_map(torch.clone, state) if getattr(options, "donate", False) else state), batch
-            with contextlib.nullcontext() if self._active is None else mark(STEP):
+            with mark(STEP) if self._marks else contextlib.nullcontext():
                 return step(state, batch)
 
         call.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
@@ -175,63 +159,48 @@ class Recording:
 
     def turn(self) -> None:
         """Go on after a step: begin to record, or end."""
-        if self.is_done or self.inputs is None:
-            return
+        if self.inputs is not None:
+            next(self._turns, None)
+
+    def _follow(self) -> Generator[None, None, None]:
+        """Goes on after every step."""
+        assert self.inputs is not None
         device = leaves(self.inputs[0])[0].device
-        self._calls += 1
-        at = now(device)
-        if self._per_round == 0:
-            self._await_first(at)
-        elif self._active is not None:
-            self._iteration.__exit__(None, None, None)
-            if self._calls == self._ends:
-                self._stop()
-        else:
-            self.plain.append(at - self._last)
-            if self._calls == self._ends:
-                self._start(device)
-        if self._active is not None:
-            self._iteration = mark(ITERATION)
-            self._iteration.__enter__()
-        self._last = now(device)
-
-    def _await_first(self, at: float) -> None:
-        """Wait until the step runs as it will."""
-        waits = "has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE
-        if self._calls < _WARM or waits:
-            return
-        number = max(2, min(_MOST, math.ceil(_SECONDS / max(at - self._last, 1e-6))))
-        self._per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
-        self._ends = self._calls + self._per_round
-
-    def _start(self, device: torch.device) -> None:
-        self.kind = kind_of(self.step)
-        with contextlib.ExitStack() as stack:
+        calls, took, at = 1, 0.0, now(device)
+        # Until the step runs as it will.
+        while calls < _WARM or ("has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE):
+            last = now(device)
+            yield
+            at = now(device)
+            calls, took = calls + 1, at - last
+        number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
+        per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
+        for _ in range(_ROUNDS):
+            for _ in range(per_round):
+                last = now(device)
+                yield
+                self.plain.append(now(device) - last)
+            self.kind = kind_of(self.step)
             # A record made now would hold the markers.
-            stack.enter_context(replaced(records, "_FIRST", math.inf))
-            stack.enter_context(marking(self.kind))
-            self.recorded.append(stack.enter_context(profiled(device)))
-            self._active = stack.pop_all()
-        # One more, because the first one after the start is slow.
-        self._ends = self._calls + self._per_round + 1
-
-    def _stop(self) -> None:
-        self.__exit__()
-        if self.is_done and self._trace is not None:
+            with replaced(records, "_FIRST", math.inf), marking(self.kind), profiled(device) as recorded:
+                self.recorded.append(recorded)
+                # One more, because the first one after the start is slow.
+                for _ in range(per_round + 1):
+                    with replaced(self, "_marks", True), mark(ITERATION):
+                        yield
+        self.is_done = True
+        if self._trace is not None:
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 self.recorded[-1].export_chrome_trace(file.name)
                 # It replaces the file.
                 content = pathlib.Path(file.name).read_bytes()
             atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
-        self._ends = self._calls + self._per_round
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._active is not None:
-            active, self._active = self._active, None
-            active.close()
+        self._turns.close()
 
 
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:

@@ -24,21 +24,13 @@ _SECONDS = 0.05
 
 
 class Roofline(NamedTuple):
-    """The least time of a step: products at the rate of a large one, traffic at the rate of a large copy.
+    """The least time of a step: products at the rate of a large one, traffic at the rate of a large copy."""
 
-    Args:
-        flops: Floating-point operations of the matrix products and convolutions of a step.
-        bytes: Bytes that its kernels read and write, caches aside.
-        flops_per_second: What this machine reaches in a large matrix product of the parameters' dtype.
-        bytes_per_second: What it reaches in a large copy.
-        seconds: Sum over the kernels of the larger of both times.
-    """
-
-    flops: float
-    bytes: float
-    flops_per_second: float
-    bytes_per_second: float
-    seconds: float
+    flops: float  # floating-point operations of its matrix products and convolutions
+    bytes: float  # that its kernels read and write, caches aside
+    flops_per_second: float  # of a large matrix product of the parameters' dtype on this machine
+    bytes_per_second: float  # of a large copy
+    seconds: float  # sum over the kernels of the larger of both times
 
 
 def roofline(recorded: Sequence[Span], device: torch.device, dtype: torch.dtype) -> Roofline:

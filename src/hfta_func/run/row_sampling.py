@@ -38,11 +38,7 @@ class Rows:
                 yield number, members, torch.stack([parts[member] for member in members])
 
     def order(self, keys: Tensor, epochs: Tensor | int, count: int, weights: Tensor | None) -> Tensor:
-        """The rows ``[M, count]`` of one epoch.
-
-        A member sees its rows pass after pass, each in a new order, as one stream, of which an epoch is the next ``count``:
-        where it stands depends on no other member.
-        """
+        """The rows ``[M, count]`` of one epoch: the next ``count`` of a member's stream of passes, each in a new order."""
         starts = (epochs * count).tolist() if isinstance(epochs, Tensor) else [epochs * count] * len(self.by_member)
         chosen = []
         for member, (rows, start) in enumerate(zip(self.by_member, starts, strict=True)):
@@ -58,40 +54,28 @@ class Rows:
 
 
 def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, device: torch.device) -> Rows:
-    """Rows as a user gives them.
-
-    Raises:
-        HyperparameterError: if there are not M lists, or one is empty or has a number that is no row.
-    """
+    """Rows as a user gives them, checked."""
     if not isinstance(rows, Sequence | Tensor) or len(rows) != num_models:
         what = f"{len(rows)} lists" if hasattr(rows, "__len__") else f"a {type(rows).__qualname__}"
         raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
     by_member = []
     for member, numbers in enumerate(rows):
         index = torch.as_tensor(numbers, device=device)
+        what, wrong = "", index[:0]
         if index.dim() != 1 or not len(index):
-            raise HyperparameterError(
-                f"model {member}: rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
-            )
-        if index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise HyperparameterError(
-                f"model {member}: rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
-            )
-        wrong = index[(index < 0) | (index >= count)]
-        if len(wrong):
-            raise HyperparameterError(
-                f"model {member}: row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
-            )
+            what = f"rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
+        elif index.dtype.is_floating_point or index.dtype == torch.bool:
+            what = f"rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
+        elif len(wrong := index[(index < 0) | (index >= count)]):
+            what = f"row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
+        if what:
+            raise HyperparameterError(f"model {member}: {what}")
         by_member.append(index.long())
     return Rows(by_member)
 
 
 def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
-    """Member ``i`` has all rows but those of part ``i % folds``; the parts are the same whatever the members' seeds.
-
-    Raises:
-        HyperparameterError: if there are fewer than two parts, or a part would have no row.
-    """
+    """Member ``i`` has all rows but those of part ``i % folds``; the parts are the same whatever the members' seeds."""
     if not isinstance(folds, int) or not 2 <= folds <= count:
         raise HyperparameterError(
             f"folds is {folds!r} for {count} rows; it must be an integer from 2 to {count}, so that every part has a row"
@@ -110,11 +94,7 @@ def bags(keys: Tensor, count: int) -> Tensor:
 
 
 def weighed(weights: Any, num_models: int, count: int, device: torch.device, rows: Rows | None) -> Tensor:
-    """Weights ``[n]`` or ``[M, n]`` in double precision.
-
-    Raises:
-        HyperparameterError: if they have another shape, one is negative or not finite, or a member has only zeros.
-    """
+    """Weights ``[n]`` or ``[M, n]`` as a user gives them, checked, in double precision."""
     values = torch.as_tensor(weights, dtype=torch.float64, device=device)
     if values.shape not in ((count,), (num_models, count)):
         raise HyperparameterError(

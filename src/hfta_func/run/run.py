@@ -18,22 +18,14 @@ from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
-from hfta_func.run.trainer import SegmentEnd
 from hfta_func.step.state import TrainState
 
 
 class Run:
     """The state, loader, history and best epochs of an array, which change together.
 
-    Args:
-        state: The first state.
-        loader: An iterable over the batches of one epoch.
-        best: Keeps the best epoch of each member; None to keep none.
-        evaluate: A function of the state whose metrics are recorded after each epoch; None for none.
-
-    Attributes:
-        running: Sums of the current epoch's metrics.
-        batches: What is left of the first epoch.
+    ``running`` has sums of the current epoch's metrics, ``batches`` is what is left of the first epoch, and ``evaluate`` is a
+    function of the state whose metrics are recorded after each.
     """
 
     def __init__(
@@ -50,17 +42,8 @@ class Run:
         self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
 
-    def join(self, segment: SegmentEnd) -> bool:
-        """Go on from a segment that a trainer has trained; returns whether it has ended the epoch."""
-        self.state, ended = segment
-        return ended
-
     def end_epoch(self) -> Metrics:
-        """Record the metrics of an epoch, and return them.
-
-        Raises:
-            ValueError: if the epoch had no batch, or ``evaluate`` returns no metrics or one that the step reports too.
-        """
+        """Record the metrics of an epoch, and return them; raises a ValueError if it had no batch."""
         if self.running.batches == 0:
             raise ValueError(
                 "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
@@ -75,11 +58,7 @@ class Run:
         return metrics
 
     def follow(self, callback: Callback) -> bool:
-        """Call a callback and go on with the state that it returns, if any, whose members may be others.
-
-        Returns:
-            Whether the members, and so the loader, are others.
-        """
+        """Call a callback and go on with the state that it returns, if any; returns whether its members are others."""
         with followed(self.state.keys) as places_of:
             members = callback(self.state, self.history)
             if members is None:
@@ -116,12 +95,7 @@ class Run:
         return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
 
     def load(self, path: PathLike) -> None:
-        """Go on from a file; the state so far gives structure and device.
-
-        Raises:
-            CheckpointError: if the file is damaged or holds no run.
-            StateError: if it holds a run of another model, optimizer or seeds.
-        """
+        """Go on from a file; the state so far gives structure and device."""
         like = self.state
         self.state, metadata = checkpoint.read(path, like)
         if not isinstance(metadata, dict) or "run" not in metadata:
@@ -165,10 +139,7 @@ class Run:
 
 
 class Drawn:
-    """A loader without a position, which repeats an epoch by the states of the generators that it draws from.
-
-    These are PyTorch's own, and those that it and its samplers hold as ``generator``, as a ``DataLoader`` does.
-    """
+    """A loader without a position, which repeats an epoch by the states of the generators that it draws from."""
 
     def __init__(self, loader: Iterable[Any]):
         self._loader = loader
@@ -198,7 +169,7 @@ class Drawn:
         batches = getattr(self._loader, "batch_sampler", None)
         owners = self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None)
         held = [torch.default_generator, *(getattr(owner, "generator", None) for owner in owners)]
-        # Several may hold the same one.
+        # PyTorch's own, and those that a DataLoader and its samplers have; several may hold the same one.
         return [*dict.fromkeys(generator for generator in held if isinstance(generator, torch.Generator))]
 
 

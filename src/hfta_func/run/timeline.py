@@ -29,42 +29,23 @@ _CHEAP = re.compile(
 _COPIES = {"fill_", "zero_", "copy_", "cat"}
 
 
-class Where(NamedTuple):
-    """What a moment belongs to."""
-
-    phase: str
-    module: str = ""
-    operator: str = ""
-    lowering: str = ""
-
-
 class Line(NamedTuple):
-    """A line of a profile: the mean of a step.
-
-    Args:
-        phase: One of the phases, such as ``"backward"``.
-        module: Path of the module; empty outside of modules and where several share a line.
-        operator: The operator, named as in :func:`hfta_func.rules.explain`; for ``"Python"`` and the like empty.
-        lowering: How the operator ran; empty if PyTorch batches it itself.
-        seconds: Time of this process, without what profiling costs.
-        in_kernels: Seconds in kernels: of these, or on a GPU of the device.
-        kernels: Number of kernels, on a GPU of launches.
-    """
+    """A line of a profile, the mean of a step; without numbers, what a moment belongs to."""
 
     phase: str
-    module: str
-    operator: str
-    lowering: str
-    seconds: float
-    in_kernels: float
-    kernels: float
+    module: str = ""  # its path; empty outside of modules and where several share a line
+    operator: str = ""  # named as in rules.explain; empty for "Python" and the like
+    lowering: str = ""  # empty if PyTorch batches the operator itself
+    seconds: float = 0.0  # of this process, without what profiling costs
+    in_kernels: float = 0.0  # seconds in kernels: of these, or on a GPU of the device
+    kernels: float = 0.0  # number of kernels, on a GPU of launches
 
 
-_ENTERING = Where("entering vmap")
+_ENTERING = Line("entering vmap")
 _RECORDED = {"entering vmap", "forward", "loss", "noise", "backward", "judge", "update", "commit"}
 """Phases of operators that may be replayed."""
 _NONE = [0.0, 0.0, 0.0]
-_AUTOGRAD = Where("backward", operator="autograd")
+_AUTOGRAD = Line("backward", operator="autograd")
 """What the backward pass does besides the nodes that operators have made."""
 
 
@@ -114,11 +95,7 @@ def _is_matched(span: Span) -> bool:
 
 
 def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
-    """The longest common subsequence of two lists of names: numbers in the second by those in the first.
-
-    References:
-        Hunt and Szymanski, "A fast algorithm for computing longest common subsequences", 1977.
-    """
+    """The longest common subsequence of two lists (Hunt and Szymanski, 1977): numbers in the second by those in the first."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for number in reversed(range(len(others))):
         numbers[others[number]].append(number)
@@ -137,26 +114,22 @@ def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
 
 
 class Timeline:
-    """Self time by line, for each of the iterations that were recorded.
-
-    Args:
-        lowerings: How operators run, by module and operator.
-        like: Where operators of the same step belong, in order, for a step that is replayed without modules.
-        device: Seconds and launches of the device by the number of the event that launched them; None on a CPU.
-    """
+    """Self time by line, for each of the iterations that were recorded."""
 
     def __init__(
         self,
         lowerings: Mapping[tuple[str, str], str],
-        like: list[tuple[str, Where]] | None = None,
+        like: list[tuple[str, Line]] | None = None,
         device: Mapping[int, tuple[float, int]] | None = None,
     ):
+        # How operators run, by module and operator; where those of the same step belong, in order, for a step that is
+        # replayed without modules; seconds and launches of a GPU by the number of the event that launched them.
         self._lowerings, self._like, self._device = lowerings, like, device
-        self.order: list[tuple[str, Where]] = []
+        self.order: list[tuple[str, Line]] = []
         """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
-        self._iterations: list[dict[Where, list[float]]] = []
+        self._iterations: list[defaultdict[Line, list[float]]] = []
         self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
-        self._origins: dict[int, Where] = {}
+        self._origins: dict[int, Line] = {}
         self._names: list[str] = []
         self._like_of: dict[int, int] = {}
         self._next, self._latest = 0, _ENTERING
@@ -164,7 +137,7 @@ class Timeline:
     def add(self, iteration: Span, costs: Mapping[str, float]) -> None:
         """Add an iteration; ``costs`` are the seconds that recording an event of each kind takes."""
         self._next, self._latest, self._costs = 0, _ENTERING, costs
-        self._iterations.append({})
+        self._iterations.append(defaultdict(lambda: [0.0, 0.0, 0.0]))
         if self._like is not None:
             replayed = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
             names = [span.operator for span in replayed if _is_matched(span)]
@@ -172,9 +145,9 @@ class Timeline:
                 self._names, self._like_of = names, _aligned(names, [name for name, _ in self._like])
         marks = [span for span in iteration.inside if span.mark == STEP]
         begin = marks[0].start if marks else iteration.end
-        self._visit(iteration, Where("data"), until=(begin, Where("loop")))
+        self._visit(iteration, Line("data"), until=(begin, Line("loop")))
 
-    def _visit(self, span: Span, where: Where, until: tuple[int, Where] | None = None) -> None:
+    def _visit(self, span: Span, where: Line, until: tuple[int, Line] | None = None) -> None:
         """Add a span that belongs ``where``, and what comes after a moment to another line."""
         at, last, cost = span.start, None, 0.0
         for inner in (*span.inside, None):
@@ -192,35 +165,40 @@ class Timeline:
                 current = until[1]
             self._visit(inner, self._where(inner, current, is_outermost=span.mark is not None))
 
-    def _put(self, where: Where, seconds: float, span: Span) -> None:
+    def _put(self, where: Line, seconds: float, span: Span) -> None:
         """Add self time of a span to a line."""
         is_code = span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss")
         if is_code or (self._like is not None and span.mark == GRADIENTS):
-            where = Where("Python")
-        line = self._line(where)
+            where = Line("Python")
+        line = self._iterations[-1][where]
         line[0] += seconds
         if self._device is None and (span.is_kernel or where.phase == "graph"):
             line[1] += seconds
 
-    def _where(self, span: Span, around: Where, is_outermost: bool) -> Where:
-        """Where a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
+    def _where(self, span: Span, around: Line, is_outermost: bool) -> Line:
+        """Line a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
         if span.mark is not None:
             return self._marked(span.mark, around)
         if "Synchronize" in span.name:
-            return Where("idle")
+            return Line("idle")
         if span.name.startswith(("Torch-Compiled Region", "TorchDynamo Cache", "Pregraph", "AOTDispatcher")):
-            return Where("Python")
+            return Line("Python")
         if span.name.startswith("## Call CompiledFxGraph"):
-            return Where("graph", operator="fused by the compiler")
+            return Line("graph", operator="fused by the compiler")
         if span.is_node:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
         if self._like is not None and is_outermost and around == _ENTERING:
-            where = self._recorded(span)
+            # Of a record: to what called it when it was recorded; what is spelt otherwise there, to the one before.
+            if _is_matched(span):
+                if self._next in self._like_of:
+                    self._latest = self._like[self._like_of[self._next]][1]
+                self._next += 1
+            where = self._latest
         else:
             where = self._operator(span, around)
         seconds, launches = (0.0, span.is_kernel) if self._device is None else self._device.get(span.id, (0.0, 0))
-        line = self._line(where)
+        line = self._iterations[-1][where]
         line[1] += seconds
         line[2] += launches
         if span.sequence >= 0 and where.phase in ("forward", "loss", "noise"):
@@ -230,42 +208,30 @@ class Timeline:
             self.order.append((span.operator, where))
         return where
 
-    def _marked(self, mark: str, around: Where) -> Where:
+    def _marked(self, mark: str, around: Line) -> Line:
         if mark == GRADIENTS:
             return _ENTERING
         if mark == STEP:
-            return Where("Python")
+            return Line("Python")
         if around.phase == "noise":
             return around
         if mark == BODY:
-            return Where("loss")
+            return Line("loss")
         if mark.startswith(MODULE):
             # Rematerialised modules run again in the backward pass.
             phase = "backward" if around.phase == "backward" else "forward"
-            return Where(phase, mark.removeprefix(MODULE))
-        return Where(mark)
+            return Line(phase, mark.removeprefix(MODULE))
+        return Line(mark)
 
-    def _operator(self, span: Span, around: Where) -> Where:
+    def _operator(self, span: Span, around: Line) -> Line:
         if around.phase == "Python":
-            around = Where("step")
+            around = Line("step")
         if around.phase not in _NAMED or (around.operator and around.operator != "fused by the compiler"):
             return around
         known = (inner.operator for inner in span if (around.module, inner.operator) in self._lowerings)
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
-    def _recorded(self, span: Span) -> Where:
-        """Where the next operator of a record belongs: to what called it when it was recorded.
-
-        What the record spells in another way, such as views and copies, belongs to the operator before.
-        """
-        assert self._like is not None
-        if _is_matched(span):
-            if self._next in self._like_of:
-                self._latest = self._like[self._like_of[self._next]][1]
-            self._next += 1
-        return self._latest
-
-    def _chosen(self, where: Where) -> Where:
+    def _chosen(self, where: Line) -> Line:
         """With the lowering; the gradients of a convolution have their own."""
         key = where.module, where.operator
         parts = [self._lowerings.get((key[0], f"{key[1]}{part}")) for part in ("_input_grad", "_weight_grad")]
@@ -273,21 +239,15 @@ class Timeline:
             return where._replace(lowering="/".join(dict.fromkeys(part for part in parts if part)))
         return where._replace(lowering=self._lowerings.get(key, ""))
 
-    def _line(self, where: Where) -> list[float]:
-        return self._iterations[-1].setdefault(where, [0.0, 0.0, 0.0])
-
     def table(self) -> list[Line]:
-        """The lines of an iteration, in the order of a step, which add up to the mean of the iterations.
-
-        A line is its median: what disturbs a step falls on any line. The last one is what this leaves.
-        """
+        """The lines of an iteration: medians, as what disturbs a step falls on any line; the last one is what they leave."""
         names = dict.fromkeys(where for lines in self._iterations for where in lines)
         columns = {where: zip(*(lines.get(where, _NONE) for lines in self._iterations), strict=True) for where in names}
-        lines = [Line(*where, *map(statistics.median, parts)) for where, parts in columns.items()]
+        lines = [Line(*where[:4], *map(statistics.median, parts)) for where, parts in columns.items()]
         lines = [line for line in lines if line.seconds or line.kernels]
         whole = sum(part[0] for one in self._iterations for part in one.values()) / len(self._iterations)
         lines.sort(key=lambda line: PHASES.index(line.phase))
-        return [*lines, Line("disturbed", "", "", "", whole - sum(line.seconds for line in lines), 0.0, 0.0)]
+        return [*lines, Line("disturbed", seconds=whole - sum(line.seconds for line in lines))]
 
 
 def iterations_of(events: Iterable[Any]) -> list[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -19,46 +20,31 @@ SegmentEnd = tuple[TrainState, bool]
 """The state after a segment, and whether the epoch has ended."""
 
 
+END = sys.maxsize
+"""The batch at which a segment to the end of the epoch stops."""
+
+
 class SegmentHooks(NamedTuple):
-    """Functions that are called while a segment trains.
+    """Functions that are called while a segment trains."""
 
-    Args:
-        begin: Called before the first step, when a loader knows its position.
-        tick: Called after each step.
-        stopped: Whether to stop after the current step.
-    """
-
-    begin: Callable[[], None] = lambda: None
-    tick: Callable[[], object] = lambda: None
-    stopped: Callable[[], bool] = lambda: False
+    begin: Callable[[], None] = lambda: None  # before the first step, when a loader knows its position
+    tick: Callable[[], object] = lambda: None  # after each step
+    stopped: Callable[[], bool] = lambda: False  # whether to stop after the current step
 
 
 class Trainer(Protocol):
-    """What trains an array for :func:`fit`, segment by segment.
-
-    Attributes:
-        kept: The members of the loader's batches that are trained; all if None.
-    """
+    """What trains an array for :func:`fit`, segment by segment."""
 
     kept: Tensor | None = None
+    """The members of the loader's batches that are trained; all if None."""
 
     @property
     def status(self) -> str:
         """What trains, how, and why."""
         ...
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
-        """Train on the next batches of the epoch, to its end or up to a number of them.
-
-        Args:
-            state: The state to go on from.
-            running: The sums of the epoch, to which the metrics are added.
-            limit: Number of batches, None for the rest of the epoch.
-            hooks: What is called meanwhile.
-
-        Returns:
-            The next state, and whether the epoch has ended.
-        """
+    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
+        """Train on the next batches of the epoch, up to its end or batch ``until``; metrics are added to ``running``."""
         ...
 
     def follow(self, loader: Any) -> None:
@@ -70,16 +56,7 @@ class Trainer(Protocol):
 
 
 class LocalTrainer(Trainer):
-    """A :class:`Trainer` that trains in this process.
-
-    Args:
-        step: The training step.
-        batches: What is left of the first epoch.
-        loader: All later epochs.
-
-    Attributes:
-        step: The training step, which another may replace that calls it.
-    """
+    """A :class:`Trainer` that trains in this process: on ``batches`` in the first epoch, and later on those of ``loader``."""
 
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
         self.step, self._batches, self._loader = step, batches, loader
@@ -95,10 +72,10 @@ class LocalTrainer(Trainer):
         """See :class:`Trainer`."""
         self._left, self._batches, self._loader = None, loader, loader
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
+    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         self._left = self._begin() if self._left is None else self._left
-        for count, batch in enumerate(self._left, start=1):
+        for batch in self._left:
             hooks.begin()
             # A copy, because a step with donate=True writes the state.
             active = state.active.clone()
@@ -108,7 +85,7 @@ class LocalTrainer(Trainer):
                 # XLA only records operations; without this, an epoch would become one program.
                 importlib.import_module("torch_xla").sync()
             hooks.tick()
-            if hooks.stopped() or count == limit:
+            if hooks.stopped() or running.batches == until:
                 return state, False
         self._left, self._batches = None, self._loader
         return state, True

@@ -20,8 +20,7 @@ from hfta_func.run.run import Run
 from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor
-from hfta_func.workers.local import processes
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import PROCESSORS, Pool, number_of, processes
 from hfta_func.workers.process import cores
 
 _LEAST = 60.0
@@ -35,13 +34,8 @@ _TRIAL = 0.5
 class AutoTrainer(Trainer):
     """Trains in this process, tries worker processes where they may pay, and goes on with what is faster.
 
-    Workers start while this process trains. The trial is a part of the run: no step is made twice.
-
-    Args:
-        local: Training in this process.
-        loader: The loader of all epochs.
-        make_parallel: Makes the trainer that uses worker processes.
-        steps: Number of steps of the whole run, if that is known.
+    Workers start while this process trains. The trial is a part of the run, of ``steps`` steps if that is known: no step is
+    made twice.
     """
 
     def __init__(
@@ -81,15 +75,13 @@ class AutoTrainer(Trainer):
         if self._parallel is not None:
             self._parallel.close()
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
+    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
-        before = running.batches
         while True:
             if not self._is_decided and (self._ended or self._dealt):
                 self._turn()
-            left = None if limit is None else limit - (running.batches - before)
-            state, self._ended = self._piece(state, running, left, hooks)
-            if self._ended or hooks.stopped() or running.batches - before == limit:
+            state, self._ended = self._piece(state, running, until, hooks)
+            if self._ended or hooks.stopped() or running.batches == until:
                 return state, self._ended
 
     def _turn(self) -> None:
@@ -113,16 +105,15 @@ class AutoTrainer(Trainer):
         """Steps of a trial."""
         return max(2, math.ceil(_TRIAL / statistics.median(self._times)))
 
-    def _piece(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
+    def _piece(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         trainer = self._current
         trainer.kept = self.kept
         if self._is_decided or trainer is self._local:
-            return trainer.segment(state, running, limit, hooks if self._is_decided else self._timed(hooks))
-        if self._dealt:
-            size = self._wanted() - self._tried if self._tried >= 0 else 1
-            limit = size if limit is None else min(size, limit)
+            return trainer.segment(state, running, until, hooks if self._is_decided else self._timed(hooks))
         start, before = time.perf_counter(), running.batches
-        state, ended = trainer.segment(state, running, limit, hooks)
+        if self._dealt:
+            until = min(until, before + (self._wanted() - self._tried if self._tried >= 0 else 1))
+        state, ended = trainer.segment(state, running, until, hooks)
         if self._tried >= 0:
             self._took += time.perf_counter() - start
             self._tried += running.batches - before
@@ -165,17 +156,6 @@ def make_trainer(
     """What trains: this process, an executor, or a pool of processes for this run alone.
 
     A run that goes on may have fewer members than it had: then some processes have nothing to do.
-
-    Args:
-        step: The training step.
-        run: What is trained.
-        workers: Number of processes, ``"auto"``, or None for this one.
-        compile: Whether the step is compiled while it trains.
-        steps: Number of steps of the whole run, if that is known.
-        executor: What trains instead.
-
-    Raises:
-        ValueError: if there are more workers than members or processors, or an executor besides.
     """
     batches, loader = run.batches, run.loader
     if executor is not None:
@@ -188,15 +168,10 @@ def make_trainer(
     on_gpu = run.state.keys.device.type == "cuda"
     most = {"members": num_models(run.state) if workers == "auto" else len(run.history.seeds)}
     if run.state.keys.device.type == "cpu":
-        most["processors that this process may use"] = len(cores())
+        most[PROCESSORS] = len(cores())
     if on_gpu and workers == "auto":
         most["GPUs"] = torch.cuda.device_count()
-    count = min(most.values()) if workers == "auto" else workers
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
-    for what, number in most.items():
-        if count > number:
-            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    count = number_of(workers, min(most.values()), most, "'auto', or None for this process")
     if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
         return local
 

@@ -78,20 +78,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = "cpu") -> Walk:
-    """Go through a step without values: nothing is computed, and its memory is not taken.
+    """Go through a step that is not compiled without values: nothing is computed, and its memory is not taken.
 
-    Every member trains on, as if no loss and no gradient were infinite or NaN.
-
-    Args:
-        step: The step as it was made, not compiled.
-        state: A state, which is not read.
-        batch: A batch for it.
-        device: The type of the device that lowerings and kernels are chosen for.
-
-    Raises:
-        TraceError: if the step cannot go on without values, or has an operator of which shapes of results are not known.
-        HFTAError: if state and batch do not belong to the step.
-        Exception: any other error of the step.
+    Every member trains on, as if no loss and no gradient were infinite or NaN. Lowerings are chosen for the type of device.
+    A step that cannot go on without values raises a TraceError.
     """
     operators: list[Operator] = []
 

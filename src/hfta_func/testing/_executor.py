@@ -54,10 +54,27 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
         assert executor.deaths >= 0, f"deaths is {executor.deaths}"
         limits = executor.limits
         assert not limits or len(limits) == executor.count, f"limits are {limits}; give one for each worker, or none"
-    with law("calls are answered by number"):
-        _check_answers(executor)
+    divide = _Divide()
+    for about in ("at first", "after it was forgotten"):
+        with law("calls are answered by number"):
+            calls = [executor.submit(divide, a=6, b=b) for b in (2, 3, 0)]
+            assert len({*calls}) == 3, f"three calls have the numbers {calls}"
+            answers = dict(executor.wait() for _ in calls)
+            assert answers.keys() == {*calls}, f"calls {calls} were answered as {[*answers]}"
+            values, error = [answers[call] for call in calls[:2]], answers[calls[2]]
+            assert values == [3.0, 2.0], f"6 / 2 and 6 / 3 are answered with {values}, {about}"
+            same = isinstance(error, ZeroDivisionError) and str(error) == "division by zero"
+            assert same, f"6 / 0 is answered with {error!r}, {about}; answer with the error that the function raised"
+            executor.forget(divide)
     with law("dropped calls are not answered"):
-        _check_dropped(executor)
+        executor.submit(dict, seed=1)
+        executor.forget()
+        call = executor.submit(dict, seed=2)
+        number, answer = executor.wait()
+        text = f"call {call} with seed=2 is answered as call {number} with {answer}"
+        assert (number, answer) == (call, {"seed": 2}), text
+        assert call not in executor.busy(), f"busy() still has call {call}, which was answered"
+        executor.forget()
     if restarts:
         with law("a worker that dies is named and replaced"):
             _check_death(executor)
@@ -74,32 +91,6 @@ class _Divide:
 
     def __call__(self, a: int, b: int) -> float:
         return a / b
-
-
-def _check_answers(executor: Executor) -> None:
-    divide = _Divide()
-    for about in ("at first", "after it was forgotten"):
-        calls = [executor.submit(divide, a=6, b=b) for b in (2, 3, 0)]
-        assert len({*calls}) == 3, f"three calls have the numbers {calls}"
-        answers = dict(executor.wait() for _ in calls)
-        assert answers.keys() == {*calls}, f"calls {calls} were answered as {[*answers]}"
-        values, error = [answers[call] for call in calls[:2]], answers[calls[2]]
-        assert values == [3.0, 2.0], f"6 / 2 and 6 / 3 are answered with {values}, {about}"
-        same = isinstance(error, ZeroDivisionError) and str(error) == "division by zero"
-        assert same, f"6 / 0 is answered with {error!r}, {about}; answer with the error that the function raised"
-        executor.forget(divide)
-
-
-def _check_dropped(executor: Executor) -> None:
-    executor.submit(dict, seed=1)
-    executor.forget()
-    call = executor.submit(dict, seed=2)
-    number, answer = executor.wait()
-    assert (number, answer) == (call, {"seed": 2}), (
-        f"call {call} with seed=2 is answered as call {number} with {answer}"
-    )
-    assert call not in executor.busy(), f"busy() still has call {call}, which was answered"
-    executor.forget()
 
 
 def _die() -> None:

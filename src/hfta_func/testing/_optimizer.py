@@ -63,7 +63,12 @@ def assert_optimizer(
     with law("init"):
         _check_state(whole.init(start), count)
     with law("update"):
-        _check_update(whole, gradients[0], start)
+        given = gradients[0], whole.init(start), start
+        before = tree_map(torch.clone, given)
+        after = whole.update(*given)
+        assert_close(given, before, "(grads, opt_state, params) after update", 0.0)
+        for name, got, like in zip(("updates", "opt_state"), after, (start, given[1]), strict=True):
+            assert_close(tree_map(torch.zeros_like, got), tree_map(torch.zeros_like, like), name, 0.0)
     with law("hyperparameters are in the state"):
         _check_hyperparams(optimizer, hyperparams, gradients[0], start)
     params, state = _walk(whole, start, gradients)
@@ -106,20 +111,9 @@ def _check_state(state: Any, count: int) -> None:
     assert hasattr(state, "_fields"), f"init returns a {type(state).__qualname__}; return a NamedTuple"
     for accessor, leaf in zip(*optree.tree_flatten_with_accessor(state, none_is_leaf=True)[:2], strict=True):
         path = accessor.codify("state")
-        assert isinstance(leaf, Tensor), (
-            f"{path} is {leaf!r}; every leaf is a tensor, an empty dict where there is none"
-        )
+        what = f"{path} is {leaf!r}; every leaf is a tensor, an empty dict where there is none"
+        assert isinstance(leaf, Tensor), what
         assert leaf.shape[:1] == (count,), f"{path} has shape {list(leaf.shape)}; axis 0 is that of the {count} models"
-
-
-def _check_update(optimizer: GradientTransformation, grads: Params, params: Params) -> None:
-    state = optimizer.init(params)
-    given = grads, state, params
-    before = tree_map(torch.clone, given)
-    updates, after = optimizer.update(*given)
-    assert_close(given, before, "(grads, opt_state, params) after update", 0.0)
-    assert_close(tree_map(torch.zeros_like, updates), tree_map(torch.zeros_like, params), "updates", 0.0)
-    assert_close(tree_map(torch.zeros_like, after), tree_map(torch.zeros_like, state), "opt_state", 0.0)
 
 
 def _check_hyperparams(

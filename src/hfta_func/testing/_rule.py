@@ -96,10 +96,10 @@ def _array(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tu
 
 
 def _loop(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
-    count, given = len(args[min(batched)]), _given(args, batched)
-    rows = [
-        as_tuple(op(*(x[i] if position in batched else x for position, x in enumerate(given)))) for i in range(count)
-    ]
+    rows = []
+    for i in range(len(args[min(batched)])):
+        one = (x[i] if position in batched else x for position, x in enumerate(_given(args, batched)))
+        rows.append(as_tuple(op(*one)))
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
@@ -114,10 +114,8 @@ def _alone(function: Callable[..., Any], *args: Any) -> Any:
 def _grads(run: Callable[..., Any], op: Any, args: Sequence[Any], batched: set[int]) -> list[Tensor]:
     """By every input of floating point, as ``run`` computes the outputs."""
     leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    wanted, total = (
-        [x for x in leaves if isinstance(x, Tensor) and x.requires_grad],
-        objective(run(op, leaves, batched)),
-    )
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    total = objective(run(op, leaves, batched))
     if not total.requires_grad:
         return []
     return list(torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True))

@@ -84,14 +84,9 @@ class Trainer:
         return {**self.__dict__, "array": None}
 
     def __call__(self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int) -> Segment:
-        """Train for some more epochs.
+        """Train members, each from its start, for some more epochs; ``state`` is not written.
 
-        Args:
-            state: The members' state, which is not written.
-            keys: The members' keys for the loader, unless all see the same batches.
-            starts: The epoch in which each member starts.
-            epochs: Number of epochs.
-            size: Number of members of the array, at least as many as ``state`` has; those added are inactive.
+        Without ``keys`` for the loader, all see the same batches. Inactive members are added up to ``size``.
         """
         if self.array is None:
             row = {name: [value] for name, value in self.first.items() if name not in self.fixed}

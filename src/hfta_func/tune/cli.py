@@ -66,17 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, func: Any, text: str) -> argparse.ArgumentParser:
-        parser = commands.add_parser(name, help=text, description=text)
+    def command(name: str, func: Any, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = commands.add_parser(name, help=text, description=text, parents=parents)
         parser.set_defaults(command=func)
         return parser
 
-    def study(parser: argparse.ArgumentParser) -> None:
-        text = "Python file with build, space, metric and, if need be, further arguments of tune.run"
-        parser.add_argument("file", help=text)
-
-    tune = command("tune", _tune, "Search the space of a file; after an interruption, the same command goes on.")
-    study(tune)
+    study = argparse.ArgumentParser(add_help=False)
+    text = "Python file with build, space, metric and, if need be, further arguments of tune.run"
+    study.add_argument("file", help=text)
+    array = argparse.ArgumentParser(add_help=False, parents=[study])
+    array.add_argument("--models", type=int, default=4, help="number of members of the array (default: 4)")
+    text = "Search the space of a file; after an interruption, the same command goes on."
+    tune = command("tune", _tune, text, study)
     tune.add_argument("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
     tune.add_argument("--epochs", type=int, help="epochs of a trial that is not stopped")
     tune.add_argument("--scheduler", choices=SCHEDULERS, help="which trials go on")
@@ -101,22 +102,16 @@ def _parser() -> argparse.ArgumentParser:
     def planned(args: argparse.Namespace) -> hfta.Plan:
         return hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes)
 
-    plan = command("plan", planned, "Measure how many models of a file's study fit into an array.")
-    study(plan)
+    plan = command("plan", planned, "Measure how many models of a file's study fit into an array.", study)
     plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
     plan.add_argument(
         "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)"
     )
     text = "Show how each operator of a file's step runs, and why."
-    explain = command("explain", lambda args: hfta.rules.explain(*_array(args, args.models)), text)
-    study(explain)
+    command("explain", lambda args: hfta.rules.explain(*_array(args, args.models)), text, array)
     text = "Show where the time of a file's step goes."
-    profile = command("profile", lambda args: hfta.profile(*_array(args, args.models), trace=args.trace), text)
-    study(profile)
+    profile = command("profile", lambda args: hfta.profile(*_array(args, args.models), trace=args.trace), text, array)
     profile.add_argument("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
-    for parser_of_array in (explain, profile):
-        text = "number of members of the array (default: 4)"
-        parser_of_array.add_argument("--models", type=int, default=4, help=text)
     cache = command("cache", _cache, "Show the compiled graphs that are kept on disk.")
     cache.add_argument("--clear", action="store_true", help="remove them")
     command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
@@ -235,9 +230,8 @@ def _best(study: Study) -> list[str]:
 
 
 def _shown(params: Mapping[str, Any]) -> str:
-    return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
-    )
+    rounded = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in params.items()}
+    return " ".join(f"{name}={value}" for name, value in rounded.items())
 
 
 def _summary(study: Study) -> str:
@@ -281,6 +275,8 @@ def _doctor(args: argparse.Namespace) -> str:
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
     cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
+    folder = str(native.folder())
+    kernels = native.compiler() and f"{native.compiler()}, kept in {folder} ({_writable(folder)})"
     libc = "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
     hfta.rules.install()
     x = torch.ones(2, 3)
@@ -293,16 +289,11 @@ def _doctor(args: argparse.Namespace) -> str:
         ("devices", ", ".join(devices) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
-        ("kernels in C", _kernels()),
+        ("kernels in C", kernels or "none; they need cc, gcc or clang"),
         ("rules", f"installed; linear of two models runs as {choice.lowering}"),
         ("allocator", cuda if torch.cuda.is_available() else libc),
     ]
     return text_table(rows, "<<")
-
-
-def _kernels() -> str:
-    compiler, folder = native.compiler(), str(native.folder())
-    return f"{compiler}, kept in {folder} ({_writable(folder)})" if compiler else "none; they need cc, gcc or clang"
 
 
 def _user() -> str:

@@ -21,9 +21,7 @@ _STATE = re.compile("members-[0-9a-f]{32}[.]safetensors")
 class StudyFolder:
     """Writes members when they change: first new states, then the index that names them; then it removes old states.
 
-    Args:
-        folder: Its path.
-        about: JSON data that a folder must have been written with so that it can be restored.
+    A folder is restored only if it was written with the same JSON data ``about``.
     """
 
     def __init__(self, folder: Any, about: Mapping[str, Any]):
@@ -62,11 +60,7 @@ class StudyFolder:
         self._remove_old_states()
 
     def restore(self, population: Any) -> dict[str, Any] | None:
-        """Read the members into an empty population; returns the index, or None if the folder has none.
-
-        Raises:
-            ValueError: if the folder was written with another ``about``.
-        """
+        """Read the members into an empty population; returns the index, or None if the folder has none."""
         if not os.path.exists(self._path(_INDEX)):
             return None
         with open(self._path(_INDEX), "rb") as file:

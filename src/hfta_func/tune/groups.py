@@ -51,12 +51,8 @@ class Group:
         except Exception as error:
             if len(configs) == 1:
                 return dict.fromkeys(configs, error)
-            numbers, half = list(configs), len(configs) // 2
-            return {
-                number: failure
-                for part in (numbers[:half], numbers[half:])
-                for number, failure in self.add({number: configs[number] for number in part}).items()
-            }
+            items, half = list(configs.items()), len(configs) // 2
+            return self.add(dict(items[:half])) | self.add(dict(items[half:]))
         block = self._checked(tuple(configs), made)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
@@ -103,8 +99,9 @@ class Group:
                     f"members['seed']"
                 )
             self._keys |= dict(zip(numbers, loader.keys, strict=True))
-        elif not (
-            getattr(getattr(step, "options", None), "collect", None) or getattr(step, "batch_dims", None) is None
+        elif (
+            not getattr(getattr(step, "options", None), "collect", None)
+            and getattr(step, "batch_dims", None) is not None
         ):
             raise hfta.StateError(
                 f"build returned a {type(loader).__qualname__} for a step whose members have batches of their own; return an "
@@ -117,13 +114,9 @@ class Group:
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget members."""
         gone = set(numbers)
-        blocks, self.blocks = self.blocks, []
-        for block in blocks:
-            kept = [index for index, number in enumerate(block.numbers) if number not in gone]
-            if kept:
-                self.blocks.append(_selected(block, kept))
-        for number in gone:
-            self._keys.pop(number, None)
+        left = [[index for index, number in enumerate(block.numbers) if number not in gone] for block in self.blocks]
+        self.blocks = [_selected(block, kept) for block, kept in zip(self.blocks, left, strict=True) if kept]
+        self._keys = {number: key for number, key in self._keys.items() if number not in gone}
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of members, in the order of their numbers."""
@@ -131,10 +124,7 @@ class Group:
         states: list[Any] = []
         gathered: list[int] = []
         for block in self.blocks:
-            if block.numbers == numbers:
-                return moved(block.state, device)
-            indices = [index for index, number in enumerate(block.numbers) if number in numbers]
-            if indices:
+            if indices := [index for index, number in enumerate(block.numbers) if number in numbers]:
                 part = _selected(block, indices)
                 states.append(moved(part.state, device))
                 gathered += part.numbers

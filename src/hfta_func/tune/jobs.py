@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,19 +17,14 @@ _log = logging.getLogger("hfta_func.tune")
 
 
 class Job(NamedTuple):
-    """An array that trains: its group, the numbers of its members, the epochs they start from, and epochs to train.
-
-    Its result is metrics by member and epoch, seconds by member, states, and the errors of failed members.
-    """
+    """An array that trains, and its result so far."""
 
     group: Group
-    numbers: tuple[int, ...]
-    starts: Mapping[int, int]
-    epochs: int
-    limit: int
-    """The limit of the workers that train it; 0 if the workers are alike."""
-    calls: dict[int, tuple[int, ...]]
-    """By number, the calls that train the array or its halves, and the members of each."""
+    numbers: tuple[int, ...]  # of its members
+    starts: Mapping[int, int]  # the epochs that they start from
+    epochs: int  # to train
+    limit: int  # of the workers that train it; 0 if the workers are alike
+    calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
     metrics: dict[int, list[dict[str, float]]]
     seconds: dict[int, float]
     states: list[tuple[tuple[int, ...], Any]]
@@ -99,10 +95,8 @@ class Jobs:
     def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
         half = -(-len(numbers) // 2)
         if hfta.is_out_of_memory(error):
-            warnings.warn(
-                f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead",
-                stacklevel=2,
-            )
+            text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
+            warnings.warn(text, stacklevel=2)
             if job.limit:
                 job.group.halved[job.limit] = half
             else:
@@ -124,10 +118,7 @@ class Jobs:
 
 def spans(numbers: Sequence[int]) -> str:
     """Numbers as ranges: ``"0-3, 7"``."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+    # In a row, a number and its position differ by the same.
+    runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    texts = ([str(number) for _, number in run] for _, run in runs)
+    return ", ".join("-".join(dict.fromkeys((run[0], run[-1]))) for run in texts)

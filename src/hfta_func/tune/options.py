@@ -18,11 +18,7 @@ Rank = Literal["mean", "lower", "paired"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StudyOptions:
-    """What a study searches and how, as :func:`~hfta_func.tune.run` describes it.
-
-    Raises:
-        ValueError: if one has an invalid value, or two contradict each other.
-    """
+    """What a study searches and how, as :func:`~hfta_func.tune.run` describes it, checked."""
 
     space: Space
     metric: str | Sequence[str]
@@ -42,7 +38,16 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         self._check_space()
-        self._check_directions()
+        metrics, directions = self.metrics, self.directions
+        if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
+            raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
+        for name, value in zip(metrics, directions, strict=True):
+            if (first := directions[metrics.index(name)]) != value:
+                raise ValueError(
+                    f"the directions of metric '{name}' contradict each other: {first} and {value}; pass one"
+                )
+        if len(metrics) > 1 and self.scheduler is not None:
+            raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
         for label, least in (("trials", 0), ("epochs", 1), ("seeds", 1)):
             value = getattr(self, label)
             if not isinstance(value, int) or value < least:
@@ -87,18 +92,6 @@ class StudyOptions:
                 "the space has 'seed', which members have besides; pass seeds= for several seeds per trial"
             )
 
-    def _check_directions(self) -> None:
-        metrics, directions = self.metrics, self.directions
-        if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
-            raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
-        for name, value in zip(metrics, directions, strict=True):
-            if (first := directions[metrics.index(name)]) != value:
-                raise ValueError(
-                    f"the directions of metric '{name}' contradict each other: {first} and {value}; pass one"
-                )
-        if len(metrics) > 1 and self.scheduler is not None:
-            raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
-
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
         """The names of what is compared."""
@@ -126,10 +119,8 @@ class StudyOptions:
     def about(self, json_of: Callable[[str], str]) -> dict[str, Any]:
         """What identifies a study in a folder or storage; ``json_of(name)`` is a name's distribution as JSON."""
         space = self.space
-        if callable(space):
-            described: Any = f"the function {getattr(space, '__qualname__', type(space).__qualname__)}"
-        else:
-            described = {name: json_of(name) for name in space}
+        name = getattr(space, "__qualname__", type(space).__qualname__)
+        described: Any = f"the function {name}" if callable(space) else {name: json_of(name) for name in space}
         enqueued = {"enqueue": [dict(params) for params in self.enqueue]} if self.enqueue else {}
         return enqueued | {
             **{"space": described, "metric": self.metrics},

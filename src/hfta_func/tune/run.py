@@ -196,7 +196,11 @@ def run(
         folder = None
         if resume is not None:
             folder = stack.enter_context(StudyFolder(resume, about))
-            _restore(folder, search)
+            if (index := folder.restore(members)) is not None:
+                session.replay(index["events"])
+                study.restore(index["trials"], index["trajectory"])
+                # The decisions before the study was broken off follow from the values.
+                search.decide()
             stack.enter_context(Status(resume, search))
         for params in () if study.trials else enqueue:
             session.study.enqueue_trial(dict(params))
@@ -226,14 +230,3 @@ def run(
     if not study.interrupted and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
     return study
-
-
-def _restore(folder: StudyFolder, search: Search) -> None:
-    """Go on from what a folder holds of the study, if anything."""
-    study = search.study
-    index = folder.restore(study.population)
-    if index is not None:
-        study.session.replay(index["events"])
-        study.restore(index["trials"], index["trajectory"])
-        # The decisions before the study was broken off follow from the values.
-        search.decide()

@@ -28,13 +28,7 @@ class SamplerSession:
     to the same random state.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        directions: Sequence[str],
-        sampler: optuna.samplers.BaseSampler | None,
-        seed: int,
-    ):
+    def __init__(self, space: Space, directions: Sequence[str], sampler: optuna.samplers.BaseSampler | None, seed: int):
         module = require("optuna", "tune")
         self._suggest = space if callable(space) else None
         # Those of a function are known once a trial has them.
@@ -48,9 +42,8 @@ class SamplerSession:
         samplers = module.samplers
         # NumPy's seeds are not negative and have 32 bits.
         sampler = sampler or samplers.RandomSampler(seed=seed % 2**32)
-        self.learns = not isinstance(
-            sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
-        )
+        fixed = samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler
+        self.learns = not isinstance(sampler, fixed)
         if isinstance(sampler, samplers.QMCSampler) and self.space:
             # Otherwise it draws at random until the first trial completes, whose space it takes.
             categorical = module.distributions.CategoricalDistribution
@@ -124,24 +117,15 @@ class SamplerSession:
         return {name: value for name, value in attributes.items() if name.partition(":")[0] == "constraints"}
 
     def replay(self, events: Sequence[Event]) -> None:
-        """Repeat the events of a session.
-
-        Raises:
-            ValueError: if the sampler now gives other parameters.
-        """
-        replays: dict[str, Callable[..., None]] = {
-            **{"report": self.report, "change": self.change, "tell": self.tell, "enqueue": self.study.enqueue_trial}
-        }
+        """Repeat the events of a session; raises a ValueError if the sampler now gives other parameters."""
         for kind, *arguments in events:
-            if kind == "ask":
-                params = self.ask()
-                if params != arguments[0]:
-                    raise ValueError(
-                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {arguments[0]}; go on with "
-                        f"the same sampler and seed"
-                    )
-            else:
-                replays[kind](*arguments)
+            if kind != "ask":
+                (self.study.enqueue_trial if kind == "enqueue" else getattr(self, kind))(*arguments)
+            elif (params := self.ask()) != arguments[0]:
+                raise ValueError(
+                    f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {arguments[0]}; go on with "
+                    f"the same sampler and seed"
+                )
 
 
 def configurations(
@@ -233,13 +217,10 @@ class Mirror:
             new = [trial for trial in trials if trial.number not in self._shown]
             for trial in new:
                 # Added as a whole, so that no other process ever sees a part of it.
-                created = self._module.trial.create_trial(
-                    state=_state("running"),
-                    params=trial.params,
-                    distributions=asked[trial.number].distributions,
-                    user_attrs={"trial": trial.number},
+                about = {"distributions": asked[trial.number].distributions, "user_attrs": {"trial": trial.number}}
+                self.study.add_trial(
+                    self._module.trial.create_trial(state=_state("running"), params=trial.params, **about)
                 )
-                self.study.add_trial(created)
             if new:
                 self._read()
             for trial in trials:

@@ -20,7 +20,11 @@ class _Halving(Scheduler):
     waits = True
 
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
-        return [Cohort(trials, _rungs(self.first, epochs, self.eta))]
+        rungs, rung = [], float(self.first)
+        while rung < epochs:
+            rungs.append(int(rung + 1e-9))
+            rung *= self.eta
+        return [Cohort(trials, (*dict.fromkeys(rungs), epochs))]
 
     def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
         rung = cohort.complete_rung
@@ -101,11 +105,8 @@ class _Median(Scheduler):
             if not rung or trial in ended or behind:
                 continue
             # Of earlier trials, so that the result does not depend on how trials share arrays.
-            averages = [
-                statistics.fmean(other[:rung])
-                for number, other in values.items()
-                if number < trial and len(other) >= rung
-            ]
+            earlier = (other for number, other in values.items() if number < trial and len(other) >= rung)
+            averages = [statistics.fmean(other[:rung]) for other in earlier]
             late = cohort.rungs[rung - 1] > self.warmup and len(averages) >= self.startup
             verdicts[trial] = "stop" if late and max(reached) < statistics.median(averages) else "go"
         return verdicts
@@ -236,14 +237,6 @@ def population_based(
     if not 0 <= resample <= 1:
         raise ValueError(f"resample is {resample}; it must be between 0 and 1")
     return PopulationBased(_positive("every", every), share, factors, resample)
-
-
-def _rungs(first: int, epochs: int, eta: float) -> tuple[int, ...]:
-    rungs, rung = [], float(first)
-    while rung < epochs:
-        rungs.append(int(rung + 1e-9))
-        rung *= eta
-    return (*dict.fromkeys(rungs), epochs)
 
 
 def _ratio(eta: float) -> float:

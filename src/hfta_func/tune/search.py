@@ -100,24 +100,22 @@ class Search:
             self._options.check_names(params)
             new.append(Trial(len(study.trials), params, cohort, []))
             study.trials.append(new[-1])
-        self._make(new)
-        return bool(new)
-
-    def _make(self, new: Sequence[Trial]) -> None:
         if not new:
-            return
-        rows = [{**trial.params, "seed": seed} for trial in new for seed in self.seeds]
+            return False
         try:
-            numbers = self.study.population.extend(rows)
+            numbers = iter(
+                study.population.extend([{**each.params, "seed": seed} for each in new for seed in self.seeds])
+            )
         except BaseException:
             # After Ctrl-C or an error of build, trials without members are removed.
-            del self.study.trials[new[0].number :]
+            del study.trials[new[0].number :]
             raise
-        for index, trial in enumerate(new):
-            trial.members = numbers[index * len(self.seeds) : (index + 1) * len(self.seeds)]
+        for trial in new:
+            trial.members = [*itertools.islice(numbers, len(self.seeds))]
         if self.scheduler.copies:
             self._check_names()
         self._fail()
+        return True
 
     def _check_names(self) -> None:
         """Refuse names that :meth:`_copy` could not change, before training begins."""

@@ -76,11 +76,7 @@ class Status:
 
 
 def read(folder: PathLike) -> dict[str, Any]:
-    """Read the file of :class:`Status`.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Read the file of :class:`Status`; raises a ValueError if there is none."""
     path = os.path.join(folder, _NAME)
     try:
         with open(path) as file:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import inspect
+import io
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,12 +17,12 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, require
+from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
-from hfta_func.tune.tables import write_tables
 
 if TYPE_CHECKING:
     import optuna
@@ -60,12 +63,7 @@ class Study:
         interrupted: Whether Ctrl-C ended it.
     """
 
-    def __init__(
-        self,
-        population: Population,
-        session: SamplerSession,
-        options: StudyOptions,
-    ):
+    def __init__(self, population: Population, session: SamplerSession, options: StudyOptions):
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = session.study
@@ -169,9 +167,6 @@ class Study:
         Returns:
             Columns ``trial``; the parameters, as they are now; ``status``; ``epochs``; ``seconds``, the trial's share of
             the time of the arrays that it trained in; and the objectives at its last rung.
-
-        Raises:
-            ImportError: if pandas is not installed.
         """
         return require("pandas", "plot").DataFrame(self._rows())
 
@@ -238,3 +233,18 @@ def notify(callback: Callable[..., Any], study: Study) -> None:
         callback(study, study.history)
     else:
         callback(study)
+
+
+def write_tables(
+    folder: PathLike, rows: Sequence[Mapping[str, Any]], metric: str, trajectory: Iterable[Sequence[Any]]
+) -> None:
+    """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` each new best value of a metric."""
+    os.makedirs(folder, exist_ok=True)
+    for name, head, body in (
+        ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
+        ("trajectory", ["seconds", "trial", metric], trajectory),
+    ):
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([head, *body])
+        # Replaced as a whole, because others read it while the study runs.
+        atomic.write(os.path.join(folder, f"{name}.csv"), text.getvalue().encode())

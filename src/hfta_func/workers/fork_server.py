@@ -23,44 +23,34 @@ from hfta_func.workers.wire import sweep
 _FORK, _END = b"f", b"e"
 """The requests to the server."""
 _PID, _STATUS = struct.Struct("<q"), struct.Struct("<i")
+_LOOK = 0.05
+"""Seconds between two looks whether a forked process has ended."""
 _server: ForkServer | None = None
 _lock = threading.Lock()
 
 
 class Forked:
-    """A process that the server has forked, with as much of :class:`subprocess.Popen` as workers need.
-
-    Args:
-        pid: Its process id.
-        stdin: The pipe to its standard input.
-        stdout: The pipe from its standard output.
-        status: The pipe through which the server sends its exit status.
-    """
+    """A process that the server has forked, with as much of :class:`subprocess.Popen` as workers need."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int):
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        # The pipe through which the server sends its exit status.
         self._status, self._ended = os.fdopen(status, "rb"), threading.Lock()
         self.returncode: int | None = None
 
-    def poll(self) -> int | None:
+    def poll(self, timeout: float | None = 0) -> int | None:
         """Its exit status; None while it runs."""
         with self._ended:
-            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-                self._read()
+            if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+                # If the server has died, so has the process, with an unknown status.
+                message = self._status.read(_STATUS.size)
+                self.returncode = _STATUS.unpack(message)[0] if len(message) == _STATUS.size else -signal.SIGKILL
+                self._status.close()
         return self.returncode
 
     def wait(self) -> int | None:
         """Wait until it has ended; returns its exit status."""
-        with self._ended:
-            if self.returncode is None:
-                self._read()
-        return self.returncode
-
-    def _read(self) -> None:
-        # If the server has died, so has the process, with an unknown status.
-        message = self._status.read(_STATUS.size)
-        self.returncode = _STATUS.unpack(message)[0] if len(message) == _STATUS.size else -signal.SIGKILL
-        self._status.close()
+        return self.poll(None)
 
     def communicate(self) -> None:
         """Close its pipes, and wait until it has ended."""
@@ -71,11 +61,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server as its client sees it; it ends with the client.
-
-    Args:
-        program: Code that defines ``serve``, which a forked process calls.
-    """
+    """The server as its client sees it, which ends with the client; ``program`` defines ``serve`` for forked processes."""
 
     def __init__(self, program: str):
         self._owner = os.getpid()
@@ -140,31 +126,20 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
     """The server's program: fork when the client asks for it, and send the exit statuses of forked processes."""
     client, parent = socket.socket(fileno=fd), os.getppid()
     client.setblocking(True)
-    # The system writes to the second of these sockets when a forked process has ended.
-    wakeup, wakeup_source = socket.socketpair()
-    for end in (wakeup, wakeup_source):
-        end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakeup_source.fileno())
     # The garbage collection of a forked process then leaves the server's objects, and their shared memory, alone.
     gc.freeze()
     running: dict[int, int] = {}
     message = b""
     while os.getppid() == parent:
-        ready, _, _ = select.select([client, wakeup], [], [], 1.0)
-        if wakeup in ready:
-            wakeup.recv(4096)
-            _send_statuses(running)
-        if client in ready:
+        ready, _, _ = select.select([client], [], [], _LOOK if running else 1.0)
+        _send_statuses(running)
+        if ready:
             message, fds, _, _ = socket.recv_fds(client, 1, 4)
             if message != _FORK:
                 break
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (client, wakeup, wakeup_source):
-                    end.close()
+                client.close()
                 for inherited in (*running.values(), fds[3]):
                     os.close(inherited)
                 _run(fds[:3], serve)
@@ -172,8 +147,6 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
                 os.close(stream)
             running[pid] = fds[3]
             client.sendall(_PID.pack(pid))
-    # Forked processes may end after the socket of their signals is closed.
-    signal.set_wakeup_fd(-1)
     if message == _END:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):

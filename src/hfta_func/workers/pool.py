@@ -8,12 +8,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
 
 from hfta_func._types import WorkerError
 from hfta_func.workers.executor import Executor
-from hfta_func.workers.process import TRIES, Died
+from hfta_func.workers.process import TRIES, Died, Process, cores
 from hfta_func.workers.wire import Folder, dumps, loads, one_line_error
 
 _log = logging.getLogger("hfta_func.workers")
@@ -49,13 +51,10 @@ class _Call(NamedTuple):
 
 
 class Pool(Executor):
-    """An :class:`~hfta_func.workers.executor.Executor` of workers.
+    """An :class:`~hfta_func.workers.executor.Executor` of workers, which are started at once.
 
-    Args:
-        workers: The workers, which are started at once.
-        share: Whether large tensors of functions are in files that the workers, on this machine, map into memory.
-        limits: The largest array of each worker; empty if the workers are alike.
-        tries: Number of deaths of its workers in a row after which a call is given up.
+    With ``share`` large tensors of functions are in files that the workers map into memory. A call whose workers have died
+    ``tries`` times in a row is given up.
     """
 
     def __init__(
@@ -72,8 +71,9 @@ class Pool(Executor):
         self._changed = threading.Condition()
         self._tries: dict[int, int] = {}
         self._busy: dict[int, tuple[str, float]] = {}
-        # Seconds at work and number of deaths, by name of the worker.
-        self._record: dict[str, tuple[float, int]] = {}
+        # By name of the worker.
+        self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._deaths: collections.Counter[str] = collections.Counter()
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._closed = False
         # Number of living workers by limit.
@@ -104,18 +104,7 @@ class Pool(Executor):
         self.forget()
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
-        """Wait until workers are ready.
-
-        Args:
-            timeout: Seconds to wait at most.
-            everyone: Whether to wait for all workers, and not only for one of each limit.
-
-        Returns:
-            Whether they are.
-
-        Raises:
-            WorkerError: if a worker cannot be used, for example because its versions differ.
-        """
+        """Wait until one worker of each limit is ready, or ``everyone``; returns whether they are, and raises what failed."""
         limits = {*self.limits} or {0}
 
         def are_ready() -> bool:
@@ -128,20 +117,14 @@ class Pool(Executor):
             return are_ready()
 
     def prepare(self, function: Callable[..., Any]) -> None:
-        """Turn a function into bytes, which the first :meth:`submit` does otherwise.
-
-        Raises:
-            TypeError: if the function or what it uses cannot be sent.
-        """
+        """Turn a function into bytes, which the first :meth:`submit` does otherwise; raises a TypeError if it cannot."""
         if id(function) not in self._functions:
             if self._folder is None and self.shares:
                 self._folder = Folder()
             try:
                 content = dumps(function, self._folder)
             except Exception as error:
-                name = getattr(function, "label", None) or getattr(
-                    function, "__qualname__", type(function).__qualname__
-                )
+                name = getattr(function, "label", getattr(function, "__qualname__", type(function).__qualname__))
                 raise TypeError(
                     f"{name} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the "
                     f"function that uses it, or move it to a module that they can import"
@@ -207,17 +190,12 @@ class Pool(Executor):
     def record(self) -> dict[str, tuple[float, int]]:
         """By name of each worker that has made calls, its seconds at work and its number of deaths."""
         with self._changed:
-            return dict(self._record)
+            return {worker: (seconds, self._deaths[worker]) for worker, seconds in self._seconds.items()}
 
     @property
     def deaths(self) -> int:
         """See :class:`~hfta_func.workers.executor.Executor`."""
-        return sum(deaths for _, deaths in self.record().values())
-
-    def _note(self, worker: str, seconds: float, deaths: int) -> None:
-        with self._changed:
-            before = self._record.get(worker, (0.0, 0))
-            self._record[worker] = before[0] + seconds, before[1] + deaths
+        return self._deaths.total()
 
     def _serve(self, worker: Worker, limit: int) -> None:
         """The program of a worker's thread."""
@@ -234,19 +212,16 @@ class Pool(Executor):
         except Exception as error:
             with self._changed:
                 self.count -= 1
-                if self.limits:
-                    limits = [*self.limits]
-                    limits.remove(limit)
-                    self.limits = tuple(limits)
+                # One such limit less.
+                self.limits = (*(collections.Counter(self.limits) - collections.Counter([limit])).elements(),)
                 if self._closed:
                     return
                 alike = self.limits.count(limit) if limit else self.count
             _log.error("%s cannot go on: %s", worker.name, error)
             # Even if other workers can go on: the cause, such as another version, is one to be mended.
-            if isinstance(error, WorkerError) or alike == 0:
-                failed = error
-                if not isinstance(failed, WorkerError):
-                    failed = WorkerError(f"{worker.name}: {one_line_error(error)}")
+            is_to_mend = isinstance(error, WorkerError)
+            if is_to_mend or alike == 0:
+                failed = error if is_to_mend else WorkerError(f"{worker.name}: {one_line_error(error)}")
                 self._answers.put((-1, failed))
                 with self._changed:
                     self._failed = failed
@@ -288,8 +263,7 @@ class Pool(Executor):
             cause = str(error) if isinstance(error, Died) else one_line_error(error)
         # Removed before another worker may repeat the call, which has the same number.
         with self._changed:
-            _, began = self._busy.pop(call.number)
-        self._note(worker.name, time.time() - began, 0)
+            self._seconds[worker.name] += time.time() - self._busy.pop(call.number)[1]
         if cause is not None:
             if not self._closed:
                 self._died(worker, call, cause)
@@ -301,23 +275,71 @@ class Pool(Executor):
         return True
 
     def _died(self, worker: Worker, call: _Call, cause: str) -> None:
-        self._note(worker.name, 0.0, 1)
         with self._changed:
+            self._deaths[worker.name] += 1
             if call.number not in self._tries:
                 return
             self._tries[call.number] += 1
-            if self._tries[call.number] < self._most_tries:
+            is_repeated, most = self._tries[call.number] < self._most_tries, self._most_tries
+            if is_repeated:
                 # The next free worker repeats it, before other calls.
                 self._waiting.appendleft(call)
                 self._changed.notify_all()
-                outcome = "repeated"
-            else:
-                outcome = "given up"
-                most = self._most_tries
-                died = f"its workers died {most} times in a row, last" if most > 1 else "its worker died,"
-                text = (
-                    f"{died} {worker.name} {cause}; what it printed says why, or the system's log if the system has ended "
-                    f"it: use fewer workers, or smaller arrays"
-                )
-                self._answers.put((call.number, WorkerError(text)))
-        _log.warning("%s died (%s); its call is %s", worker.name, cause, outcome)
+        if not is_repeated:
+            died = f"its workers died {most} times in a row, last" if most > 1 else "its worker died,"
+            text = (
+                f"{died} {worker.name} {cause}; what it printed says why, or the system's log if the system has ended "
+                f"it: use fewer workers, or smaller arrays"
+            )
+            self._answers.put((call.number, WorkerError(text)))
+        _log.warning("%s died (%s); its call is %s", worker.name, cause, "repeated" if is_repeated else "given up")
+
+
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """The first of ``size`` things in each of ``count`` parts, and the one after its last."""
+    return [*itertools.pairwise(size * number // count for number in range(count + 1))]
+
+
+def processes(count: int, on_gpu: bool) -> list[Process]:
+    """Worker processes with an equal share of the processors, or a GPU, each."""
+    processors = cores()
+    spans = enumerate(shares(len(processors), count))
+    return [Process(number, processors[low:high] or processors, on_gpu) for number, (low, high) in spans]
+
+
+PROCESSORS = "processors that this process may use"
+
+
+def number_of(workers: Any, auto: int, most: Mapping[str, int], others: str) -> int:
+    """A number of worker processes, which may be ``"auto"``; raises a ValueError if it is none, or there are fewer things."""
+    count = auto if workers == "auto" else workers
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"workers is {workers!r}; it must be at least 1, {others}")
+    for what, number in most.items():
+        if count > number:
+            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    return count
+
+
+class WorkerPool(Pool):
+    """Worker processes on this machine, for several calls of :func:`fit` and ``tune.run``.
+
+    Args:
+        workers: Number of processes, each with an equal share of the processors, or with a GPU where there are some;
+            ``"auto"`` is one for every processor, or GPU.
+
+    Raises:
+        ValueError: if there are more workers than processors.
+
+    Example:
+        >>> with WorkerPool(1) as pool:
+        ...     call = pool.submit(dict, seed=7)
+        ...     number, answer = pool.wait()
+        >>> number == call, answer
+        (True, {'seed': 7})
+    """
+
+    def __init__(self, workers: int | Literal["auto"] = "auto"):
+        gpus = torch.cuda.device_count()
+        count = number_of(workers, gpus or len(cores()), {PROCESSORS: len(cores())}, "or 'auto'")
+        super().__init__(processes(count, gpus > 0), share=True)

@@ -15,14 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO, Any
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from hfta_func._types import WorkerError
+from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.workers.fork_server import Forked, forked
-from hfta_func.workers.settings import settings, settle
 from hfta_func.workers.wire import dumps, loads, one_line_error, receive, send, sweep
 
 TRIES = 3
@@ -53,28 +54,58 @@ def check_versions(worker: str, other: Mapping[str, str]) -> None:
             )
 
 
-class FunctionServer:
-    """Keeps functions by number and calls them, in a worker.
+def _precision() -> str:
+    with warnings.catch_warnings():
+        # PyTorch 2.9 warns when it is read.
+        warnings.simplefilter("ignore")
+        return torch.get_float32_matmul_precision()
 
-    Args:
-        settings: The :func:`settings` of the process that sends the functions.
-    """
+
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (outside_rules, adopt),
+)
+"""The functions that read and that set each of them."""
+
+
+def settle(wanted: Mapping[str, Any]) -> None:
+    """Take over the :func:`settings` of another process."""
+    for get, put in SETTINGS:
+        # Graphs remember whether a precision was ever set.
+        if get.__name__ in wanted and get() != wanted[get.__name__]:
+            put(wanted[get.__name__])
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """A block in which PyTorch computes with this number of threads, at least one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, count))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def settings() -> dict[str, Any]:
+    """The settings of this process by name, without its number of threads."""
+    return {get.__name__: get() for get, _ in SETTINGS[1:]}
+
+
+class FunctionServer:
+    """Keeps functions by number and calls them, in a worker, with the :func:`settings` of the process that sends them."""
 
     def __init__(self, settings: Mapping[str, Any]):
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
     def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """Call a function.
+        """Call the function with this number, of those that are ``live``; it is None if it was sent before.
 
-        Args:
-            number: The function's number.
-            live: The numbers of all functions that are still needed.
-            function: The function, unless it was sent before.
-            arguments: Its arguments.
-
-        Returns:
-            Whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
+        Returns whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
         """
         answer: Any = None
         try:
@@ -97,12 +128,7 @@ class FunctionServer:
 class Process:
     """A worker process of this machine, as a :class:`~hfta_func.workers.pool.Worker` of a pool.
 
-    Args:
-        number: Its number, which is in its name and decides its GPU.
-        processors: The processors that it may use.
-        on_gpu: Whether it sees one GPU alone.
-        low_priority: Whether it yields the processors to other processes.
-        quiet: Whether its output is discarded.
+    It may use these processors, which it yields with ``low_priority``, and ``on_gpu`` sees one GPU alone, by its number.
     """
 
     def __init__(
@@ -126,11 +152,7 @@ class Process:
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, or start it anew, and wait until it is ready.
-
-        Raises:
-            WorkerError: if it dies before that, several times in a row.
-        """
+        """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
         status: int | None = None
         for _ in range(TRIES):
             self.close()
@@ -144,28 +166,19 @@ class Process:
             if self._closed:
                 self.kill()
             self._send(json.dumps([sys.path, self._processors, self._low_priority, self._environment()]).encode())
-            self._send(pickle.dumps(settings()))
-            answer = self._receive()
-            if answer is not None:
-                check_versions(self.name, pickle.loads(answer))
+            try:
+                check_versions(self.name, pickle.loads(self._asked(pickle.dumps(settings()))))
                 return
-            status = self._status()
+            except Died:
+                status = process.wait()
         raise WorkerError(
             f"{self.name} died {TRIES} times in a row while it started, last with status {status}; what it printed says "
             f"why, or the system's log if the system has ended it"
         )
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :meth:`FunctionServer.call`.
-
-        Raises:
-            Died: if the process ends before it answers.
-        """
-        self._send(pickle.dumps((number, live, function, arguments)))
-        answer = self._receive()
-        if answer is None:
-            raise Died(f"with status {self._status()}")
-        return pickle.loads(answer)
+        """See :meth:`FunctionServer.call`; raises :class:`Died` if the process ends before it answers."""
+        return pickle.loads(self._asked(pickle.dumps((number, live, function, arguments))))
 
     def kill(self) -> None:
         """End it and the processes that it has started, at once and for good."""
@@ -215,32 +228,19 @@ class Process:
         with contextlib.suppress(ValueError):
             send(self._process.stdin, message)
 
-    def _receive(self) -> bytes | None:
+    def _asked(self, message: bytes) -> bytes:
+        """The answer to a message."""
+        self._send(message)
         assert self._process is not None and self._process.stdout is not None
-        try:
-            return receive(self._process.stdout)
-        except ValueError:
-            return None
-
-    def _status(self) -> int | None:
-        return None if self._process is None else self._process.wait()
+        with contextlib.suppress(ValueError):
+            if (answer := receive(self._process.stdout)) is not None:
+                return answer
+        raise Died(f"with status {self._process.wait()}")
 
 
 def serve() -> None:
     """The program of a worker process: make one call after another until the standard input ends."""
-    calls, answers = _streams()
-    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
-    send(answers, pickle.dumps(versions()))
-    while (message := receive(calls)) is not None:
-        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
-
-
-def _streams() -> tuple[IO[bytes], IO[bytes]]:
-    """The streams of calls and of answers; also sets up path, environment, priority and processors of the worker.
-
-    The worker ends with its parent process, even if that is killed and whatever the worker is doing.
-    """
-    # Without its parent nobody else removes shared files.
+    # It ends with its parent, even if that is killed; nobody else removes shared files then.
     atexit.register(sweep)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
@@ -258,7 +258,10 @@ def _streams() -> tuple[IO[bytes], IO[bytes]]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
-    return calls, answers
+    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
+    send(answers, pickle.dumps(versions()))
+    while (message := receive(calls)) is not None:
+        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
 
 
 def _end_with(parent: int) -> None:
