@@ -701,8 +701,8 @@ def test_views_that_read_the_same_memory_are_one_tensor() -> None:
         part, other, first = x[1], x.view(6)[3:], x[0]
         results = [again + rows, part * other, first + 1, x.reshape(3, 2).sum(0), again, rows, x.t(), x.t()]
     tape = Tape(recorder, 1, results)
-    names = [str(call.operator).removeprefix("aten.").partition(".")[0] for call in tape.calls]
-    assert [name for name in names if name not in ("detach",)] == ["t", "select", "select", "add", "mul", "add", "view", "sum"]
+    names = [str(call.operator).split(".")[1] for call in tape.calls]
+    assert [name for name in names if name != "detach"] == ["t", "select", "select", "add", "mul", "add", "view", "sum"]
     for _ in range(2):
         outputs = tape.rehearse([x])
         assert all(map(torch.equal, outputs, results)) and all(map(torch.equal, tape([x]), results))
