@@ -67,7 +67,18 @@ FILES_IN = {
         *("_check_cases", "_check", "_autocast", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
     ],
     "models": [
-        *("scalar_attributes", "copies", "structure", "sharing", "sizes", "padding", "stack", "remat", "recomputation"),
+        *(
+            "scalar_attributes",
+            "references",
+            "copies",
+            "structure",
+            "sharing",
+            "sizes",
+            "padding",
+            "stack",
+            "remat",
+            "recomputation",
+        ),
         *("attributes", "padding_check", "skeleton", "functional", "adapters"),
     ],
     "step": [
