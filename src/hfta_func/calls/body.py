@@ -36,7 +36,7 @@ class Body(nn.Module):
         self.trained: list[tuple[dict[str, Any], str]] = []
         self.fixed: frozenset[tuple[int, str]] = frozenset()
         # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some; or a dict
-        # or a set, KEYS, and a list of its keys.
+        # or a set, KEYS, and a tuple of its keys.
         self.aliases: list[tuple[Any, Any, Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,11 +57,9 @@ class Body(nn.Module):
 
 
 def _current(source: Any) -> Any:
-    """A value with what references in it, or in a tuple or a list, stand for."""
+    """A value with what references in it, or in a tuple, stand for."""
     if isinstance(source, Reference):
         return source.held[source.name]
-    if isinstance(source, list):
-        return [*map(_current, source)]
     return getattr(source, "_make", tuple)(map(_current, source)) if isinstance(source, tuple) else source
 
 
@@ -69,13 +67,9 @@ def _put(holder: Any, key: Any, value: Any) -> Any:
     """Put a value into a container, an object or a cell of a function, or other keys; returns what was there."""
     if key is KEYS:
         before = holder.copy()
-        content = (
-            dict(zip(value, before.values(), strict=True))
-            if type(value) is list and isinstance(holder, dict)
-            else value
-        )
+        is_keys = isinstance(value, tuple) and isinstance(holder, dict)
         holder.clear()
-        holder.update(content)
+        holder.update(zip(value, before.values(), strict=True) if is_keys else value)
         return before
     if isinstance(holder, types.CellType):
         before, holder.cell_contents = holder.cell_contents, value

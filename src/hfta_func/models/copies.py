@@ -59,7 +59,7 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
     """Where plain attributes hold parameters or buffers of the model, too, as in ``self.penalised = [self.fc.weight]``.
 
     Each is a list, a dict, an object or a cell of a function, a key or name there, and a :class:`Reference` or a tuple
-    with some; or a dict or a set, ``KEYS``, and a list with some.
+    with some; or a dict or a set, ``KEYS``, and a tuple with some.
 
     Raises:
         StackError: if a container holds one that cannot hold another.
@@ -98,7 +98,7 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
                 visit(content, value, name)
 
     def keep_keys(holder: Any) -> None:
-        keys = [_source(key, tensors) for key in holder]
+        keys = tuple([_source(key, tensors) for key in holder])
         # Behind the entries of its values, whose keys these are.
         if any(map(operator.is_not, keys, holder)):
             entries.append((holder, KEYS, keys))

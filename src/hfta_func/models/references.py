@@ -80,7 +80,7 @@ def _fixed(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         attributes = [item for kind in type(value).__mro__ for item in vars(kind).items()]
         slots = [name for name, attribute in attributes if isinstance(attribute, types.MemberDescriptorType)]
-        for name in slots if type(value).__module__ != "builtins" else ():
+        for name in (name for name in slots if not name.startswith("__")):
             yield from (("an object with slots", part) for part in _flat(getattr(value, name, None)))
 
 

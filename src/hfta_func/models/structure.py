@@ -280,13 +280,12 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
         return alike and (a.is_meta or bool(torch.equal(a, b)))
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
-        # Keys may be parameters or modules.
-        alike = parts.keys() == others.keys() or (
-            len(parts) == len(others)
-            and all(equal(key, other, compared, seen) for key, other in zip(parts, others, strict=True))
-        )
-        others = others if alike and parts.keys() == others.keys() else dict(zip(parts, others.values(), strict=False))
-        return alike and all(equal(parts[key], others[key], compared, seen) for key in parts)
+        if parts.keys() != others.keys():
+            # Keys may be parameters or modules.
+            if not equal([*parts], [*others], compared, seen):
+                return False
+            others = dict(zip(parts, others.values(), strict=True))
+        return all(equal(parts[key], others[key], compared, seen) for key in parts)
     if isinstance(a, set | frozenset) and a != b:
         return len(a) == len(b) and all(any(equal(x, y, compared, dict(seen)) for y in b) for x in a)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
@@ -294,11 +293,12 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     try:
         same = (a == b) | ((a != a) & (b != b))
         # Arrays compare element by element, and tables column by column.
-        return bool(same.all().all() if hasattr(same, "all") else same)
+        if bool(same.all().all() if hasattr(same, "all") else same):
+            return True
     except (RuntimeError, TypeError, ValueError):
-        # It asks for the truth value of tensors or arrays in it.
-        fields, others = _fields(a), _fields(b)
-        return fields is not None and equal(fields, others, compared, seen)
+        pass  # It asks for the truth value of tensors or arrays in it.
+    fields, others = _fields(a), _fields(b)
+    return fields is not None and equal(fields, others, compared, seen)
 
 
 def _strided(sparse: Any) -> tuple[Tensor, ...]:

@@ -284,7 +284,7 @@ _CURES = {
     "cannot have; use a dense tensor or x.to_sparse(), or make the step with chunk_size=1",
     "explicit positive num_classes": "makes a tensor whose shape depends on values (torch.nn.functional.one_hot); pass "
     "num_classes",
-    "modified by an inplace operation": "writes in place into a tensor whose values before that its gradient needs; write "
+    "modified by an inplace operation": "needs, for the gradient, values that were modified by an inplace operation; write "
     "into a copy, x = x.clone(), or compute a new tensor",
     "Expected pred to be": "calls torch.cond with more than one value as its condition; reduce it (.any(), .all()), or "
     "choose for every value (torch.where)",
