@@ -64,7 +64,17 @@ FILES_IN = {
             "_operator",
             "_recurrence",
         ),
-        *("_check_cases", "_check", "_autocast", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
+        *(
+            "_check_cases",
+            "_check",
+            "_autocast",
+            "_function_graphs",
+            "_functions",
+            "_install",
+            "_extend",
+            "_advice",
+            "vmap",
+        ),
     ],
     "models": [
         *(

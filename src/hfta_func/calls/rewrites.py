@@ -133,6 +133,16 @@ def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.co
     return tensor.is_contiguous(memory_format=memory_format)
 
 
+def _resize(tensor: Tensor, *sizes: Any, **options: Any) -> Tensor:
+    shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if is_batched(tensor) and tensor.numel() not in (0, math.prod(shape)):
+        raise TraceError(
+            "the model resizes a tensor (resize_) that members have values in, but those of all members lie in one; make a "
+            "new tensor, or take a part of it"
+        )
+    return tensor.resize_(*sizes, **options)
+
+
 def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Asks for the gradient of the new tensor inside ``vmap``, not of its wrapper, which has no history."""
     plain = _without_layout(func)
@@ -189,6 +199,8 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     Tensor.is_contiguous: _is_contiguous,
+    Tensor.resize_: _resize,
+    Tensor.resize_as_: lambda tensor, other, **options: _resize(tensor, tuple(other.shape), **options),
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
     F.ctc_loss: _ctc_loss,
