@@ -15,10 +15,11 @@ from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL
-from hfta_func.calls.rewrites import lowered
+from hfta_func.calls.modes import Mode
+from hfta_func.calls.rewrites import layouts, lowered
 from hfta_func.rules import _choice
 from hfta_func.rules._advice import UNROUTED, advice
-from hfta_func.rules._aliasing import AliasFacts, watched
+from hfta_func.rules._aliasing import COPIED, AliasFacts, watched
 from hfta_func.rules._install import install, install_for_compiler, no_fallback, settle_layout
 
 
@@ -96,7 +97,7 @@ def _vmap(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _traced(mapped, args, kwargs)
+            return _traced(mapped, args, kwargs, routed and known.asks)
         install()
         given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
 
@@ -115,15 +116,34 @@ def _vmap(
                 outputs, _ = run(args, kwargs)
             return outputs
 
+        def attempt_first() -> Any:
+            if known.refused is not None:
+                error, known.refused = known.refused, None
+                raise error
+            token = layouts.set([])
+            try:
+                outputs = attempt()
+                told = layouts.get()
+                known.asks = known.asks or any(answer is not COPIED for answer in told or ())
+                if told and _lay_out(known, told, member, args, in_dims):
+                    layouts.set(told := [])
+                    outputs = attempt()
+                    _lay_out(known, told, member, args, in_dims)
+                known.laid_out = True
+                return outputs
+            finally:
+                layouts.reset(token)
+
+        call = attempt if known.laid_out or not routed else attempt_first
         try:
             try:
-                return attempt()
+                return call()
             except RuntimeError as error:
                 if is_written() and "broadcast shape" in str(error):
                     raise TraceError(f"a function under vmap {REFUSAL}") from error
                 if isinstance(error, (Diverged, torch.OutOfMemoryError)) or is_written():
                     raise
-            return known.made.find(attempt)
+            return known.made.find(call)
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
@@ -135,17 +155,60 @@ def _vmap(
 
 def _of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
     """The error of the first member alone, which tells the shapes of one model; None if it has none."""
-    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
-    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
-    first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
-        func(*optree.tree_unflatten(spec, first))
+        func(*_first(args, in_dims))
     except RuntimeError as error:
         return error
     return None
 
 
-def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _first(args: Any, in_dims: Any) -> Any:
+    """The arguments of the first member."""
+    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
+    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
+    return optree.tree_unflatten(
+        spec, [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    )
+
+
+class _Views(Mode):
+    """Keeps the error of a view that a tensor does not have, also where a model goes on behind it."""
+
+    error: RuntimeError | None = None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            self.error = error if func in (Tensor.view, Tensor.view_as) else self.error
+            raise
+
+
+def _lay_out(known: AliasFacts, told: list[Any], member: Callable[..., Any], args: Any, in_dims: Any) -> bool:
+    """Whether members must run again, with tensors laid out member by member, to be told of them as a member alone is.
+
+    Raises the error of a view that one member alone does not have.
+    """
+    layouts.set(alone := [])
+    with _Views() as views:
+        member(*_first(args, in_dims))
+    if views.error is not None:
+        # Also when it is tried again, where a single member does not run under ``vmap``.
+        known.refused = views.error
+        raise views.error
+    if [answer for answer in told if answer is not COPIED] == alone:
+        return False
+    if known.models_first:
+        raise TraceError(
+            "the model asks how a tensor lies in memory (is_contiguous, stride, storage_offset, as_strided), which for "
+            "members that run as one is not as for one alone; ask for the shape, or make the tensor contiguous() before"
+        )
+    known.models_first = True
+    return True
+
+
+def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any, asks: bool) -> Any:
     """``mapped(*args, **kwargs)`` for a compiler, or for an export that runs functions as they do eagerly."""
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # No end of a compilation will undo settings.
@@ -154,6 +217,8 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with no_fallback(), watched(_MODELS_FIRST):
             return mapped(*args, **kwargs)
     install_for_compiler(_choice.state)
+    if asks:
+        settle_layout(True)
     outputs = mapped(*args, **kwargs)
     settle_layout()
     return outputs
@@ -193,7 +258,12 @@ def _mapped_flat(
             # An array of one refuses what an array of many models refuses.
             _mapped_level(flat, leaves, dims, 1, randomness)
             known.mapped = True
-        outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
+        # What this member is told of memory needs no comparison.
+        token = layouts.set(None)
+        try:
+            outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
+        finally:
+            layouts.reset(token)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
     if known is not None:
