@@ -197,7 +197,9 @@ def _lay_out(known: AliasFacts, told: list[Any], member: Callable[..., Any], arg
         # Also when it is tried again, where a single member does not run under ``vmap``.
         known.refused = views.error
         raise views.error
-    if [answer for answer in told if answer is not COPIED] == alone:
+    told = [answer for answer in told if answer is not COPIED]
+    # Functions that run member by member, and both sides of a branch, ask more often.
+    if told == alone or len(told) != len(alone):
         return False
     if known.models_first:
         raise TraceError(
