@@ -43,8 +43,7 @@ def only_vmap() -> bool:
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    if torch.is_grad_enabled():
-        need_history()
+    need_history()
     if _torch.inside_vmap(tensor).requires_grad:
         return True
     # An evaluation, or a function of stacked parameters, is given plain tensors.
@@ -57,8 +56,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    if torch.is_grad_enabled():
-        need_history()
+    need_history()
     tensor = _torch.inside_vmap(tensor)
     return tensor.is_leaf or _is_given(tensor)
 
@@ -83,6 +81,7 @@ def _is_given(tensor: Tensor) -> bool:
 
 def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
+    need_history()
     if not torch.compiler.is_compiling() and _sets_parameter(tensor, requires_grad) and not rehearsing.get():
         return tensor
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
