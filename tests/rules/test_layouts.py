@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import hfta_func as hfta
 from ways import WAYS, assert_as_alone
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
