@@ -124,7 +124,6 @@ def whole_numbers(linear, x):
 def complex_numbers(linear, x):
     out = torch.zeros(5, 3, dtype=torch.complex128)
     out[:, :2] = torch.fft.rfft(linear(x))[:, :2]
-    out.real[0], out.imag = 1.0, linear(x)[:, :3]
     return torch.fft.irfft(out, n=4) + torch.view_as_real(torch.zeros(5, 4, dtype=torch.complex128)).add_(
         linear(x)[..., None]
     ).sum(-1)

@@ -180,11 +180,8 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     """The tensors that a call writes, by the names of PyTorch's functions."""
     yield from _tensors(kwargs.get("out"))
     name = getattr(func, "__name__", "")
-    if func in _SETTERS or name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
+    if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
         yield from _tensors(args[:1])
-
-
-_SETTERS = Tensor.real.__set__, Tensor.imag.__set__  # pyright: ignore
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -264,8 +264,7 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     """Equality of settings; composite settings are equal if all their parts are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in compared and id(b) in compared):
         return True
-    # Keep both alive, because a later object could otherwise get the same id.
-    seen[id(a), id(b)] = (a, b)
+    seen[id(a), id(b)] = (a, b)  # Both stay alive, because a later object could otherwise get the same id.
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -281,7 +280,10 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
         if parts.keys() != others.keys():
-            # Keys may be parameters or modules.
+            # Keys may be parameters or modules, or tuples with some.
+            kinds = Tensor | nn.Module | tuple
+            if len(parts) != len(others) or not all(isinstance(key, kinds) for key in parts):
+                return False
             if not equal([*parts], [*others], compared, seen):
                 return False
             others = dict(zip(parts, others.values(), strict=True))
