@@ -281,10 +281,8 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     if parts is not None and others is not None:
         if parts.keys() != others.keys():
             # Keys may be parameters or modules, or tuples with some.
-            kinds = Tensor | nn.Module | tuple
-            if len(parts) != len(others) or not all(isinstance(key, kinds) for key in parts):
-                return False
-            if not equal([*parts], [*others], compared, seen):
+            alike = len(parts) == len(others) and all(isinstance(key, Tensor | nn.Module | tuple) for key in parts)
+            if not (alike and equal([*parts], [*others], compared, seen)):
                 return False
             others = dict(zip(parts, others.values(), strict=True))
         return all(equal(parts[key], others[key], compared, seen) for key in parts)
