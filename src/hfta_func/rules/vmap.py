@@ -116,25 +116,8 @@ def _vmap(
                 outputs, _ = run(args, kwargs)
             return outputs
 
-        def attempt_first() -> Any:
-            if known.refused is not None:
-                error, known.refused = known.refused, None
-                raise error
-            token = layouts.set([])
-            try:
-                outputs = attempt()
-                told = layouts.get()
-                known.asks = known.asks or any(answer is not COPIED for answer in told or ())
-                if told and _lay_out(known, told, member, args, in_dims):
-                    layouts.set(told := [])
-                    outputs = attempt()
-                    _lay_out(known, told, member, args, in_dims)
-                known.laid_out = True
-                return outputs
-            finally:
-                layouts.reset(token)
-
-        call = attempt if known.laid_out or not routed else attempt_first
+        first = routed and not known.laid_out
+        call = functools.partial(_laid_out, known, attempt, member, args, in_dims) if first else attempt
         try:
             try:
                 return call()
@@ -183,6 +166,27 @@ class _Views(Mode):
         except RuntimeError as error:
             self.error = error if func in (Tensor.view, Tensor.view_as) else self.error
             raise
+
+
+def _laid_out(
+    known: AliasFacts, attempt: Callable[[], Any], member: Callable[..., Any], args: Any, in_dims: Any
+) -> Any:
+    """``attempt()``, in which members are told of the memory of tensors as one alone is."""
+    if known.refused is not None:
+        error, known.refused = known.refused, None
+        raise error
+    token = layouts.set(told := [])
+    try:
+        outputs = attempt()
+        known.asks = known.asks or any(answer is not COPIED for answer in told)
+        if told and _lay_out(known, told, member, args, in_dims):
+            layouts.set(told := [])
+            outputs = attempt()
+            _lay_out(known, told, member, args, in_dims)
+        known.laid_out = True
+        return outputs
+    finally:
+        layouts.reset(token)
 
 
 def _lay_out(known: AliasFacts, told: list[Any], member: Callable[..., Any], args: Any, in_dims: Any) -> bool:
