@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
 
 class Model(nn.Module):
-    def __init__(self, ask: Callable[[Tensor], Tensor]):
+    def __init__(self, ask: Callable[[Any], Any]):
         super().__init__()
         self.conv, self.ask = nn.Conv2d(1, 3, 2), ask
 
@@ -24,7 +24,7 @@ class Model(nn.Module):
         return self.ask(self.conv(x[None, None].expand(2, 1, 5, 4)))
 
 
-QUESTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "stride": lambda y: y * y.stride()[0] * y.stride(1),
     "is_contiguous": lambda y: y * (2.0 if y.is_contiguous() else 3.0),
     "storage_offset": lambda y: y * y[1].storage_offset(),
