@@ -239,7 +239,6 @@ WRONG: dict[str, Call] = {
     "view of a transpose": lambda m, x: x.t().view(-1),
     "view of a part": lambda m, x: x[:, 1:3].view(-1),
     "view of an expanded row": lambda m, x: x[:1].expand(3, 4).view(-1),
-    "fill_": lambda m, x: x.clone().fill_(x),
     "save_for_backward": lambda m, x: Kept.apply(x),
     "gradients": lambda m, x: Short.apply(x, x),
     "out": lambda m, x: torch.add(x, 1, out=torch.empty(3, 4)),

@@ -96,11 +96,3 @@ def index_put(operator: Any, call: Call, x: Tensor, indices: Any, values: Tensor
         return result, 0
     models_first(x, dims[0]).copy_(result)
     return x, dims[0]
-
-
-@register("fill_.Tensor", "indexing")
-def fill_(call: Call, x: Tensor, value: Tensor) -> Any:
-    """Refuses more than one value per member; PyTorch's rule would broadcast them."""
-    if (rank := value.dim() - (call.dims[1] is not None)) > 0:
-        raise RuntimeError(f"fill_ only supports 0-dimension value tensor but got tensor with {rank} dimensions.")
-    return NotImplemented
