@@ -9,6 +9,7 @@ import functools
 import random
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -290,11 +291,116 @@ def test_compiled_they_are_replaced_in_lists(build):
     assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), "compiled")
 
 
+def keyed_by_parameters(model):
+    model.rates = {param: 1.0 + i for i, param in enumerate(model.parameters())}
+    model.chosen = {"layer": {(model.layer.weight, "scale"): 2.0}, "set": {model.layer.bias}}
+
+    def call(x):
+        chosen = model.chosen["layer"][model.layer.weight, "scale"] + (model.layer.bias in model.chosen["set"])
+        return model.layer(x) * chosen + sum((param * model.rates[param]).sum() for param in model.parameters())
+
+    model.call = call
+
+
+def keyed_by_modules(model):
+    model.rates, model.chosen = {model.layer: 2.0, model: 3.0}, {model.layer}
+    model.call = lambda x: model.layer(x) * model.rates[model.layer] * (model.layer in model.chosen)
+
+
+def in_a_closure(model):
+    rates, weights = {model.layer.weight: 2.0}, [model.layer.weight]
+    model.call = lambda x: model.layer(x) * rates[model.layer.weight] + x @ weights[0]
+
+
+def functions_that_objects_hold(model):
+    model.first = types.SimpleNamespace(call=lambda x: model.layer(x))
+    model.second = functools.partial(lambda scale, x: model.layer(x) * scale, 2.0), lambda x: x @ model.layer.weight
+    model.call = lambda x: model.first.call(x) + model.second[0](x) + model.second[1](x)
+
+
+def weak_parent(model):
+    model.layer.parent = weakref.ref(model)
+    model.call = lambda x: model.layer(x) * model.layer.parent().layer.weight.sum()
+
+
+def marked(model):
+    model.layer.weight.scale, model.layer.bias.no_decay = {"by": [2.0]}, True
+
+    def call(x):
+        scale = model.layer.weight.scale["by"][0]
+        decayed = [param for param in model.parameters() if not getattr(param, "no_decay", False)]
+        return model.layer(x) * scale + sum(param.square().sum() for param in decayed)
+
+    model.call = call
+
+
+REFERRING = [keyed_by_parameters, keyed_by_modules, in_a_closure, functions_that_objects_hold, weak_parent, marked]
+
+
+@pytest.mark.sampled(every=6)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("build", REFERRING, ids=lambda build: build.__name__)
+def test_what_refers_to_parameters_and_modules(build, count, way):
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way, count)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("build", [functions_that_objects_hold, weak_parent, marked])
+def test_what_refers_to_them_compiled(build):
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), "compiled")
+
+
+class WithSlots:
+    __slots__ = ("weight",)
+
+
+def in_slots(model):
+    model.held = WithSlots()
+    model.held.weight = [model.layer.weight]
+
+
+FIXED = {
+    "id of parameter": lambda model: setattr(model, "rates", {id(model.layer.weight): 2.0}),
+    "id of module": lambda model: setattr(model, "numbers", [id(model.layer)]),
+    "id of the model": lambda model: setattr(model, "number", id(model)),
+    "in a default or": lambda model: setattr(model, "call", lambda x, weight=model.layer.weight: x @ weight),
+    "in a weak dictionary": lambda model: setattr(model, "rates", weakref.WeakKeyDictionary({model.layer: 2.0})),
+    "in a weak reference": lambda model: setattr(model, "weight", weakref.ref(model.layer.weight)),
+    "in a mapping proxy": lambda model: setattr(model, "held", types.MappingProxyType({"a": model.layer.weight})),
+    "in a method": lambda model: setattr(model, "sum", model.layer.weight.sum),
+    "in a function with a cache": lambda model: setattr(model, "call", functools.cache(lambda x: model.layer(x))),
+    "in an object with slots": in_slots,
+}
+
+
+@pytest.mark.parametrize("match", FIXED)
+def test_what_no_copy_can_hold_is_refused(match):
+    texts = set()
+    for count in (1, 3):
+        models = [Model(FIXED[match]) for _ in range(count)]
+        for make in (lambda: hfta.stack_params(models), lambda: hfta.make_eval_step(models[0], lambda m, x: m(x))):  # noqa: B023
+            with pytest.raises(hfta.StackError, match=match) as caught:
+                make()
+            texts.add(str(caught.value))
+    assert len(texts) == 1, texts
+
+
+def test_marks_are_equal_in_all_models():
+    def build(model):
+        model.layer.weight.scale = torch.rand(()).item()
+
+    with pytest.raises(
+        hfta.StackError, match=r"model 1: 'layer.weight' has the attribute scale=0\..* but in model 0 it is"
+    ):
+        hfta.stack_params([Model(build) for _ in range(2)])
+
+
 def test_where_they_cannot_be_replaced_they_are_refused():
     def held_in_a_set(model):
-        model.penalised = {model.layer.weight}
+        model.penalised = frozenset({model.layer.weight})
 
-    with pytest.raises(hfta.StackError, match=r"in a set, where members cannot .* hold it in a list or a dict"):
+    with pytest.raises(hfta.StackError, match=r"in a frozenset, where members cannot .* hold it in a list or a dict"):
         hfta.functional(Model(held_in_a_set))
     with pytest.raises(Exception, match=r"copies tensors or modules \(copy\.deepcopy\), which a compiler cannot"):
         assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")

@@ -27,7 +27,6 @@ TABLE = op_sweep.table()
 LOOPED = [name for name, row in TABLE.items() if "looped" in row]
 FUSED = [name for name, row in TABLE.items() if row.out_of_place == "fused" and name not in LOOPED]
 REFUSED = {
-    ("argwhere", "compiled"): "Could not guard on data-dependent expression",
     ("index_reduce prod", "gradient"): "asks for the value of a tensor",
     ("rand_like", "nested"): "called random operation while in randomness error mode",
     ("to_sparse", "gradient"): "calls aten::is_coalesced",
@@ -100,7 +99,8 @@ def test_nothing_is_wrong_and_little_is_refused(capsys: pytest.CaptureFixture[st
     assert counts["wrong"] == counts["wrong in place"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "refused" in row])
+# Stock vmap runs argwhere where all members happen to have as many entries.
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "refused" in row and name != "argwhere"])
 def test_what_is_refused_stock_vmap_refuses_too(name: str) -> None:
     op, row = OPERATORS[name], TABLE[name]
     hfta.rules.uninstall()

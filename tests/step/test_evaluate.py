@@ -381,3 +381,49 @@ def test_something_that_is_no_state(state: Any) -> None:
     evaluate = hfta.make_eval_step(nn.Linear(4, 1), outputs)
     with pytest.raises(hfta.StateError, match=f"expected a TrainState or Stacked but got {type(state).__qualname__}"):
         evaluate(state, torch.zeros(3, 4))
+
+
+def _gradient(model: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(model(x).square().sum(), model.weight)
+    return slope.square().sum()
+
+
+def _of_activation(model: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = model(x)
+    return y.sum() * (2 if y.requires_grad else 3) * (5 if y.is_leaf else 7)
+
+
+class _Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (2 if ctx.needs_input_grad[0] else 3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda model, x: model(x).sum(),
+        _gradient,
+        _of_activation,
+        lambda model, x: (x @ _Asking.apply(model.weight).t()).sum(),
+        lambda model, x: model(x).sum() * sum(2 if param.requires_grad else 3 for param in model.parameters()),
+    ],
+    ids=["plain", "gradient", "activation", "function", "parameters"],
+)
+def test_parameters_require_grad_from_when_it_is_asked(metric: Any, count: int) -> None:
+    models, x = [torch.nn.Linear(4, 2).double() for _ in range(count)], torch.randn(5, 4).double()
+    evaluate = hfta.make_eval_step(models[0], metric)
+    with torch.no_grad():
+        expected = torch.stack([metric(model, x) for model in models]).detach()
+    for _ in range(2):
+        (values,) = evaluate(hfta.stack_params(models), x).values()
+        torch.testing.assert_close(values, expected)
+        assert not values.requires_grad

@@ -42,7 +42,6 @@ _excluded = private("torch._C", "_ExcludeDispatchKeyGuard")
 _is_excluded = private("torch._C", "_dispatch_tls_is_dispatch_key_excluded")
 _registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
 _all_operators = private("torch._C", "_dispatch_get_all_op_names")
-_has_kernel = private("torch._C", "_dispatch_has_kernel")
 # Whether autocast is on for any device.
 is_autocasting = private("torch._C", "_is_any_autocast_enabled")
 _schema = private("torch._C", "_get_schema")
@@ -110,14 +109,23 @@ def operators_without(key: str) -> set[str]:
 
 def out_of_place(name: str) -> str | None:
     """The out-of-place operator of an in-place operator, if there is one with the same arguments."""
-    packet, dot, overload = name.partition(".")
-    sibling = f"{packet[:-1]}{dot}{overload}"
-    if packet[-1] != "_" or not _has_kernel(sibling):
+    packet, _, overload = name.partition(".")
+    if packet[-1] != "_":
         return None
-    names, sibling_names = (
-        [argument.name for argument in _schema(one, overload).arguments] for one in (packet, packet[:-1])
+    # Overloads of one name may differ: pow_.Scalar is pow.Tensor_Scalar.
+    namespace, _, base = packet[:-1].partition("::")
+    others = getattr(getattr(torch.ops, namespace), base, None)
+    wanted = _arguments(packet, overload)
+    siblings = (
+        (sibling for sibling in others.overloads() if _arguments(packet[:-1], sibling) == wanted) if others else ()
     )
-    return sibling if names == sibling_names else None
+    sibling = next((sibling.replace("default", "") for sibling in siblings), None)
+    return None if sibling is None else f"{packet[:-1]}.{sibling}".rstrip(".")
+
+
+def _arguments(packet: str, overload: str) -> list[tuple[str, str]]:
+    schema = _schema(packet, overload.replace("default", ""))
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]
 
 
 def num_libraries() -> tuple[int, ...]:

@@ -35,7 +35,8 @@ class Body(nn.Module):
         self.places: dict[str, Any] = {}
         self.trained: list[tuple[dict[str, Any], str]] = []
         self.fixed: frozenset[tuple[int, str]] = frozenset()
-        # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some.
+        # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some; or a dict
+        # or a set, KEYS, and a tuple of its keys.
         self.aliases: list[tuple[Any, Any, Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ class Body(nn.Module):
         try:
             return self.func(self.model, *args, **kwargs)
         finally:
-            for (holder, key, _), value in zip(self.aliases, before, strict=True):
+            for (holder, key, _), value in zip(reversed(self.aliases), reversed(before), strict=True):
                 _put(holder, key, value)
 
     # Hooks of all modules, and what replaces nn.Module.__call__, are for the modules of the model alone.
@@ -63,7 +64,13 @@ def _current(source: Any) -> Any:
 
 
 def _put(holder: Any, key: Any, value: Any) -> Any:
-    """Put a value into a container, an object or a cell of a function; returns the one that was there."""
+    """Put a value into a container, an object or a cell of a function, or other keys; returns what was there."""
+    if key is KEYS:
+        before = holder.copy()
+        is_keys = isinstance(value, tuple) and isinstance(holder, dict)
+        holder.clear()
+        holder.update(zip(value, before.values(), strict=True) if is_keys else value)
+        return before
     if isinstance(holder, types.CellType):
         before, holder.cell_contents = holder.cell_contents, value
         return before
@@ -76,6 +83,8 @@ def _put(holder: Any, key: Any, value: Any) -> Any:
 
 
 _CONTAINERS = (dict, list, collections.deque)
+KEYS = object()
+"""In place of a key: all keys of a dict or elements of a set."""
 
 
 def module_path() -> str:

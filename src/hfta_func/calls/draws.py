@@ -152,6 +152,7 @@ def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         _no_generator(func, generator)
         shape = rest.get("size", size[0] if size and isinstance(size[0], (list, tuple)) else size)
         dtype, sizes = dtype or torch.get_default_dtype(), tuple(map(_size, shape))
+        _check_real(func, dtype, dtype.is_complex)
         if dtype.is_complex:
             # Real and imaginary part; a complex normal number has variance 1 in all.
             parts = draw(keys.next_key(), (*sizes, 2), dtype=dtype.to_real())
@@ -213,6 +214,8 @@ def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def fill(keys: _Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         _no_generator(func, generator)
+        if draw not in (distributions.bernoulli, distributions.geometric):
+            _check_real(func, input.dtype)
         return input.copy_(draw(keys.next_key(), input, *args, **kwargs))
 
     return fill
@@ -272,6 +275,12 @@ def _no_generator(func: Any, generator: Any) -> None:
             f"{NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
             f"from the member's own key"
         )
+
+
+def _check_real(func: Any, dtype: torch.dtype, is_drawn: bool = False) -> None:
+    if not (dtype.is_floating_point or is_drawn):
+        cure = "complex ones with torch.randn" if dtype.is_complex else "integers with torch.randint"
+        raise RandomnessError(f"{NAMES.get(func, func)} draws real numbers, not {dtype}; draw {cure}")
 
 
 def spellings(name: str) -> Iterator[tuple[Any, str]]:

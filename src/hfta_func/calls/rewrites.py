@@ -5,6 +5,7 @@ PyTorch's versions read the values of their tensors, or properties that tensors 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
 import math
@@ -130,7 +131,34 @@ def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.co
             f"asks whether a tensor is {memory_format}, a format that arrays leave out because it changes no values; do not "
             f"branch on it, or choose by an attribute of the model"
         )
-    return tensor.is_contiguous(memory_format=memory_format)
+    return _noted(tensor.is_contiguous(memory_format=memory_format))
+
+
+layouts: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("layouts", default=None)
+"""What calls have been told of the memory of tensors, in their order."""
+
+
+def _noted(answer: Any) -> Any:
+    noted = None if torch.compiler.is_compiling() else layouts.get()
+    if noted is not None:
+        noted.append(answer)
+    return answer
+
+
+def _as_strided(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not torch.compiler.is_compiling():
+        _noted((tensor.stride(), tensor.storage_offset()))
+    return torch.as_strided(tensor, *args, **kwargs)
+
+
+def _resize(tensor: Tensor, *sizes: Any, **options: Any) -> Tensor:
+    shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if is_batched(tensor) and tensor.numel() not in (0, math.prod(shape)):
+        raise TraceError(
+            "the model resizes a tensor (resize_) that members have values in, but those of all members lie in one; make a "
+            "new tensor, or take a part of it"
+        )
+    return tensor.resize_(*sizes, **options)
 
 
 def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -189,6 +217,11 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     Tensor.is_contiguous: _is_contiguous,
+    Tensor.stride: lambda tensor, *dims, **options: _noted(tensor.stride(*dims, **options)),
+    Tensor.storage_offset: lambda tensor: _noted(tensor.storage_offset()),
+    **dict.fromkeys((torch.as_strided, Tensor.as_strided), _as_strided),
+    Tensor.resize_: _resize,
+    Tensor.resize_as_: lambda tensor, other, **options: _resize(tensor, tuple(other.shape), **options),
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
     F.ctc_loss: _ctc_loss,

@@ -12,15 +12,15 @@ import copy
 import functools
 import operator
 import types
+import weakref
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import Places, outside_transforms
+from hfta_func._torch import Places, outside_transforms, pytree
 from hfta_func._types import StackError
-from hfta_func.calls.body import Reference
+from hfta_func.calls.body import KEYS, Reference
 from hfta_func.calls.captured import contents
 
 T = TypeVar("T", bound=nn.Module)
@@ -31,7 +31,7 @@ _UNCOPIED = torch.sparse_csr, torch.jagged
 def copied_module(model: T, memo: dict[int, Any]) -> T:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
-    for tensor in optree.tree_leaves(held):
+    for tensor in pytree.tree_leaves(held):
         # PyTorch copies neither compressed sparse tensors nor results of earlier calls, and jagged ones not for gradients.
         if isinstance(tensor, Tensor) and (tensor.layout in _UNCOPIED or tensor.grad_fn is not None):
             memo.setdefault(id(tensor), tensor.detach())
@@ -42,16 +42,16 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
             made = copy.deepcopy(model, memo)
         except TypeError:
             # What Python cannot copy, such as a lock or an open file, is used as it is.
-            parts = (part for part in optree.tree_leaves(held) if not isinstance(part, Tensor | nn.Module))
+            parts = (part for part in pytree.tree_leaves(held) if not isinstance(part, Tensor | nn.Module))
             memo.clear()
             memo |= given | {id(part): part for part in parts if not _is_copied(part)}
             made = copy.deepcopy(model, memo)
-    seen: dict[int, Any] = {}
+    referring = _Referring(memo)
     for module in made.modules():
         names = vars(module)
         for name, value in names.items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                names[name] = _referring(value, memo, seen)
+                names[name] = referring(value)
     return made
 
 
@@ -59,7 +59,7 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
     """Where plain attributes hold parameters or buffers of the model, too, as in ``self.penalised = [self.fc.weight]``.
 
     Each is a list, a dict, an object or a cell of a function, a key or name there, and a :class:`Reference` or a tuple
-    with some.
+    with some; or a dict or a set, ``KEYS``, and a tuple with some.
 
     Raises:
         StackError: if a container holds one that cannot hold another.
@@ -82,7 +82,10 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
         elif isinstance(value, dict | list | tuple | collections.deque):
             for part, content in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
                 visit(content, None if isinstance(value, tuple) else value, part)
-        elif isinstance(value, set | frozenset | functools.partial):
+            keep_keys(value if isinstance(value, dict) else ())
+        elif isinstance(value, set):
+            keep_keys(value)
+        elif isinstance(value, frozenset | functools.partial):
             fixed = value.args if isinstance(value, functools.partial) else tuple(value)
             if _source(fixed, tensors) is not fixed:
                 raise StackError(
@@ -93,6 +96,12 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
         elif hasattr(value, "__dict__"):
             for name, content in [*vars(value).items()]:
                 visit(content, value, name)
+
+    def keep_keys(holder: Any) -> None:
+        keys = tuple([_source(key, tensors) for key in holder])
+        # Behind the entries of its values, whose keys these are.
+        if any(map(operator.is_not, keys, holder)):
+            entries.append((holder, KEYS, keys))
 
     for module in model.modules():
         for name in vars(module).keys() - _TENSORS:
@@ -119,43 +128,77 @@ def _is_copied(value: Any) -> bool:
     return True
 
 
-def _referring(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
-    """A setting of a copied module, whose functions refer to what ``memo`` has copied; ``seen`` holds what was made."""
-    if id(value) in seen:
-        return seen[id(value)]
-    if isinstance(value, types.FunctionType) and _refers(value, memo, set()):
-        return _function(value, memo, seen)
-    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
-        return types.MethodType(value.__func__, memo[id(value.__self__)])
-    # Containers have been copied already.
-    if isinstance(value, dict | list):
-        seen[id(value)] = value
-        for key, part in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-            value[key] = _referring(part, memo, seen)
-    return value
+class _Referring:
+    """Gives a setting of a copied module functions that refer to what ``memo`` has copied."""
 
+    def __init__(self, memo: dict[int, Any]):
+        self._memo = memo
+        self._copies = {id(new) for old, new in memo.items() if id(new) != old}
+        # What was made, by the identity of what it was made from, which is kept.
+        self._made: dict[int, tuple[Any, Any]] = {}
 
-def _refers(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether a function, or one that it closes over, refers to what ``memo`` has copied."""
-    if id(value) in memo or (isinstance(value, types.MethodType) and id(value.__self__) in memo):
-        return True
-    if not isinstance(value, types.FunctionType) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(_refers(content, memo, seen) for cell in value.__closure__ or () for content in contents(cell))
+    def __call__(self, value: Any) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if isinstance(value, types.FunctionType) and self._refers(value, set()):
+            return self._function(value)
+        if isinstance(value, types.MethodType) and id(value.__self__) in self._memo:
+            return types.MethodType(value.__func__, self._memo[id(value.__self__)])
+        if type(value) is weakref.ref and id(value()) in self._memo:
+            return weakref.ref(self._memo[id(value())])
+        if type(value) is functools.partial:
+            parts = (self(value.func), *map(self, value.args))
+            return functools.partial(*parts, **{name: self(part) for name, part in value.keywords.items()})
+        if isinstance(value, tuple):
+            parts = [*map(self, value)]
+            return getattr(value, "_make", tuple)(parts) if any(map(operator.is_not, parts, value)) else value
+        # What holds others has been copied already.
+        if isinstance(value, Tensor | nn.Module) or id(value) not in self._copies:
+            return value
+        self._made[id(value)] = value, value
+        held = value if isinstance(value, dict | list) else getattr(value, "__dict__", {})
+        for key, part in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
+            held[key] = self(part)
+        return value
 
+    def _refers(self, value: Any, seen: set[int]) -> bool:
+        """Whether a function, or what it closes over, refers to what has been copied."""
+        held = (
+            value.__self__ if isinstance(value, types.MethodType) else value() if type(value) is weakref.ref else value
+        )
+        if id(held) in self._memo:
+            return True
+        if id(value) in seen or isinstance(value, Tensor | nn.Module | type | types.ModuleType):
+            return False
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            parts = [content for cell in value.__closure__ or () for content in contents(cell)]
+        elif isinstance(value, dict):
+            parts = [*value.keys(), *value.values()]
+        else:
+            parts = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
+        return any(self._refers(part, seen) for part in parts)
 
-def _function(func: types.FunctionType, memo: dict[int, Any], seen: dict[int, Any]) -> types.FunctionType:
-    # Functions that share a variable go on to share it.
-    cells = tuple(
-        seen.setdefault(id(cell), types.CellType()) if any(_refers(x, memo, set()) for x in contents(cell)) else cell
-        for cell in func.__closure__ or ()
-    )
-    made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
-    made.__kwdefaults__, made.__dict__ = func.__kwdefaults__, func.__dict__
-    seen[id(func)] = made
-    for cell, old in zip(cells, func.__closure__ or (), strict=True):
-        if cell is not old:
-            (content,) = contents(old)
-            cell.cell_contents = memo[id(content)] if id(content) in memo else _referring(content, memo, seen)
-    return made
+    def _function(self, func: types.FunctionType) -> types.FunctionType:
+        # Functions that share a variable go on to share it.
+        cells = tuple(
+            self._made.setdefault(id(cell), (cell, types.CellType()))[1]
+            if any(self._refers(x, set()) for x in contents(cell))
+            else cell
+            for cell in func.__closure__ or ()
+        )
+        made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
+        made.__kwdefaults__, made.__dict__ = func.__kwdefaults__, func.__dict__
+        self._made[id(func)] = func, made
+        for cell, old in zip(cells, func.__closure__ or (), strict=True):
+            if cell is not old:
+                (content,) = contents(old)
+                is_code = isinstance(content, types.FunctionType | types.MethodType | weakref.ref)
+                cell.cell_contents = self(content if is_code else self._copied(content))
+        return made
+
+    def _copied(self, content: Any) -> Any:
+        before = {*self._memo}
+        copied = copy.deepcopy(content, self._memo)
+        self._copies |= {id(self._memo[old]) for old in self._memo.keys() - before if id(self._memo[old]) != old}
+        return copied

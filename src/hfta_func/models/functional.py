@@ -21,7 +21,7 @@ from hfta_func._torch import (
 )
 from hfta_func._types import Params, StateError, TraceError
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.calls.body import Body
+from hfta_func.calls.body import KEYS, Body
 from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
@@ -108,6 +108,8 @@ class Bound:
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
+        named = (*inner.named_parameters(), *inner.named_buffers())
+        self._marks = {path: vars(tensor) for path, tensor in named if vars(tensor)}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         self._harmless: set[str] = set()
@@ -143,7 +145,10 @@ class Bound:
             return results
         padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        if rehearsing.get() and not all(isinstance(holder, dict | list) for holder, _, _ in body.aliases):
+        kinds = dict | list
+        if rehearsing.get() and not all(
+            isinstance(holder, kinds) and key is not KEYS for holder, key, _ in body.aliases
+        ):
             raise TraceError(
                 "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
                 "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
@@ -233,6 +238,9 @@ class Bound:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
+        for path in self._marks.keys() & given.keys():
+            for name, value in self._marks[path].items():
+                setattr(given[path], name, value)
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }

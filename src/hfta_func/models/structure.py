@@ -17,16 +17,16 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, storage_number, tensors_of, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, storage_number, tensors_of, weight_hooks
 from hfta_func._types import StackError
 from hfta_func.calls.captured import contents
+from hfta_func.models.references import check_references, check_same_marks
 from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
+    if member == 0:
+        check_references(model)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
     aligned: list[tuple[Any, Any]] = [
@@ -64,6 +66,7 @@ def check_same_structure(
     known = {(id(one), id(other)): (one, other) for one, other in aligned}
     for path, module, other in pairs(modules, first_modules, member, "module "):
         numbers |= _check_module(module, other, path, member, known, varied)
+    check_same_marks(tensors, first_tensors, member)
     tied, first_tied = ties(model), ties(first)
     for path in {**first_tied, **tied}:
         if tied.get(path) != first_tied.get(path):
@@ -94,7 +97,7 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
     known = {*map(id, (*model.parameters(), *model.buffers()))}
     for path, module in model.named_modules():
         for name in vars(module).keys() - MODULE_ATTRIBUTES - weight_hooks(module).keys():
-            for leaf in optree.tree_leaves(vars(module)[name]):
+            for leaf in pytree.tree_leaves(vars(module)[name]):
                 if isinstance(leaf, Tensor) and id(leaf) not in known and storage_number(leaf) in trained:
                     raise StackError(
                         f"{owner}'{f'{path}.{name}' if path else name}' shares memory with parameter "
@@ -261,8 +264,7 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     """Equality of settings; composite settings are equal if all their parts are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in compared and id(b) in compared):
         return True
-    # Keep both alive, because a later object could otherwise get the same id.
-    seen[id(a), id(b)] = (a, b)
+    seen[id(a), id(b)] = (a, b)  # Both stay alive, because a later object could otherwise get the same id.
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -277,17 +279,26 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
         return alike and (a.is_meta or bool(torch.equal(a, b)))
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
-        return parts.keys() == others.keys() and all(equal(parts[key], others[key], compared, seen) for key in parts)
+        if parts.keys() != others.keys():
+            # Keys may be parameters or modules, or tuples with some.
+            alike = len(parts) == len(others) and all(isinstance(key, Tensor | nn.Module | tuple) for key in parts)
+            if not (alike and equal([*parts], [*others], compared, seen)):
+                return False
+            others = dict(zip(parts, others.values(), strict=True))
+        return all(equal(parts[key], others[key], compared, seen) for key in parts)
+    if isinstance(a, set | frozenset) and a != b:
+        return len(a) == len(b) and all(any(equal(x, y, compared, dict(seen)) for y in b) for x in a)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
     try:
         same = (a == b) | ((a != a) & (b != b))
         # Arrays compare element by element, and tables column by column.
-        return bool(same.all().all() if hasattr(same, "all") else same)
+        if bool(same.all().all() if hasattr(same, "all") else same):
+            return True
     except (RuntimeError, TypeError, ValueError):
-        # It asks for the truth value of tensors or arrays in it.
-        fields, others = _fields(a), _fields(b)
-        return fields is not None and equal(fields, others, compared, seen)
+        pass  # It asks for the truth value of tensors or arrays in it.
+    fields, others = _fields(a), _fields(b)
+    return fields is not None and equal(fields, others, compared, seen)
 
 
 def _strided(sparse: Any) -> tuple[Tensor, ...]:

@@ -17,6 +17,9 @@ from hfta_func._torch import counter, is_alias, writes
 from hfta_func.calls.made import MadeCalls
 from hfta_func.rules._layout import models_first
 
+COPIED = "copied"
+"""Among what calls have been told of the memory of tensors: a view of members that is a copy."""
+
 
 class AliasFacts:
     """What calls of a function have learned for later calls."""
@@ -28,6 +31,12 @@ class AliasFacts:
         """Whether the model axis must come first in every new tensor."""
         self.tried = self.mapped = False
         """Whether the function has run, and whether it has run under ``vmap``."""
+        self.refused: Exception | None = None
+        """The error of a view that a member alone does not have."""
+        self.asks = False
+        """Whether the function asks how tensors lie in memory, for which a graph lays them out member by member."""
+        self.laid_out = False
+        """Whether what the function is told of the memory of tensors has been compared with what a member alone is told."""
         self.made = MadeCalls()
         """The calls that make tensors into which members write their values."""
 

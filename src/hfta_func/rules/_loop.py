@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import written_by
+from hfta_func._types import TraceError
 
 
 def one_by_one(
@@ -29,6 +30,7 @@ def one_by_one(
         operator(*(parts[i][m] for i in range(len(args))), **{name: parts[name][m] for name in kwargs})
         for m in range(num_models)
     ]
+    _check_sizes(operator, values, outputs)
     for key in writes & values.keys():
         _write(operator, values[key], axes[key], parts[key])
     if not results:
@@ -41,6 +43,15 @@ def one_by_one(
     ]
     outputs, out_dims = zip(*pairs, strict=True)
     return pairs[0] if len(pairs) == 1 else (outputs, out_dims)
+
+
+def _check_sizes(operator: Any, values: dict[Any, Any], outputs: Sequence[Any]) -> None:
+    """Refuse sizes that depend on values also where all members, or the only one, have the same."""
+    name = operator.name().removeprefix("aten::").partition(".")[0]
+    if name in ("argwhere", "nonzero_numpy") or (name == "repeat_interleave" and values.get("output_size") is None):
+        raise RuntimeError(f"differently shaped results of {operator.name()}")
+    if name == "bincount" and any(len(output) != values.get(2, 0) for output in outputs):
+        raise RuntimeError(f"differently shaped results of {operator.name()}; pass a minlength above all values")
 
 
 def _unbind(operator: Any, value: Any, dim: Any, num_models: int, is_written: bool) -> Sequence[Any]:
@@ -62,8 +73,9 @@ def _write(operator: Any, value: Any, dim: Any, parts: Sequence[Any]) -> None:
     elif dim is not None:
         written, _ = _stack(operator, parts)
         if written.dim() != value.dim() or written.shape[1:] != value.select(dim, 0).shape:
-            raise RuntimeError(
-                f"{operator.name()} resizes a tensor, but the members' tensors are one; make a new tensor"
+            raise TraceError(
+                f"{operator.name()} gives a tensor another shape, which the members' tensors, made as one, cannot take; "
+                f"make a new tensor, or write into one of that shape"
             )
         value.copy_(written.movedim(0, dim))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hfta_func._torch import is_alias
 from hfta_func._types import TraceError
-from hfta_func.rules._aliasing import current
+from hfta_func.calls.rewrites import layouts
+from hfta_func.rules._aliasing import COPIED, current
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._registry import Call, Result, register
 
@@ -16,7 +18,12 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
     """A view of all members if there is one, else a copy of which :mod:`hfta_func.rules._aliasing` keeps track."""
     # [.., M, ..] -> [M, *size]
     x = models_first(x, call.dims[0])
-    return (_noted(x, x.reshape(call.num_models, *size)) if current() else x.view(call.num_models, *size)), 0
+    if current() is None:
+        return x.view(call.num_models, *size), 0
+    view = x.reshape(call.num_models, *size)
+    if (noted := layouts.get()) is not None and not is_alias(x, view):
+        noted.append(COPIED)
+    return _noted(x, view), 0
 
 
 @register("reshape", "shape")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +12,14 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
-from hfta_func.calls.autodiff import CALLS_BACKWARD, rehearsing
-from hfta_func.calls.body import user_code_location
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL
-from hfta_func.calls.rewrites import lowered
+from hfta_func.calls.modes import Mode
+from hfta_func.calls.rewrites import layouts, lowered
 from hfta_func.rules import _choice
-from hfta_func.rules._aliasing import AliasFacts, watched
+from hfta_func.rules._advice import UNROUTED, advice
+from hfta_func.rules._aliasing import COPIED, AliasFacts, watched
 from hfta_func.rules._install import install, install_for_compiler, no_fallback, settle_layout
 
 
@@ -98,7 +97,7 @@ def _vmap(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _traced(mapped, args, kwargs)
+            return _traced(mapped, args, kwargs, routed and known.asks)
         install()
         given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
 
@@ -117,15 +116,17 @@ def _vmap(
                 outputs, _ = run(args, kwargs)
             return outputs
 
+        first = routed and not known.laid_out
+        call = functools.partial(_laid_out, known, attempt, member, args, in_dims) if first else attempt
         try:
             try:
-                return attempt()
+                return call()
             except RuntimeError as error:
                 if is_written() and "broadcast shape" in str(error):
                     raise TraceError(f"a function under vmap {REFUSAL}") from error
                 if isinstance(error, (Diverged, torch.OutOfMemoryError)) or is_written():
                     raise
-            return known.made.find(attempt)
+            return known.made.find(call)
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
@@ -137,17 +138,83 @@ def _vmap(
 
 def _of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
     """The error of the first member alone, which tells the shapes of one model; None if it has none."""
-    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
-    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
-    first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
-        func(*optree.tree_unflatten(spec, first))
+        func(*_first(args, in_dims))
     except RuntimeError as error:
         return error
     return None
 
 
-def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _first(args: Any, in_dims: Any) -> Any:
+    """The arguments of the first member."""
+    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
+    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
+    return optree.tree_unflatten(
+        spec, [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    )
+
+
+class _Views(Mode):
+    """Keeps the error of a view that a tensor does not have, also where a model goes on behind it."""
+
+    error: RuntimeError | None = None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            self.error = error if func in (Tensor.view, Tensor.view_as) else self.error
+            raise
+
+
+def _laid_out(
+    known: AliasFacts, attempt: Callable[[], Any], member: Callable[..., Any], args: Any, in_dims: Any
+) -> Any:
+    """``attempt()``, in which members are told of the memory of tensors as one alone is."""
+    if known.refused is not None:
+        error, known.refused = known.refused, None
+        raise error
+    token = layouts.set(told := [])
+    try:
+        outputs = attempt()
+        known.asks = known.asks or any(answer is not COPIED for answer in told)
+        if told and _lay_out(known, told, member, args, in_dims):
+            layouts.set(told := [])
+            outputs = attempt()
+            _lay_out(known, told, member, args, in_dims)
+        known.laid_out = True
+        return outputs
+    finally:
+        layouts.reset(token)
+
+
+def _lay_out(known: AliasFacts, told: list[Any], member: Callable[..., Any], args: Any, in_dims: Any) -> bool:
+    """Whether members must run again, with tensors laid out member by member, to be told of them as a member alone is.
+
+    Raises the error of a view that one member alone does not have.
+    """
+    layouts.set(alone := [])
+    with _Views() as views:
+        member(*_first(args, in_dims))
+    if views.error is not None:
+        # Also when it is tried again, where a single member does not run under ``vmap``.
+        known.refused = views.error
+        raise views.error
+    told = [answer for answer in told if answer is not COPIED]
+    # Functions that run member by member, and both sides of a branch, ask more often.
+    if told == alone or len(told) != len(alone):
+        return False
+    if known.models_first:
+        raise TraceError(
+            "the model asks how a tensor lies in memory (is_contiguous, stride, storage_offset, as_strided), which for "
+            "members that run as one is not as for one alone; ask for the shape, or make the tensor contiguous() before"
+        )
+    known.models_first = True
+    return True
+
+
+def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any, asks: bool) -> Any:
     """``mapped(*args, **kwargs)`` for a compiler, or for an export that runs functions as they do eagerly."""
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # No end of a compilation will undo settings.
@@ -156,6 +223,8 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with no_fallback(), watched(_MODELS_FIRST):
             return mapped(*args, **kwargs)
     install_for_compiler(_choice.state)
+    if asks:
+        settle_layout(True)
     outputs = mapped(*args, **kwargs)
     settle_layout()
     return outputs
@@ -195,7 +264,12 @@ def _mapped_flat(
             # An array of one refuses what an array of many models refuses.
             _mapped_level(flat, leaves, dims, 1, randomness)
             known.mapped = True
-        outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
+        # What this member is told of memory needs no comparison.
+        token = layouts.set(None)
+        try:
+            outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
+        finally:
+            layouts.reset(token)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
     if known is not None:
@@ -238,7 +312,7 @@ def _alone_without_draws(
     for generator, state in zip(generators, before, strict=True):
         if not torch.equal(generator.get_state(), state):
             generator.set_state(state)
-            raise RandomnessError(f"the model or the loss {_UNROUTED}")
+            raise RandomnessError(f"the model or the loss {UNROUTED}")
     return outputs
 
 
@@ -258,90 +332,3 @@ def _check_outputs(outputs: tuple[Any, ...]) -> None:
             raise ValueError(
                 f"a function under vmap must return tensors only, but one output is of type {type(output).__qualname__}"
             )
-
-
-_UNROUTED = (
-    "draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with torch.rand, "
-    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
-)
-
-
-_CURES = {
-    "vmap staticmethod|marked as dirty|bdim < tensor.dim": "applies an autograd function whose batching rule does not work: "
-    "write either a vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in "
-    "place; without either, it runs one member after another",
-    "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
-    "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
-    "may have escaped": "uses a tensor of a member outside of its call: in another thread, or below vmap, where an autograd "
-    "function without a batching rule runs; compute in the call, or pass it to apply as an argument",
-    "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
-    "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
-    "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
-    "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
-    "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
-    "chunk_size=1",
-    "Sparse [CB]S[CR] tensors do not|incompatible with mkldnn": "makes a tensor of a layout that members which run as one "
-    "cannot have; use a dense tensor or x.to_sparse(), or make the step with chunk_size=1",
-    "explicit positive num_classes": "makes a tensor whose shape depends on values (torch.nn.functional.one_hot); pass "
-    "num_classes",
-    "Expected pred to be": "calls torch.cond with more than one value as its condition; reduce it (.any(), .all()), or "
-    "choose for every value (torch.where)",
-}
-"""Advice by what PyTorch says of autograd functions and some others."""
-
-
-_SHARED = "; buffers that are equal in all models can be read with share_frozen=True, which makes them one"
-
-
-def advice(error: RuntimeError) -> Exception | None:
-    """An error that says which line is at fault and what to do; None for errors that need no advice."""
-    text, where = str(error), user_code_location(error)
-    if isinstance(error, HFTAError):
-        # Rules and draws cannot name the line. An inner vmap, which raises from this file, has already named it.
-        named = traceback.extract_tb(error.__traceback__)[-1].filename == __file__ or where == "this function"
-        return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
-    if "called random operation while in randomness error mode" in text:
-        return RandomnessError(f"{where} {_UNROUTED}")
-    for pattern, cure in _CURES.items():
-        if re.search(pattern, text):
-            return TraceError(f"{where} {cure}")
-    unsupported = re.search(
-        r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (\w+::\w+(?:\.\w+)?)|"
-        r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",
-        text,
-    )
-    operator = next(filter(None, unsupported.groups())) if unsupported else ""
-    if re.search(r"[Nn]ested ?[Tt]ensor|aten::_nested", text):
-        return TraceError(
-            f"{where} computes with a nested tensor, which members that run as one cannot; pad it, "
-            f"torch.nested.to_padded_tensor(x, 0.0), and mask, or make the step with chunk_size=1"
-        )
-    if operator and operator not in ("aten::equal", "torch.allclose"):
-        return TraceError(
-            f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "
-            f"register one with hfta_func.rules.register, or make the step with chunk_size=1, which needs none"
-        )
-    if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
-        return TraceError(f"{where} {REFUSAL}")
-    if "backward() called inside a functorch transform" in text:
-        return TraceError(f"{where} {CALLS_BACKWARD}")
-    if "dynamic shape" in text or "differently shaped" in text:
-        called = re.search(r"(aten::|torch\.)\w+", text)
-        return TraceError(
-            f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
-            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_SHARED}"
-        )
-    if operator:
-        what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
-    elif "Cannot access data pointer" in text:
-        what = "needs the values of a tensor (.tolist(), .numpy(), or an operator that reads them)"
-    elif ".item()" in text:
-        what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
-    elif "data-dependent control flow" in text:
-        what = "branches on the value of a tensor (if, while, assert)"
-    else:
-        return None
-    return TraceError(
-        f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
-        f"masks, clamp), or return the value as a metric and read it outside{_SHARED}"
-    )

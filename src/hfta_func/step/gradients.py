@@ -18,7 +18,7 @@ from hfta_func._types import LossError, Params, Tree
 from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
-from hfta_func.rules.vmap import advice
+from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied, leaf_dims, plain
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members, of_first, with_batch
