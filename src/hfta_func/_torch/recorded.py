@@ -144,8 +144,8 @@ class Recorder(_Mode):
             return False
         if view.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
             return False
-        source: Any = self._slots[args[0]]
-        base = self._bases.get(source, source)
+        source = self._slots[args[0]]
+        base = self._bases[source] if source in self._bases else source
         self._views.setdefault((base, *_geometry(args[0])), source)
         slot = self._views.setdefault((base, *_geometry(view)), Slot(self._count))
         self._slots[view] = slot

@@ -20,20 +20,6 @@ from hfta_func.calls.body import is_trained, running_body
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""
 
-without_history = contextvars.ContextVar("without_history", default=False)
-"""Whether an evaluation runs with parameters that do not require grad, which is faster."""
-
-
-class NeedsHistory(BaseException):
-    """An evaluation must start again with parameters that require grad; a model's ``except`` must not stop it."""
-
-
-def need_history() -> None:
-    """What is to come depends on whether parameters require grad."""
-    if without_history.get() and not rehearsing.get() and not torch.compiler.is_compiling():
-        raise NeedsHistory
-
-
 _Vjp = Callable[..., tuple["Tensor | None", ...]]
 
 
@@ -43,7 +29,6 @@ def only_vmap() -> bool:
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    need_history()
     if _torch.inside_vmap(tensor).requires_grad:
         return True
     # An evaluation, or a function of stacked parameters, is given plain tensors.
@@ -56,7 +41,6 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    need_history()
     tensor = _torch.inside_vmap(tensor)
     return tensor.is_leaf or _is_given(tensor)
 
@@ -81,7 +65,6 @@ def _is_given(tensor: Tensor) -> bool:
 
 def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
-    need_history()
     if not torch.compiler.is_compiling() and _sets_parameter(tensor, requires_grad) and not rehearsing.get():
         return tensor
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
@@ -156,7 +139,6 @@ def _grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, *args: Any, **options: Any
 ) -> Any:
     """``torch.autograd.grad`` of each member's outputs by its inputs."""
-    need_history()
     # A tensor that torch.func differentiates has a history at its level.
     has_history = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
     if (has_history and _torch.inside_transform()) or not _must_unwrap():

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._types import LoopWarning, RandomnessError, TraceError
-from hfta_func.calls.autodiff import need_history, rehearsing
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.made import refuse_write
@@ -44,8 +44,6 @@ def applied() -> contextlib.AbstractContextManager[None]:
 def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """``function.apply(*args, **kwargs)``."""
     interpreter = _torch.peek_interpreter()
-    # It may ask which of its inputs require grad.
-    need_history()
     if interpreter is None:
         if inside_array():
             mode = _routing()

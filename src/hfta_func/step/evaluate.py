@@ -13,7 +13,7 @@ from hfta_func import random
 from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
-from hfta_func.calls.autodiff import NeedsHistory, rehearsing, without_history
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
@@ -86,7 +86,6 @@ class EvalStep(Compiled):
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
         self._members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
-        self._needs_history = False
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -134,30 +133,15 @@ class EvalStep(Compiled):
             members = keys, params, shared, buffers, hparams
             return self.chunks(functools.partial(self._run, batch), members, plain(batch))
 
-        if torch.compiler.is_compiling() or keys.is_inference():
-            metrics = self._members.guard(keys, measure, state.params, shared)
-        else:
-            metrics = self._measured(functools.partial(self._members.guard, keys, measure, state.params, shared))
+        metrics = self._members.guard(keys, measure, state.params, shared)
         self._members.has_run(keys)
         return metrics
-
-    def _measured(self, measure: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """``measure()`` with parameters that require grad as soon as that can make a difference."""
-        token = without_history.set(not self._needs_history)
-        try:
-            return measure()
-        except NeedsHistory:
-            self._needs_history = True
-            without_history.set(False)
-            return measure()
-        finally:
-            without_history.reset(token)
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
-        if self._needs_history and not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
+        if not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
             # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
             trained = self._metrics.trained
             params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
