@@ -192,7 +192,31 @@ def with_parameters(linear, x):
     return F.linear(x, weight)
 
 
+def guarded(linear, x):
+    out = torch.zeros(5, 4)
+    try:
+        out[:, :2] = linear(x)[:, :2]
+    except Exception:
+        out = linear(x) * 3
+    try:
+        out[:, :3] = linear(x)
+    except RuntimeError:  # alone, too
+        out = out + linear(x)
+    return out
+
+
+def guarded_from_all(linear, x):
+    out = torch.zeros(5, 4)
+    try:
+        out[:, :2] = linear(x)[:, :2]
+    except:  # noqa: E722
+        out = linear(x) * 3
+    return out
+
+
 CASES = [
+    guarded,
+    guarded_from_all,
     zeros, total, counted, cloned, views, transposed, many, by_out, scattered, reduced, masked, alike,
     whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner,
     differentiated, drawn, with_parameters,
@@ -209,6 +233,8 @@ CASES = [
 def test_as_alone(case, shared, count, way):
     if case is with_gradient and way not in ("together", "one by one", "in pairs"):
         pytest.skip("needs a gradient inside the model")
+    if case in (guarded, guarded_from_all) and way == "compiled":
+        pytest.skip("a compiler does not go on behind an error")
     torch.manual_seed(7)
     batch = torch.randn(5, 4) if shared else torch.randn(3, 5, 4)
     assert_as_alone(lambda: Writing(case), batch, way, count, shared)

@@ -40,24 +40,31 @@ class MadeCalls:
             batched = _batched_argument(args, kwargs, in_dims) if self._is_needed() else None
             if batched is None:
                 return func(*args, **kwargs)
-            with (_Seeking if self._is_seeking() else _Making)(self, batched):
+            with (_Seeking if self.is_seeking() else _Making)(self, batched):
                 return func(*args, **kwargs)
 
         return member
 
     def find(self, run: Callable[[], Any]) -> Any:
         """``run()``, repeated with one more such call until it writes no member's value into a tensor for all members."""
-        token = _seeking.set(self)
+        written: list[tuple[Any, Line]] = []
+        token = _seeking.set((self, written))
         try:
             while True:
+                # It counts also if the model has caught what said so.
                 try:
-                    return run()
-                except _Written as written:
-                    func, line = written.args
-                    if func in self._funcs and line in self._lines:
-                        raise TraceError(f"the model {REFUSAL}") from None
-                    self._funcs[func] = True
-                    self._lines.add(line)
+                    result = run()
+                    if not written:
+                        return result
+                except (_Written, Exception):
+                    if not written:
+                        raise
+                func, line = written.pop()
+                written.clear()
+                if func in self._funcs and line in self._lines:
+                    raise TraceError(f"the model {REFUSAL}")
+                self._funcs[func] = True
+                self._lines.add(line)
         finally:
             _seeking.reset(token)
 
@@ -67,22 +74,25 @@ class MadeCalls:
 
     @constant_to_compiler
     def _is_needed(self) -> bool:
-        return bool(self._funcs) or self._is_seeking()
+        return bool(self._funcs) or self.is_seeking()
 
     @constant_to_compiler
-    def _is_seeking(self) -> bool:
-        return _seeking.get() is self
+    def is_seeking(self) -> bool:
+        """Whether :meth:`find` runs the function."""
+        return (seeking := _seeking.get()) is not None and seeking[0] is self
 
     @constant_to_compiler
     def _is_running(self) -> bool:
         return _line() in self._lines
 
 
-_seeking: contextvars.ContextVar[MadeCalls | None] = contextvars.ContextVar("seeking", default=None)
+_seeking: contextvars.ContextVar[tuple[MadeCalls, list[tuple[Any, Line]]] | None]
+_seeking = contextvars.ContextVar("seeking", default=None)
+"""Whose calls are sought, and those whose tensors would have been written."""
 
 
 class _Written(BaseException):
-    """A member's value is written into what a function, called at a line, has made; a model's ``except`` must not stop it."""
+    """A member's value is about to be written into a tensor for all members; a model's ``except`` must not stop it."""
 
 
 class _Making(Mode):
@@ -114,7 +124,7 @@ class _Seeking(_Making):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         given = _tensors((args, kwargs))
-        for target in _targets(func, args, kwargs):
+        for target in targets(func, args, kwargs):
             if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
                 self.find(target)
         result = super().call(func, args, kwargs)
@@ -131,7 +141,9 @@ class _Seeking(_Making):
         """Raise the :class:`_Written` of the call that has made a tensor for all members."""
         if (number := _number(target)) not in self._calls:
             raise TraceError(f"the model {REFUSAL}")
-        raise _Written(*self._calls[number][:2])
+        if (seeking := _seeking.get()) is not None:
+            seeking[1].append(self._calls[number][:2])
+        raise _Written
 
     def _is_batched(self, tensor: Tensor) -> bool:
         """Whether members have different values of a tensor."""
@@ -176,7 +188,7 @@ def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
     return None
 
 
-def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes, by the names of PyTorch's functions."""
     yield from _tensors(kwargs.get("out"))
     name = getattr(func, "__name__", "")

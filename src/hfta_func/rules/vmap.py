@@ -14,7 +14,7 @@ from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim
 from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
-from hfta_func.calls.made import REFUSAL
+from hfta_func.calls.made import REFUSAL, targets
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import layouts, lowered
 from hfta_func.rules import _choice
@@ -116,8 +116,10 @@ def _vmap(
                 outputs, _ = run(args, kwargs)
             return outputs
 
-        first = routed and not known.laid_out
-        call = functools.partial(_laid_out, known, attempt, member, args, in_dims) if first else attempt
+        call = attempt
+        if not known.laid_out:
+            call = functools.partial(_watched, known, attempt, routed)
+            call = functools.partial(_laid_out, known, call, member, args, in_dims) if routed else call
         try:
             try:
                 return call()
@@ -154,18 +156,30 @@ def _first(args: Any, in_dims: Any) -> Any:
     )
 
 
-class _Views(Mode):
-    """Keeps the error of a view that a tensor does not have, also where a model goes on behind it."""
+class _Errors(Mode):
+    """Keeps the errors of views that a tensor does not have and of writes, also where a model goes on behind them."""
 
-    error: RuntimeError | None = None
+    of_view: RuntimeError | None = None
+    of_write: RuntimeError | None = None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            self.error = error if func in (Tensor.view, Tensor.view_as) else self.error
+            self.of_view = error if func in (Tensor.view, Tensor.view_as) else self.of_view
+            self.of_write = error if any(True for _ in targets(func, args, kwargs)) else self.of_write
             raise
+
+
+def _watched(known: AliasFacts, attempt: Callable[[], Any], routed: bool) -> Any:
+    """``attempt()``, which is not right if a model has gone on behind a write into a tensor for all members."""
+    with _Errors() as errors:
+        outputs = attempt()
+    if errors.of_write is not None and not known.made.is_seeking():
+        raise errors.of_write
+    known.laid_out = not routed
+    return outputs
 
 
 def _laid_out(
@@ -195,12 +209,12 @@ def _lay_out(known: AliasFacts, told: list[Any], member: Callable[..., Any], arg
     Raises the error of a view that one member alone does not have.
     """
     layouts.set(alone := [])
-    with _Views() as views:
+    with _Errors() as errors:
         member(*_first(args, in_dims))
-    if views.error is not None:
+    if errors.of_view is not None:
         # Also when it is tried again, where a single member does not run under ``vmap``.
-        known.refused = views.error
-        raise views.error
+        known.refused = errors.of_view
+        raise errors.of_view
     told = [answer for answer in told if answer is not COPIED]
     # Functions that run member by member, and both sides of a branch, ask more often.
     if told == alone or len(told) != len(alone):
