@@ -28,7 +28,10 @@ LOOPED = [name for name, row in TABLE.items() if "looped" in row]
 FUSED = [name for name, row in TABLE.items() if row.out_of_place == "fused" and name not in LOOPED]
 REFUSED = {
     ("index_reduce prod", "gradient"): "asks for the value of a tensor",
-    ("rand_like", "nested"): "called random operation while in randomness error mode",
+    **dict.fromkeys(
+        [(name, "nested") for name in ("rand_like", "bernoulli", "nn.functional.fractional_max_pool2d")],
+        "called random operation while in randomness error mode",
+    ),
     ("to_sparse", "gradient"): "calls aten::is_coalesced",
 }
 """What a member alone can and an array cannot: shapes that depend on values, derivatives that read values, and draws inside
