@@ -232,7 +232,7 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     def loss(model: nn.Module, batch: Any) -> Any:
         with (tmp_path / "where").open("a") as file:
             file.write(f"{os.getpid() == here} ")
-        time.sleep(0.3 if (os.getpid() == here) is faster else 0.0)
+        time.sleep(0.3 if (os.getpid() == here) is faster else 0.03)
         return loss_fn(model, batch)
 
     def source() -> Any:
@@ -243,7 +243,7 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     crews = pools(monkeypatch)
 
     step, state = arrayed(loss=loss)
-    options: dict[str, Any] = {"epochs": 6, "progress": False, "save_every": 3}
+    options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": 3}
     found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
     where = (tmp_path / "where").read_text().split()
     assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
@@ -251,7 +251,7 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     assert found.history.status.startswith("Pool: replayed or eager; a step took" if faster else "eager: ")
     assert found.history.status.endswith("in worker processes")
     step, state = arrayed()
-    assert_same(found, hfta.fit(step, state, source(), epochs=6, progress=False))
+    assert_same(found, hfta.fit(step, state, source(), epochs=12, progress=False))
 
 
 @pytest.mark.exhaustive
