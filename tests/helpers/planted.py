@@ -1099,7 +1099,7 @@ PLANTED = [
     ),
     Planted(
         "a record writes into tensors that live longer",
-        *("_torch/recorded.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
+        *("_torch/recorded.py", "storage_number(leaf) in self._kept", "False"),
         "test_replay.py::test_refusals_say_why",
     ),
     Planted(

@@ -477,6 +477,8 @@ def test_data_is_shared_and_not_copied(crew: Any) -> None:
     step, state = arrayed()
     whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5000, seeds=range(M))
     sizes: list[Any] = []
+    # What an earlier test has sent.
+    crew.forget()
 
     def look(state: Any, history: Any) -> None:
         sizes.extend(map(len, crew._bytes.values()))

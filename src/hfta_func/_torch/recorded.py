@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private
 from hfta_func._torch.compiler import set_compiling
-from hfta_func._torch.levels import pytree
+from hfta_func._torch.levels import pytree, storage_number
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _is_zeros = private("torch", "_is_zerotensor")
@@ -90,7 +90,7 @@ class Recorder(_Mode):
         self._views: dict[tuple[Any, ...], Slot] = {}
         self._twins = WeakTensorKeyDictionary()
         self._given: dict[Slot, Tensor] = {}
-        self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._kept = {storage_number(tensor) for tensor in inputs}
         self._fixed: dict[Slot, Tensor] = {}
         self._fixed_storages: set[int] = set()
         self._written_storages: set[int] = set()
@@ -142,7 +142,7 @@ class Recorder(_Mode):
         """Whether a tensor reads the same memory in the same way as one that has a slot; then this becomes its slot, too."""
         if not (args and isinstance(args[0], Tensor)) or view in self._slots:
             return False
-        if view.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
+        if storage_number(view) != storage_number(args[0]):
             return False
         source = self._slots[args[0]]
         base = self._bases[source] if source in self._bases else source
@@ -159,15 +159,15 @@ class Recorder(_Mode):
         """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
         if self._compiling:
             return  # the compiler of a graph computes with such numbers instead of reading them
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_number(tensor)
         if storage in self._fixed_storages or (is_made and tensor.numel() <= _SMALL):
             self._fixed_storages.add(storage)
             self._fixed[slot] = tensor
 
     def fixed(self, outputs: Sequence[Tensor]) -> dict[Slot, Tensor]:
         """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes."""
-        others = {*self._written_storages, *(tensor.untyped_storage()._cdata for tensor in outputs)}
-        return {slot: one for slot, one in self._fixed.items() if one.untyped_storage()._cdata not in others}
+        others = {*self._written_storages, *(storage_number(tensor) for tensor in outputs)}
+        return {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor; anything else as it is."""
@@ -179,7 +179,7 @@ class Recorder(_Mode):
         if leaf not in self._slots:
             if type(leaf) not in (Tensor, torch.nn.Parameter):
                 self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
-            self._kept.add(leaf.untyped_storage()._cdata)
+            self._kept.add(storage_number(leaf))
             self.constants[self._new(leaf)] = leaf
         return self._slots[leaf]
 
@@ -221,12 +221,10 @@ class Recorder(_Mode):
             writes = True
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and (
-                    leaf not in self._slots or leaf.untyped_storage()._cdata in self._kept
-                ):
+                if isinstance(leaf, Tensor) and (leaf not in self._slots or storage_number(leaf) in self._kept):
                     self._refuse(f"{func} writes a tensor that was made before")
                 elif isinstance(leaf, Tensor):
-                    self._written_storages.add(leaf.untyped_storage()._cdata)
+                    self._written_storages.add(storage_number(leaf))
         return writes
 
     def _refuse(self, why: str) -> None:

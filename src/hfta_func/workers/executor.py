@@ -12,7 +12,7 @@ class Executor(Protocol):
 
     :func:`hfta_func.fit` and ``tune.run`` take any executor as ``executor=``. :class:`~hfta_func.WorkerPool` is one of worker
     processes, ``hfta_func.cluster.ray(...)`` one of Ray's actors. To write one, subclass this class and define ``count``,
-    ``submit``, ``wait`` and ``forget``, as the page on extensions shows; the rest has defaults.
+    ``submit``, ``wait`` and ``forget``; the rest has defaults.
 
     Every function is called many times. An executor sends it to a worker once and keeps the copy, so that what the function
     holds, such as data, stays there. If a worker dies, its call may be repeated with the same arguments.
@@ -21,6 +21,26 @@ class Executor(Protocol):
         count: Number of calls that run at the same time.
         limits: The largest array of each worker; empty if the workers are alike.
         shares: Whether the workers run on this machine and read files that this process maps into its memory.
+
+    Example:
+        >>> import functools
+        >>> class OneByOne(Executor):
+        ...     count = 1
+        ...     def __init__(self):
+        ...         self.calls = []
+        ...     def submit(self, function, limit=0, /, **arguments):
+        ...         self.calls.append(functools.partial(function, **arguments))
+        ...         return len(self.calls) - 1
+        ...     def wait(self, timeout=None):
+        ...         number = next(number for number, call in enumerate(self.calls) if call)
+        ...         call, self.calls[number] = self.calls[number], None
+        ...         return number, call()
+        ...     def forget(self, function=None):
+        ...         self.calls = self.calls if function else [None] * len(self.calls)
+        >>> executor = OneByOne()
+        >>> call = executor.submit(dict, seed=7)
+        >>> executor.wait() == (call, {"seed": 7})
+        True
     """
 
     count: int
