@@ -153,6 +153,14 @@ def is_captured(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
+def known_values(flags: Tensor) -> list[Any] | None:
+    """The values of all members at one level, if reading them costs nothing: on a CPU, while nothing is captured."""
+    if torch.compiler.is_compiling() or is_captured([flags]):
+        return None
+    flags = get_unwrapped(flags) if is_batched(flags) else flags
+    return None if is_wrapped(flags) or flags.device.type != "cpu" else flags.flatten().tolist()
+
+
 def storage_number(tensor: Tensor) -> int:
     """The same number for tensors that share memory, unique while one of them exists."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)

@@ -8,15 +8,14 @@ computes every member's results from its own units.
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from hfta_func._tree import tree_map
+from hfta_func._torch import known_values
 from hfta_func._types import StackError
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.tensor_scalars import affine
@@ -114,7 +113,10 @@ class Padded:
         """
         event = self._next(name)
         if name == "site":
-            return None if event.absent is None else self.of_member(event.absent)
+            if event.absent is None:
+                return None
+            absent = self.of_member(event.absent)
+            return absent if any(known_values(absent) or [True]) else None
         # The first axis has no influence on positions.
         if not [axis for axis in event.axes if axis]:
             return None
@@ -279,46 +281,3 @@ WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]
     F.multi_head_attention_forward: ("multi_head_attention", _multi_head_attention, lambda *args, **_: args[3:5]),
 }
 """By function: its name, what computes a member's results, and the sizes on which these depend."""
-
-
-def run_present_blocks(model: nn.Module) -> None:
-    """Make a padded model pass over the blocks that members lack."""
-    for path, module in model.named_modules():
-        owner = model.get_submodule(path.rpartition(".")[0])
-        if hasattr(module, "padded_present") and not hasattr(owner, "padded_chains"):
-            module.forward = types.MethodType(_optional_block, module)
-        elif hasattr(module, "padded_chains"):
-            module.forward = types.MethodType(_blocks_in_chains, module)
-
-
-def _optional_block(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block that members may lack: their result is its first argument."""
-    forward = _blocks_in_chains if hasattr(module, "padded_chains") else type(module).forward
-    return _selected(module.padded_present, lambda x: forward(module, x, *args[1:], **kwargs), args[0])
-
-
-def _blocks_in_chains(module: Any, given: Any) -> Any:
-    """The forward of a sequence some of whose blocks members may lack."""
-    for names in module.padded_chains:
-
-        def run(x: Any, names: list[str] = names) -> Any:
-            for name in names:
-                x = getattr(module, name)(x)
-            return x
-
-        first = getattr(module, names[0])
-        given = _selected(first.padded_present, run, given) if hasattr(first, "padded_present") else run(given)
-    return given
-
-
-def _selected(present: Tensor, run: Callable[[Any], Any], given: Any) -> Any:
-    """What ``run`` makes of a value for members that have the block, for others the value itself."""
-    # Without its input, a missing block has no part in the gradient, whatever it computes.
-    entered = tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given)
-    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new)), run(entered), given)
-
-
-def _fitted(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the shape of another, without its last units or with zeros behind them."""
-    lengths = [new - old for old, new in zip(x.shape, like.shape, strict=True)]
-    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x
