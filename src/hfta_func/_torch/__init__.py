@@ -36,6 +36,6 @@ from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_
 from hfta_func._torch.modules import has_step_hooks, is_call_replaced, is_compiled, is_nestable, marker, places_of
 from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded, likeness
-from hfta_func._torch.recorded import NotReplayableError, Recorder, num_recorders
+from hfta_func._torch.recorded import NotReplayableError, Recorder, num_recorders, unwritten
 from hfta_func._torch.tape import DIRECT, PREPARED, Tape
 from hfta_func._torch.walker import NotWalkableError, Walker, is_backward

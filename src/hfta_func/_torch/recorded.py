@@ -63,7 +63,14 @@ _SMALL = 1024
 """So many elements are kept rather than made again."""
 _MASKS = (torch.bool, torch.uint8)
 
+_unwritten = WeakTensorKeyDictionary()
 _recorders = 0
+
+
+def unwritten(tensor: Tensor) -> Tensor:
+    """The same tensor, of which recorders then know that nobody writes it."""
+    _unwritten[tensor] = True
+    return tensor
 
 
 def num_recorders() -> int:
@@ -75,10 +82,10 @@ class Recorder(_Mode):
     """A context that records the operators which run on ``inputs`` and on what becomes of them.
 
     Tensors that no recorded operator has made are constants of the tape, held by reference. With ``compiling``, operators
-    are called as they are in compiled graphs.
+    are called as they are in compiled graphs. Inputs at the positions ``fixed`` have the same values in each replay.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], compiling: bool = False):
+    def __init__(self, inputs: Sequence[Tensor], compiling: bool = False, fixed: Sequence[int] = ()):
         super().__init__()
         self._compiling = compiling
         self.why_not: str | None = None
@@ -92,11 +99,10 @@ class Recorder(_Mode):
         self._given: dict[Slot, Tensor] = {}
         self._kept = {storage_number(tensor) for tensor in inputs}
         self._fixed: dict[Slot, Tensor] = {}
-        self._fixed_storages: set[int] = set()
         self._written_storages: set[int] = set()
-        self._count, self._inputs = 0, len(inputs)
-        for tensor in inputs:
-            self._new(tensor)
+        self._count, self._inputs, self._memory = 0, len(inputs), sum(one.numel() * one.itemsize for one in inputs)
+        slots = [*map(self._new, inputs)]
+        self._sources = {slots[position]: inputs[position] for position in fixed}
 
     def __enter__(self) -> Any:
         global _recorders
@@ -121,7 +127,7 @@ class Recorder(_Mode):
             result = func(*args)
             made = self._new(result)
             self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
-            self._note_fixed(result, made, is_made=True)
+            self._note_fixed(result, made, func, ())
             return result
         given, named = pytree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
@@ -135,7 +141,7 @@ class Recorder(_Mode):
         made = pytree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
-            self._note_fixed(result, made, func in _MADE)
+            self._note_fixed(result, made, func, slots_in((given, named)))
         return result
 
     def _is_seen(self, view: Tensor, args: Any) -> bool:
@@ -155,19 +161,37 @@ class Recorder(_Mode):
         self._count, self._bases[slot] = self._count + 1, base
         return False
 
-    def _note_fixed(self, tensor: Tensor, slot: Slot, is_made: bool) -> None:
-        """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
+    def _note_fixed(self, tensor: Tensor, slot: Slot, func: Any, given: Sequence[Slot]) -> None:
+        """Note a result that is the same in each replay: made of numbers alone, or of tensors that are the same."""
         if self._compiling:
             return  # the compiler of a graph computes with such numbers instead of reading them
-        storage = storage_number(tensor)
-        if storage in self._fixed_storages or (is_made and tensor.numel() <= _SMALL):
-            self._fixed_storages.add(storage)
+        if given:
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            sources = [self._fixed.get(one, self._sources.get(one)) for one in given]
+            is_fixed = not draws and all(
+                one is not None and storage_number(one) not in self._written_storages for one in sources
+            )
+        else:
+            is_fixed = (func in _MADE or func is _aten.lift_fresh.default) and tensor.numel() <= _SMALL
+        if is_fixed:
             self._fixed[slot] = tensor
 
     def fixed(self, outputs: Sequence[Tensor]) -> dict[Slot, Tensor]:
-        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes."""
-        others = {*self._written_storages, *(storage_number(tensor) for tensor in outputs)}
-        return {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
+        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes.
+
+        Only those that other operators need, and all together they take no more memory than the inputs.
+        """
+        others = {*self._written_storages, *self._kept, *(storage_number(tensor) for tensor in outputs)}
+        fixed = {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
+        while True:
+            used = {slot for call in self.calls if not (isinstance(call.result, Slot) and call.result in fixed) for slot in slots_in((call.args, call.kwargs))}
+            kept, memory = {slot: one for slot, one in fixed.items() if slot in used}, 0
+            for slot, one in sorted(kept.items(), key=lambda item: item[1].numel()):
+                memory += one.numel() * one.itemsize if one.numel() > _SMALL else 0
+                if memory > self._memory:
+                    del fixed[slot]
+            if len(kept) == sum(slot in fixed for slot in kept):
+                return kept
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor; anything else as it is."""
@@ -181,6 +205,8 @@ class Recorder(_Mode):
                 self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
             self._kept.add(storage_number(leaf))
             self.constants[self._new(leaf)] = leaf
+            if leaf in _unwritten:
+                self._sources[self._slots[leaf]] = leaf
         return self._slots[leaf]
 
     def output(self, tensor: Tensor) -> Slot:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
+from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
 from hfta_func._types import Params, StackError
 from hfta_func.models.copies import copied_module
+from hfta_func.models.masking import masked
 from hfta_func.models.scalar_attributes import may_differ
 from hfta_func.models.sizes import (
     PRESENT,
@@ -94,7 +95,7 @@ class Padding:
                     has = table.to(size.device).index_select(0, size.reshape(1)).squeeze(0)
                     part = has.reshape([-1] + [1] * (params[path].dim() - axis - 1)) if params[path].dim() else has[0]
                     mask = part if mask is None else mask & part
-                given[path] = params[path] if mask is None else torch.where(mask, params[path], 0.0)
+                given[path] = params[path] if mask is None else masked(params[path], mask)
         return given
 
     def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
@@ -315,7 +316,7 @@ def _mask(sizes: Sequence[Size], path: str, axis: int, length: int) -> Tensor:
         if path in size.leaves:
             positions = size.leaves[path][1]
             mask[number, positions[axis] if positions else slice(None)] = True
-    return mask
+    return unwritten(mask)
 
 
 def _grow_settings(

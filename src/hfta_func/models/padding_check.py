@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import outside_transforms, pytree
+from hfta_func._torch import outside_transforms, pytree, unwritten
 from hfta_func._types import HFTAError, Params, StackError
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.models.attributes import first_member
@@ -174,10 +174,10 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
             column.append(next(rest).sizes if is_there else None)
     joined = []
     for event, column in zip(whole, sizes, strict=True):
-        absent = torch.tensor([each is None for each in column])
+        absent = unwritten(torch.tensor([each is None for each in column]))
         filled = [event.sizes if each is None else each for each in column]
         axes = {
-            axis: torch.tensor([each[axis] for each in filled])
+            axis: unwritten(torch.tensor([each[axis] for each in filled]))
             for axis, length in enumerate(event.sizes)
             if any(each[axis] != length for each in filled)
         }

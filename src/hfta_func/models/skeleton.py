@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
-from hfta_func.calls.blocks import run_present_blocks
+from hfta_func.models.blocks import run_present_blocks
 from hfta_func.models.copies import copied_module
 from hfta_func.models.references import check_references, marks_of
 from hfta_func.models.sharing import base_of, shared_of

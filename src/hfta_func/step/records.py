@@ -22,6 +22,7 @@ from hfta_func._torch import (
 )
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
+from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.rules import _choice
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
@@ -59,11 +60,14 @@ def written(step: Any, state: TrainState, decision: Decision) -> Result:
     return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
-def recorded(call: Callable[..., Any], *arguments: Tree, compiling: bool = False) -> tuple[Tape, Any]:
-    """The tape of a call, and what it returned."""
+def recorded(
+    call: Callable[..., Any], *arguments: Tree, compiling: bool = False, fixed: Sequence[Tensor] = ()
+) -> tuple[Tape, Any]:
+    """The tape of a call, and what it returned; it is for calls in which the values of the ``fixed`` arguments are the same."""
+    numbers = [number for number, leaf in enumerate(leaves(arguments)) if any(leaf is one for one in fixed)]
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
-    recorder = Recorder(inputs, compiling)
+    recorder = Recorder(inputs, compiling, numbers)
     try:
         with recorder:
             results = call(*optree.tree_unflatten(layout, inputs))
@@ -170,6 +174,13 @@ class Records:
     def refuse(self, why: str) -> None:
         """Record no more, and use no record."""
         self.why_not, self.tapes = why, []
+
+
+def sizes_in(state: TrainState) -> list[Tensor]:
+    """What tells the sizes of the members of a padded model, where reading it costs nothing."""
+    if state.keys.device.type != "cpu":
+        return []
+    return [leaf for path, leaf in state.buffers.items() if path.rpartition(".")[2] in (SIZE, PRESENT)]
 
 
 def kind_of(leaf: Tensor) -> tuple[Any, ...]:

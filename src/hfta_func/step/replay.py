@@ -31,7 +31,7 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
 from hfta_func.step.gradients import StepOutputs, autocasting
-from hfta_func.step.records import MOST_SHAPES, Record, Records, Result, decided, kind_of, recorded, written
+from hfta_func.step.records import MOST_SHAPES, Record, Records, Result, decided, kind_of, recorded, sizes_in, written
 from hfta_func.step.state import TrainState, stacked
 
 
@@ -63,7 +63,7 @@ class Replay:
         latest = self._latest
         if latest is not None and not torch.compiler.is_compiling():
             inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-            if latest.settings == (layout, _choice.state, *OUTSIDE.values()):
+            if latest.settings == self._settings(layout, state):
                 known = self._in_context(state, functools.partial(latest.known_again, inputs))
                 if known is not None:
                     return self._replay(known, inputs, state)
@@ -72,7 +72,7 @@ class Replay:
             self.status = f"eager: {why_not}"
             return self._step.eagerly(state, batch)
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-        settings = layout, _choice.state, *OUTSIDE.values()
+        settings = self._settings(layout, state)
         try:
             key = *settings, *map(kind_of, inputs)
         except AttributeError:
@@ -108,6 +108,10 @@ class Replay:
         finally:
             self._recording.release()
 
+    def _settings(self, layout: Any, state: TrainState) -> tuple[Any, ...]:
+        """What a record rests on besides the kinds of its inputs."""
+        return layout, _choice.state, *OUTSIDE.values(), *(tuple(leaf.tolist()) for leaf in sizes_in(state))
+
     def _replay(self, known: Record, inputs: list[Tensor], state: TrainState) -> Result:
         self.status = known.status
         if self.left is not None:
@@ -123,13 +127,13 @@ class Replay:
         """What the step decides in a call that is recorded; None if that cannot be."""
         step = self._step
         try:
-            reads = self.reads(state, batch)
-            first, decision = recorded(functools.partial(decided, step), state, batch)
+            reads, fixed = self.reads(state, batch), sizes_in(state)
+            first, decision = recorded(functools.partial(decided, step), state, batch, fixed=fixed)
             known, looks = Record(first, reads, state, decision), can_look(state.keys)
             closed = is_of_package(step.optimizer, closed=True)
             if not step.options.donate and closed and (looks or step.options.nonfinite != "raise"):
                 with contextlib.suppress(NotReplayableError):
-                    known.finish_by(*recorded(functools.partial(written, step), state, decision), looks)
+                    known.finish_by(*recorded(functools.partial(written, step), state, decision, fixed=fixed), looks)
             shape.add(known)
         except Exception as error:
             # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.

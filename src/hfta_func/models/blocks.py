@@ -19,6 +19,7 @@ from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func.calls.routing import routed
+from hfta_func.rules._operator import Operator
 
 _for_all: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks that use tensors from elsewhere, which have a part for every member."""
@@ -77,6 +78,29 @@ def _is_innermost(tensor: Tensor) -> bool:
     return _torch.is_batched(tensor) and _torch.level_of(tensor) == _torch.depth()
 
 
+def _picked(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Different rows of a tensor."""
+    back = [len(rows)] * len(x)
+    for position, row in enumerate(rows):
+        back[row] = position
+    return _pick(x, torch.tensor(rows), torch.tensor(back))
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    # Rows that were not picked get the zeros behind the last one.
+    return torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])]).index_select(0, *ctx.saved_tensors), None, None
+
+
+_pick = Operator(
+    "picked(Tensor x, Tensor rows, Tensor back) -> Tensor",
+    *(lambda x, rows, back: x.index_select(0, rows), _setup, _backward),
+)
+
+
 class _Some:
     """Some members of the level of ``vmap`` that is running; of none, one stands for all."""
 
@@ -88,12 +112,12 @@ class _Some:
     def map(self, func: Callable[..., tuple[Any, ...]], leaves: Sequence[Any]) -> list[Any]:
         """``func(*leaves)`` in a level over these members, in the place of that over all; results with their model axes."""
         plain, dims = _torch.unwrap_leaves(tuple(leaves), self._level)
-        index = torch.tensor(self._members)
-        # [M, ...] -> [members, ...]
-        parts = [x if dim is None else x.movedim(dim, 0).index_select(0, index) for x, dim in zip(plain, dims, strict=True)]
         fronts = tuple(None if dim is None else 0 for dim in dims)
         mapped = _torch.restore_vmap(func, fronts, len(self._members), self._interpreter.randomness())
         with self._interpreter.lower():
+            # [M, ...] -> [members, ...]
+            pairs = zip(plain, dims, strict=True)
+            parts = [x if dim is None else _picked(x.movedim(dim, 0), self._members) for x, dim in pairs]
             outputs, dims = mapped(*parts)
         return [(x, dim) if isinstance(x, Tensor) else x for x, dim in zip(outputs, dims, strict=True)]
 
@@ -102,14 +126,16 @@ class _Some:
         if not isinstance(new, tuple):
             return new
         x = self._front(*new, len(self._members))
-        if x.shape[0] != len(self._members):
+        if len(x) != len(self._members):
             raise RuntimeError("the result has parts of all members")
         other = self._front(*_torch.unwrap_batched(old, self._level), self._count)
-        order = torch.arange(len(x), len(x) + self._count)
-        if self._is_used:
-            order[self._members] = torch.arange(len(x))
-        both = torch.cat([x, _fitted(other, (self._count, *x.shape[1:]))])
-        return _torch.add_batch_dim(both.index_select(0, order), 0, self._level)
+        rows = [len(x) + member for member in range(self._count)]
+        for row, member in enumerate(self._members if self._is_used else ()):
+            rows[member] = row
+        with self._interpreter.lower():
+            both = torch.cat([x, _fitted(other, (self._count, *x.shape[1:]))])
+            result = _picked(both, rows)
+        return _torch.add_batch_dim(result, 0, self._level)
 
     def _front(self, x: Tensor, dim: int | None, count: int) -> Tensor:
         return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
