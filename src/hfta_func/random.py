@@ -188,13 +188,12 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
         tensor([[True, True], [True, True]])
     """
     # The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
-    if isinstance(p, Tensor):
-        return _signed_shift(bits(key, shape), 11) < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
-    limit = noise.limit_of(p)
+    is_each = isinstance(p, Tensor)
+    limit: Any = (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52) if is_each else noise.limit_of(p)
     start, stride, padding = key = stream(key) if isinstance(key, Tensor) else key
-    if noise.is_fast(start):
+    if noise.is_fast(start) and not (is_each and (p.dim() or start.dim())):
         position = None if padding is None else padding.draw("draw", shape)
-        below = _kernels.words_below(start, stride, shape, limit)
+        below = _kernels.words_below(start, stride, shape, limit if is_each else torch.tensor(limit))
         return below if position is None else _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
 

@@ -1164,12 +1164,41 @@ PLANTED = [
     ),
     Planted(
         "weight decay and norms of gradients count the entries that a member lacks",
-        *("models/padding.py", "if mask is None else torch.where(mask, params[path], 0.0)", ""),
+        *("models/padding.py", "if mask is None else masked(params[path], mask)", ""),
         "test_padding.py::test_members_are_their_models_alone[mlp]",
     ),
     Planted(
         "a padded model is refused for rounding",
         *("models/padding_check.py", "self._compare(*given, torch.float64)", "raise error"),
         "test_padding.py::test_rounding_is_no_difference",
+    ),
+    Planted(
+        "a step is replayed for members of other sizes",
+        *("step/replay.py", "*(tuple(leaf.tolist()) for leaf in member_sizes(state))", "*()"),
+        "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
+    ),
+    Planted(
+        "members that lack a block count its draws",
+        *("models/blocks.py", "        mode.skipped = joined[-1]\n", "        pass\n"),
+        "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
+    ),
+    Planted(
+        "the rows that a padded look-up table has shortened are forgotten",
+        *("models/functional.py", "if self._renorms and params is not whole:", "if False:"),
+        "test_blocks.py::test_members_are_their_models_alone[any order-max_norm]",
+    ),
+    Planted(
+        "a tape keeps a sum of what an operator has written meanwhile",
+        *(
+            "_torch/recorded.py",
+            "storage_number(one) not in self._written_storages for one in sources",
+            "True for one in sources",
+        ),
+        "test_replay.py::test_fixed_values_that_an_operator_writes_or_draws_from_are_not_made_once",
+    ),
+    Planted(
+        "a draw from fixed probabilities is the same in each replay",
+        *("_torch/recorded.py", "torch.Tag.nondeterministic_seeded not in func.tags", "True"),
+        "test_replay.py::test_fixed_values_that_an_operator_writes_or_draws_from_are_not_made_once",
     ),
 ]

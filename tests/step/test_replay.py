@@ -986,3 +986,29 @@ def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:
     assert _equal(whole, plain)
     run(None, 1, tmp_path / "run")
     assert _equal(run(None, 3, tmp_path / "run")[0], plain)
+
+
+def test_what_inputs_of_fixed_values_make_is_made_once_while_it_is_not_large() -> None:
+    x, size = torch.ones(8), torch.tensor([3])
+    for length, names in ((8, ["mul"]), (2048, ["arange", "lt", "where", "sum", "mul"])):
+        with Recorder([x, size], fixed=[1]) as recorder:
+            result = x * torch.where(torch.arange(length) < size, 1.0, 0.0).sum()
+        tape = Tape(recorder, 2, [result])
+        assert [str(call.operator).split(".")[1] for call in tape.calls if "scalar_tensor" not in str(call)] == names
+        for _ in range(2):
+            assert tape.rehearse([x, size])[0].tolist() == [3.0] * 8 == tape([x, size])[0].tolist()
+
+
+def test_fixed_values_that_an_operator_writes_or_draws_from_are_not_made_once() -> None:
+    x, size = torch.ones(4), torch.tensor([0.5, 0.5, 0.5, 0.5])
+    with Recorder([x, size], fixed=[1]) as recorder:
+        before = size + 1
+        first = before * 1
+        before.add_(x)
+        result = first + before * 1 + torch.bernoulli(size) * 0
+    tape = Tape(recorder, 2, [result])
+    assert {"add_", "bernoulli"} <= {str(call.operator).split(".")[1] for call in tape.calls}
+    for value in (x, x + 1):
+        assert (
+            tape.rehearse([value, size])[0].tolist() == (1.5 + 1.5 + value).tolist() == tape([value, size])[0].tolist()
+        )

@@ -54,7 +54,7 @@ _BELOW = native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
     _DRAWN.format(
-        declarations="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
+        declarations="char *restrict into = out + model * sizes[0]; const int64_t most = limit[model];",
         value=f"(int64_t){_WORD} >> 11 < most",
     ),
 )
@@ -98,8 +98,8 @@ def _defined() -> bool:
     """Define the operators; False if the kernels cannot be compiled.
 
     ``mix`` is the mixer of every word. ``words`` are those of streams, and ``words_below`` says whether their 53 highest
-    bits, as a signed number, are below a limit; ``drop`` multiplies by that and by a scale. ``streams`` are those of a key
-    folded with ``first``, ``first + 1`` and so on.
+    bits, as a signed number, are below the stream's limit; ``drop`` multiplies by that and by a scale. ``streams`` are those
+    of a key folded with ``first``, ``first + 1`` and so on.
     """
     programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS, _DROPPED)]
     if None in programs:
@@ -112,10 +112,17 @@ def _defined() -> bool:
         mixed([z.numel()], 1, [z.contiguous(), out := torch.empty(z.shape, dtype=torch.int64)])
         return out
 
-    def draw(dtype: torch.dtype, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
+    def draw(
+        dtype: torch.dtype, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *limit: Tensor
+    ) -> Tensor:
         out = torch.empty((*start.shape, *shape), dtype=dtype)
         if out.numel():
-            given = [start.contiguous(), stride.contiguous(), out, *map(torch.tensor, more)]
+            given = [
+                start.contiguous(),
+                stride.contiguous(),
+                out,
+                *(one.expand(start.shape).contiguous() for one in limit),
+            ]
             run([math.prod(shape)], start.numel(), given)
         return out
 
@@ -131,13 +138,13 @@ def _defined() -> bool:
         streams([count], key.numel(), [key.contiguous(), starts, strides, torch.tensor(first)])
         return starts, strides
 
-    def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
+    def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *limit: Tensor) -> Tensor:
         return start.new_empty((*start.shape, *shape), dtype=dtype)
 
     _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
     for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
-        arguments = f"{draws}, int limit" if run is below else draws
+        arguments = f"{draws}, Tensor limit" if run is below else draws
         _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
     _define(
         "drop(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor",

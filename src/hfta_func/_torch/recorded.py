@@ -165,14 +165,12 @@ class Recorder(_Mode):
         """Note a result that is the same in each replay: made of numbers alone, or of tensors that are the same."""
         if self._compiling:
             return  # the compiler of a graph computes with such numbers instead of reading them
-        if given:
-            draws = torch.Tag.nondeterministic_seeded in func.tags
-            sources = [self._fixed.get(one, self._sources.get(one)) for one in given]
-            is_fixed = not draws and all(
-                one is not None and storage_number(one) not in self._written_storages for one in sources
-            )
+        if func in _MADE or func is _aten.lift_fresh.default:
+            is_fixed = tensor.numel() <= _SMALL
         else:
-            is_fixed = (func in _MADE or func is _aten.lift_fresh.default) and tensor.numel() <= _SMALL
+            sources = [self._fixed.get(one, self._sources.get(one)) for one in given]
+            is_fixed = bool(sources) and torch.Tag.nondeterministic_seeded not in func.tags
+            is_fixed &= all(one is not None and storage_number(one) not in self._written_storages for one in sources)
         if is_fixed:
             self._fixed[slot] = tensor
 
@@ -184,13 +182,14 @@ class Recorder(_Mode):
         others = {*self._written_storages, *self._kept, *(storage_number(tensor) for tensor in outputs)}
         fixed = {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
         while True:
-            used = {slot for call in self.calls if not (isinstance(call.result, Slot) and call.result in fixed) for slot in slots_in((call.args, call.kwargs))}
+            open_calls = (call for call in self.calls if not (isinstance(call.result, Slot) and call.result in fixed))
+            used = {slot for call in open_calls for slot in slots_in((call.args, call.kwargs))}
             kept, memory = {slot: one for slot, one in fixed.items() if slot in used}, 0
             for slot, one in sorted(kept.items(), key=lambda item: item[1].numel()):
                 memory += one.numel() * one.itemsize if one.numel() > _SMALL else 0
                 if memory > self._memory:
                     del fixed[slot]
-            if len(kept) == sum(slot in fixed for slot in kept):
+            if kept.keys() <= fixed.keys():
                 return kept
 
     def slot(self, leaf: Any) -> Any:

@@ -165,7 +165,9 @@ def _by_some(some: _Some, blocks: Sequence[nn.Module], run: Callable[..., Any], 
         with mode.again(key, site, [leaves[position] for position in numbers]) as inner:
             inner.skipped, inner.padding = skipped, padding.again(size, padding.position)
             values, layout = pytree.tree_flatten(_torch.call_with(places, after, run, *args, **kwargs))
-        is_written = {path: one is not before[path] or _torch.writes(one) != versions[path] for path, one in after.items()}
+        is_written = {
+            path: one is not before[path] or _torch.writes(one) != versions[path] for path, one in after.items()
+        }
         written = [path for path in after if path in buffers or is_written[path]]
         reached[:] = layout, written, inner.site, inner.padding.position
         skipped = torch.zeros((), dtype=torch.int64) if inner.skipped is None else inner.skipped

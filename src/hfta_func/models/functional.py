@@ -233,6 +233,7 @@ class Bound:
         key: Tensor | None,
         padded: Any = None,
     ) -> tuple[Any, Params]:
+        whole = params
         if isinstance(padded, Padded) and self._events is not None:
             params = self._events.padding.masked(params, padded.size)
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
@@ -256,6 +257,9 @@ class Bound:
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
                 output = call_with(body.places, tensors, body, *args, **kwargs)
+        if self._renorms and params is not whole:
+            for path in whole.keys() & {*tables_with_max_norm(self._inner)}:
+                whole[path].detach().copy_(params[path].detach())
         if self._base is not None:
             self._base.check_kept(given, tensors, "model.")
         for path, number in numbers.items():

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import add_batch_dim, current_interpreter, depth, has_tangents, is_batched, is_captured, unwrap_leaves
+from hfta_func._torch import (
+    add_batch_dim,
+    current_interpreter,
+    depth,
+    has_tangents,
+    is_batched,
+    is_captured,
+    unwrap_leaves,
+)
 from hfta_func.rules._operator import Operator
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

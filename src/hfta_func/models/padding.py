@@ -196,7 +196,11 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
 def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
-    aligned = aligned_modules(model, template, member, "the padded model")
+    # What blocks are whose was found out with the largest model, from whose shapes those of the template may differ.
+    base = max((size.model for size in padding.sizes), key=lambda each: len([*each.modules()]))
+    for path, module in template.named_modules():
+        base.get_submodule(path).training = module.training
+    aligned = aligned_modules(model, base, member, "the padded model")
     signature = signature_of(model, aligned)
     if signature not in padding.signatures:
         raise StackError(

@@ -63,7 +63,7 @@ def written(step: Any, state: TrainState, decision: Decision) -> Result:
 def recorded(
     call: Callable[..., Any], *arguments: Tree, compiling: bool = False, fixed: Sequence[Tensor] = ()
 ) -> tuple[Tape, Any]:
-    """The tape of a call, and what it returned; it is for calls in which the values of the ``fixed`` arguments are the same."""
+    """The tape of a call, for calls in which the ``fixed`` arguments have the same values, and what it returned."""
     numbers = [number for number, leaf in enumerate(leaves(arguments)) if any(leaf is one for one in fixed)]
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
@@ -176,7 +176,7 @@ class Records:
         self.why_not, self.tapes = why, []
 
 
-def sizes_in(state: TrainState) -> list[Tensor]:
+def member_sizes(state: TrainState) -> list[Tensor]:
     """What tells the sizes of the members of a padded model, where reading it costs nothing."""
     if state.keys.device.type != "cpu":
         return []

@@ -31,7 +31,17 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
 from hfta_func.step.gradients import StepOutputs, autocasting
-from hfta_func.step.records import MOST_SHAPES, Record, Records, Result, decided, kind_of, recorded, sizes_in, written
+from hfta_func.step.records import (
+    MOST_SHAPES,
+    Record,
+    Records,
+    Result,
+    decided,
+    kind_of,
+    recorded,
+    member_sizes,
+    written,
+)
 from hfta_func.step.state import TrainState, stacked
 
 
@@ -110,7 +120,7 @@ class Replay:
 
     def _settings(self, layout: Any, state: TrainState) -> tuple[Any, ...]:
         """What a record rests on besides the kinds of its inputs."""
-        return layout, _choice.state, *OUTSIDE.values(), *(tuple(leaf.tolist()) for leaf in sizes_in(state))
+        return layout, _choice.state, *OUTSIDE.values(), *(tuple(leaf.tolist()) for leaf in member_sizes(state))
 
     def _replay(self, known: Record, inputs: list[Tensor], state: TrainState) -> Result:
         self.status = known.status
@@ -127,7 +137,7 @@ class Replay:
         """What the step decides in a call that is recorded; None if that cannot be."""
         step = self._step
         try:
-            reads, fixed = self.reads(state, batch), sizes_in(state)
+            reads, fixed = self.reads(state, batch), member_sizes(state)
             first, decision = recorded(functools.partial(decided, step), state, batch, fixed=fixed)
             known, looks = Record(first, reads, state, decision), can_look(state.keys)
             closed = is_of_package(step.optimizer, closed=True)
