@@ -38,8 +38,8 @@ from hfta_func.step.records import (
     Result,
     decided,
     kind_of,
-    recorded,
     member_sizes,
+    recorded,
     written,
 )
 from hfta_func.step.state import TrainState, stacked
