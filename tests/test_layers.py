@@ -84,12 +84,13 @@ FILES_IN = {
             "structure",
             "sharing",
             "sizes",
+            "masking",
             "padding",
             "stack",
             "remat",
             "recomputation",
         ),
-        *("attributes", "padding_check", "skeleton", "functional", "adapters"),
+        *("attributes", "padding_check", "blocks", "skeleton", "functional", "adapters"),
     ],
     "step": [
         *(
@@ -361,6 +362,24 @@ assert not hfta_func.rules.is_installed()
 assert kernels() == before
 assert torch.equal(torch.get_rng_state(), state)
 assert torch.get_num_threads() and not torch._C._functorch.peek_interpreter_stack()
+""")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "optimizer", ["adamw(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "partition({'': ''}, {'': muon(lr=0.1)})"]
+)
+def test_first_steps_do_not_import_what_takes_long(optimizer):
+    in_a_new_process(f"""
+import sys
+import torch
+import hfta_func as hfta
+from hfta_func import adamw, muon, partition, sgd
+model = torch.nn.Linear(2, 2, bias=False)
+step = hfta.make_train_step(model, lambda model, batch: model(batch).square().mean(), {optimizer})
+state = step.init(*hfta.stack_params([model] * 2), seeds=[0, 1])
+step(state, torch.ones(2, 3, 2))
+assert not {{"sympy", "torch._inductor", "torch._dynamo", "pandas", "scipy"}} & set(sys.modules)
 """)
 
 

@@ -1164,7 +1164,7 @@ PLANTED = [
     ),
     Planted(
         "weight decay and norms of gradients count the entries that a member lacks",
-        *("models/padding.py", "if mask is None else masked(params[path], mask)", ""),
+        *("models/masking.py", "if mask is None else kept(params[path], mask)", ""),
         "test_padding.py::test_members_are_their_models_alone[mlp]",
     ),
     Planted(

@@ -10,7 +10,7 @@ from torch import nn
 import hfta_func as hfta
 from comparisons import assert_trees_close
 from hfta_func._torch import inside_vmap
-from hfta_func.models.masking import masked
+from hfta_func.models.masking import kept
 from hfta_func.step import records
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
@@ -147,9 +147,9 @@ def test_replays_are_for_members_of_the_same_sizes(monkeypatch):
 def test_masks_keep_bits(dtype):
     x = torch.tensor([[1.0, float("inf"), -0.0], [float("nan"), 2.0, 3.0]]).to(dtype).requires_grad_()
     mask = torch.tensor([[True, False, True], [False, True, True]])
-    kept = torch.vmap(masked)(x, mask)
-    assert torch.equal(kept, torch.where(mask, x, 0.0))
-    (grad,) = torch.autograd.grad(kept, x, torch.full_like(x, float("inf")))
+    result = torch.vmap(kept)(x, mask)
+    assert torch.equal(result, torch.where(mask, x, 0.0))
+    (grad,) = torch.autograd.grad(result, x, torch.full_like(x, float("inf")))
     assert torch.equal(grad, torch.where(mask, torch.full_like(x, float("inf")), 0.0))
 
 

@@ -87,16 +87,7 @@ class Padding:
 
     def masked(self, params: Params, size: Tensor) -> Params:
         """The parameters of a member, with zeros for the entries that it lacks, which get no gradient."""
-        given = dict(params)
-        for path, axes in self.masks.items():
-            if path in params:
-                mask: Tensor | None = None
-                for axis, table in axes.items():
-                    has = table.to(size.device).index_select(0, size.reshape(1)).squeeze(0)
-                    part = has.reshape([-1] + [1] * (params[path].dim() - axis - 1)) if params[path].dim() else has[0]
-                    mask = part if mask is None else mask & part
-                given[path] = params[path] if mask is None else masked(params[path], mask)
-        return given
+        return masked(params, self.masks, size)
 
     def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
         """Each member's own size along each axis of the parameters ``[M, ...]``."""

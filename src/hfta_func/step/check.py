@@ -15,7 +15,7 @@ from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, check_optimizer
+from hfta_func.step.state import TrainState, check_optimizer, without_memory
 
 
 def require(state: Any, *others: type) -> None:
@@ -88,6 +88,6 @@ class Check:
                 f"the state has {has} loss scale but this step needs {needs}; make a state with step.init(...)"
             )
         if self._expected is None:
-            trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
-            self._expected = self._init(trained, state.buffers)
+            trained = {path: param for path, param in state.params.items() if path in self._trainable}
+            self._expected = without_memory(lambda params: self._init(params, state.buffers), trained)
         check_optimizer(state.opt_state, self._expected, "state.opt_state", "optimizer")

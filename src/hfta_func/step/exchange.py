@@ -22,6 +22,7 @@ from hfta_func._types import Params, PerModel, Schedule, StackError, StateError,
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
 from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths
+from hfta_func.step.state import without_memory
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
@@ -257,7 +258,9 @@ def to_torch(
         raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one each")
     trained = {path: param.detach().to("meta") for path, param in named[0].items() if param.requires_grad}
     params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
-    mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer")
+    mismatch = difference(
+        state, without_memory(optimizer.init, params), "state.opt_state", "the state", "the optimizer"
+    )
     if mismatch is not None:
         raise StateError(f"the state is of another optimizer or model: {mismatch}; pass those that it was made with")
     make, call = _call_of(optimizer)

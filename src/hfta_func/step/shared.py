@@ -15,7 +15,7 @@ from hfta_func.calls.routing import routed_by_member
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim._base import GradientTransformation, is_of_package, renew
 from hfta_func.step.gradients import StepOutputs
-from hfta_func.step.state import TrainState, check_optimizer
+from hfta_func.step.state import TrainState, check_optimizer, without_memory
 
 
 class Sharing:
@@ -59,8 +59,8 @@ class Sharing:
                 f"the state {has} '{path}' among its members but this step {needs}; make a state with step.init(...)"
             )
         if isinstance(shared, Shared):
-            meta = {path: param.to("meta") for path, param in _as_one(params).items()}
-            check_optimizer(shared.opt_state, self._optimizer.init(meta), "state.shared.opt_state", "shared_optimizer")
+            expected = without_memory(self._optimizer.init, _as_one(params))
+            check_optimizer(shared.opt_state, expected, "state.shared.opt_state", "shared_optimizer")
 
     def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""

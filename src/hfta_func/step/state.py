@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import inside_transform, is_captured
 from hfta_func._tree import difference, leaves, paths
@@ -74,6 +77,24 @@ def expanded_shared(state: Any) -> Params:
     shared = getattr(state, "shared", ())
     params = shared.params if isinstance(shared, Shared) else {}
     return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
+
+
+def without_memory(init: Callable[[Params], Tree], params: Params) -> Tree:
+    """The state that an optimizer's ``init`` makes of parameters, on the meta device."""
+    with _Plain():
+        return init({path: param.detach().to("meta") for path, param in params.items()})
+
+
+_NEW = {torch.zeros_like: Tensor.new_zeros, torch.ones_like: Tensor.new_ones, torch.empty_like: Tensor.new_empty}
+
+
+class _Plain(TorchFunctionMode):
+    """Makes tensors on the meta device in C++; what PyTorch writes in Python there imports sympy, half a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NEW and len(args) == 1 and args[0].is_meta and {"dtype"}.issuperset(kwargs or ()):
+            return _NEW[func](args[0], args[0].shape, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def check_optimizer(opt_state: Tree, expected: Tree, name: str, option: str) -> None:
