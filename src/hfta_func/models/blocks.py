@@ -125,10 +125,12 @@ class _Some:
         """These members' own result beside what the others have."""
         if not isinstance(new, tuple):
             return new
-        x = self._front(*new, len(self._members))
+        x, dim = new
+        x = self._front(x, dim, len(self._members))
         if len(x) != len(self._members):
             raise RuntimeError("the result has parts of all members")
-        other = self._front(*_torch.unwrap_batched(old, self._level), self._count)
+        plain, dim = _torch.unwrap_batched(old, self._level)
+        other = self._front(plain, dim, self._count)
         rows = [len(x) + member for member in range(self._count)]
         for row, member in enumerate(self._members if self._is_used else ()):
             rows[member] = row
