@@ -120,6 +120,12 @@ def _to_repository(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((?:\.\./)+(examples/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", source[0])
 
 
+def _notebook_source(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The link to a page's source; notebooks lie beside the documentation, not in it."""
+    if pagename.startswith("notebooks/"):
+        context["theme_source_directory"] = ""
+
+
 def _every_optimizer(app: Sphinx, docname: str, source: list[str]) -> None:
     """The reference lists what the package exports, so that a new optimizer is in it."""
     public = [name for name, make in vars(hfta_func.optim).items() if inspect.isfunction(make)]
@@ -133,6 +139,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _without_blank_ends)
     app.connect("source-read", _to_repository)
     app.connect("source-read", _every_optimizer)
+    app.connect("html-page-context", _notebook_source)
     app.connect("autodoc-process-signature", _readable)
     # Before napoleon.
     app.connect("autodoc-process-docstring", _plain_returns, priority=400)
