@@ -62,6 +62,8 @@ maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+# Else names that end with an underscore, as those of fitted estimators, lose it.
+strip_signature_backslash = True
 # PyTorch's docstrings have this section too.
 napoleon_custom_sections = ["Shape"]
 
