@@ -30,8 +30,9 @@ author = "the authors of hfta_func"
 release = version = hfta_func.__version__
 html_title = f"hfta_func {release}"
 html_theme = "furo"
+REPOSITORY = "https://github.com/hfta-func/hfta_func"
 html_theme_options = {
-    "source_repository": "https://github.com/hfta-func/hfta_func",
+    "source_repository": REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
     "top_of_page_buttons": ["view"],
@@ -61,6 +62,8 @@ maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+# Else names that end with an underscore, as those of fitted estimators, lose it.
+strip_signature_backslash = True
 # PyTorch's docstrings have this section too.
 napoleon_custom_sections = ["Shape"]
 
@@ -114,6 +117,17 @@ def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("\n\n```\n", "\n```\n")
 
 
+def _to_repository(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links to examples open them in the repository; Sphinx would offer single files to download."""
+    source[0] = re.sub(r"\]\((?:\.\./)+(examples/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", source[0])
+
+
+def _notebook_source(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The link to a page's source; notebooks lie beside the documentation, not in it."""
+    if pagename.startswith("notebooks/"):
+        context["theme_source_directory"] = ""
+
+
 def _every_optimizer(app: Sphinx, docname: str, source: list[str]) -> None:
     """The reference lists what the package exports, so that a new optimizer is in it."""
     public = [name for name, make in vars(hfta_func.optim).items() if inspect.isfunction(make)]
@@ -125,7 +139,9 @@ def _every_optimizer(app: Sphinx, docname: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
     app.connect("source-read", _without_blank_ends)
+    app.connect("source-read", _to_repository)
     app.connect("source-read", _every_optimizer)
+    app.connect("html-page-context", _notebook_source)
     app.connect("autodoc-process-signature", _readable)
     # Before napoleon.
     app.connect("autodoc-process-docstring", _plain_returns, priority=400)

@@ -14,8 +14,8 @@ from benchmarks.workloads import WORKLOADS
 
 SIZES = {"small": "small versions", "paper": "published sizes"}
 NOTHING = (
-    "No whole step has been measured on a GPU yet. CUDA runs the same code, its tests have run on an H100, and kernels for\n"
-    "convolutions were chosen by measurement there; `python -m benchmarks gpu` measures the rest."
+    "No whole step has been compared with a loop on a GPU yet. CUDA runs the same code, its tests have run on an H100, and\n"
+    "kernels for convolutions were chosen by measurement there; `python -m benchmarks gpu` measures the rest."
 )
 """What pages say until there are rows."""
 

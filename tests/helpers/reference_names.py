@@ -16,7 +16,7 @@ def names_of(text):
     pattern = r"^\.\. (auto(?:function|class|exception|data|module)|py:data):: ([\w.]+)$|<!-- every optimizer -->"
     for found in re.finditer(pattern, text, re.MULTILINE):
         if found[1] is None:
-            yield from (f"hfta_func.{name}" for name in FUNCTIONS)
+            yield from (f"hfta_func.{name}" for name in sorted(FUNCTIONS))
         elif found[1] != "automodule":
             yield found[2]
         else:
@@ -41,7 +41,9 @@ def summary(name):
 
 def table(text):
     """The rows of a page."""
-    rows = [f"| `{name.removeprefix('hfta_func.')}` | {summary(name)} |" for name in names_of(text)]
+    # ``step.mixing`` is exported as ``mixing``.
+    shown = {name: name.removeprefix("hfta_func.").removeprefix("step.") for name in names_of(text)}
+    rows = [f"| `{shown[name]}` | {summary(name)} |" for name in shown]
     return "\n".join([BEGIN, "", "| name | what it is |", "| --- | --- |", *rows, "", END])
 
 
