@@ -87,6 +87,9 @@ def num_models(tree: Tree) -> int:
         4
     """
     tree = without_shared(tree)
+    fronts = {leaf.shape[:1] if isinstance(leaf, Tensor) else None for leaf in leaves(tree)}
+    if len(fronts) == 1 and (front := fronts.pop()):
+        return front[0]
     named = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
     for path, leaf in named:
         if not isinstance(leaf, Tensor):
