@@ -84,7 +84,7 @@ def from_torch(
     Args:
         optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
         schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
-            numbers that they change are kept in the state, ``float64[M, steps]``. ``with_hyperparams`` sets the highest one.
+            numbers that they change are kept in the state, ``float64[M, steps + 1]``. ``with_hyperparams`` sets the highest one.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
@@ -175,7 +175,7 @@ def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Map
 
 
 def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
-    """The arguments of ``make`` for each group: of numbers, ``[steps]`` or ``[steps, 2]``, those before each step."""
+    """The arguments of ``make`` for each group: of numbers, ``[steps + 1]`` or ``[steps + 1, 2]``, those before each step and at last."""
     known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
@@ -185,7 +185,7 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         for group in optimizer.param_groups
     ]
     rows: list[list[list[Any]]] = []
-    for _ in range(max(steps, 1)) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
+    for _ in range(steps + 1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps + 1):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
@@ -289,7 +289,7 @@ def to_torch(
     lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
     if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
         raise StackError("the optimizer was not made of these schedulers; make new ones over the returned optimizers")
-    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(min=0).long()
+    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(0, lr["rows"].shape[1] - 1).long()
     return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
 
 
