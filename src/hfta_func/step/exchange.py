@@ -83,8 +83,8 @@ def from_torch(
 
     Args:
         optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
-        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
-            numbers that they change are kept in the state, ``float64[M, steps + 1]``. ``with_hyperparams`` sets the highest one.
+        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and
+            all numbers that they change are kept in the state, ``float64[M, steps + 1]``. ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
@@ -175,7 +175,7 @@ def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Map
 
 
 def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
-    """The arguments of ``make`` for each group: of numbers, ``[steps + 1]`` or ``[steps + 1, 2]``, those before each step and at last."""
+    """The arguments of ``make`` for each group: of numbers, ``[steps + 1]`` or ``[steps + 1, 2]``, all that they become."""
     known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
