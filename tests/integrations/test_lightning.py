@@ -39,6 +39,7 @@ class Classifier(lightning.LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]))
 
     def on_train_epoch_end(self):
+        assert not self.trainer.sanity_checking
         self.log("norm", self.body[0].weight.norm() + self.current_epoch + self.trainer.callback_metrics["val_loss"])
 
     def groups(self):
@@ -160,6 +161,7 @@ def optimize_in_turn(self):
         ({"optimizer_step": writes}, "Changed overrides optimizer_step"),
         ({"configure_gradient_clipping": writes}, "configure_gradient_clipping, .*; pass gradient_clip_val"),
         ({"on_train_batch_end": writes}, "on_train_batch_end, which no member has for itself"),
+        ({"on_validation_model_eval": writes}, "on_validation_model_eval, .*; call eval.. on a part in its train"),
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
@@ -176,6 +178,11 @@ def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
     with pytest.raises(hfta.HFTAError, match=message):
         array = hfta.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
         array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(TRAIN.dataset)
 
 
 def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
@@ -195,6 +202,13 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
     with pytest.raises(hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has 5 batches"):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    stream = DataLoader(Stream(), 8)
+    with pytest.raises(
+        hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
+    ):
+        array.fit(stream, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    with pytest.raises(hfta.StackError, match="schedulers need the number of batches, which the dataloader has not"):
+        hfta.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
     with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
         array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
     with pytest.raises(TypeError, match=r"fit has no argument accelerator; leave it out, or see docs"):
@@ -214,6 +228,30 @@ class Data(lightning.LightningDataModule):
 
     def val_dataloader(self):
         return VALIDATION
+
+
+class Scaling(Data):
+    """Changes batches, which the module then does not."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return 3 * batch[0], batch[1]
+
+    def train_dataloader(self):
+        return TRAIN
+
+
+def test_a_datamodule_changes_batches():
+    kind = changed(
+        on_before_batch_transfer=lambda self, batch, _: (batch[0] + 1, batch[1]),
+        on_after_batch_transfer=lambda self, batch, _: 1 / 0,
+    )
+    array = hfta.lightning(kind, seeds=[5, 6], **ARGUMENTS)
+    array.fit(datamodule=Scaling(), max_epochs=1, progress=False)
+    for member, model in enumerate(array.models()):
+        lightning.seed_everything(5 + member, verbose=False)
+        alone = kind(**{name: column[member] for name, column in ARGUMENTS.items()})
+        lightning.Trainer(accelerator="cpu", max_epochs=1, **SILENT).fit(alone, datamodule=Scaling())
+        torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-10)
 
 
 def test_members_have_batches_of_their_own_and_train_on(tmp_path):

@@ -83,8 +83,8 @@ def from_torch(
 
     Args:
         optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
-        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and
-            all numbers that they change are kept in the state, ``float64[M, steps + 1]``. ``with_hyperparams`` sets the highest.
+        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
+            numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
