@@ -200,11 +200,11 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
     array = hfta.lightning(Classifier, seeds=2)
     with pytest.raises(hfta.StackError, match="Timer is a callback for one Trainer"):
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
-    with pytest.raises(hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has 5 batches"):
+    with pytest.raises(hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has 5 batches"):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
     stream = DataLoader(Stream(), 8)
     with pytest.raises(
-        hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
+        hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
     ):
         array.fit(stream, max_epochs=1, accumulate_grad_batches=2, progress=False)
     with pytest.raises(hfta.StackError, match="schedulers need the number of batches, which the dataloader has not"):
