@@ -74,9 +74,10 @@ def fit(
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
-            these, from the states that PyTorch's generator and its own, as of a shuffling ``DataLoader``, had at the start
-            of the epoch, by skipping the batches already seen. What would keep the file from being written is found before
-            the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
+            these, from the states that its own generators, as of a shuffling ``DataLoader``, and those of PyTorch, Python and
+            NumPy had at the start of the epoch, by skipping the batches already seen. What would keep the file from being
+            written is found before the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
+            even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
