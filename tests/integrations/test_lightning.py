@@ -147,6 +147,10 @@ def logs_a_sum(self, batch, batch_idx):
     return loss
 
 
+def logs_a_vector(self, batch, batch_idx):
+    self.log("outputs", self.body(batch[0]))
+
+
 def writes(self):
     self.body[3].bias.data.zero_()
 
@@ -162,6 +166,7 @@ def optimize_in_turn(self):
         ({"configure_gradient_clipping": writes}, "configure_gradient_clipping, .*; pass gradient_clip_val"),
         ({"on_train_batch_end": writes}, "on_train_batch_end, which no member has for itself"),
         ({"on_validation_model_eval": writes}, "on_validation_model_eval, .*; call eval.. on a part in its train"),
+        ({"training_step": logs_a_vector}, r"'outputs' is logged with shape \[8, 3\]; log one number"),
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
@@ -211,6 +216,8 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
         hfta.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
     with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
         array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
+    with pytest.raises(hfta.HyperparameterError, match=r"accumulate_grad_batches is \{0: 2\}; give one number"):
+        array.fit(TRAIN, max_epochs=1, accumulate_grad_batches={0: 2}, progress=False)
     with pytest.raises(TypeError, match=r"fit has no argument accelerator; leave it out, or see docs"):
         array.fit(TRAIN, max_epochs=1, accelerator="gpu")
     with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
@@ -258,7 +265,9 @@ def test_members_have_batches_of_their_own_and_train_on(tmp_path):
     array = hfta.lightning(ByEpoch, seeds=2)
     first = array.fit(datamodule=Data(), max_epochs=2, progress=False, resume=tmp_path / "run")
     assert len(first) == 2 and "val_loss" in first.epochs[-1] and repr(array).startswith("LightningArray(2 members of ")
-    again = array.fit(datamodule=Data(), max_epochs=1, progress=False)
+    # Zero is no limit, as for a Trainer, and one callback needs no list.
+    stop = lightning.callbacks.EarlyStopping("val_loss")
+    again = array.fit(datamodule=Data(), max_epochs=1, progress=False, gradient_clip_val=0.0, callbacks=stop)
     other = hfta.lightning(ByEpoch, seeds=2)
     other.fit(datamodule=Data(), max_epochs=2, progress=False)
     continued = other.fit(datamodule=Data(), max_epochs=1, progress=False)

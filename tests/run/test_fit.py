@@ -151,6 +151,16 @@ def test_evaluate_takes_data(setting, compiled):
         result = hfta.fit(run, state, [next(iter(loader))], epochs=1, evaluate=(error, given), progress=False)
         expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, data)["error"]
         torch.testing.assert_close(result.history["error"][-1], expected, rtol=1e-6, atol=0)
+
+    def of_full_batches(model, batch):
+        return {"error": error(model, batch), **({"full": error(model, batch)} if len(batch[0]) == 4 else {})}
+
+    # A metric that some batches lack is a mean over the rows of the others.
+    result = hfta.fit(step, state, loader, epochs=1, evaluate=(of_full_batches, parts), progress=False)
+    expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, tuple(leaf[:8] for leaf in data))[
+        "error"
+    ]
+    torch.testing.assert_close(result.history["full"][-1], expected, rtol=1e-6, atol=0)
     once = iter([data])
     with pytest.raises(hfta.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"):
         hfta.fit(step, state, loader, epochs=2, evaluate=(error, once), progress=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import optim
-from hfta_func._types import StackError
+from hfta_func._types import HyperparameterError, StackError
 from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.integrations.lightning_optimizers import optimizer_of
 from hfta_func.integrations.lightning_steps import (
@@ -156,7 +156,7 @@ class LightningArray:
         gradient_clip_algorithm: str = "norm",
         accumulate_grad_batches: int = 1,
         precision: str = "32-true",
-        callbacks: Sequence[Any] = (),
+        callbacks: Any = (),
         **options: Any,
     ) -> History:
         """Train all members from where they are, with new optimizers, as ``Trainer(...).fit(...)`` does.
@@ -169,11 +169,11 @@ class LightningArray:
             val_dataloaders: Those of ``validation_step``.
             max_epochs: Number of epochs.
             datamodule: A ``LightningDataModule``.
-            gradient_clip_val: Largest norm or value of a gradient, one for all members or one each.
+            gradient_clip_val: Largest norm or value of a gradient, one for all members or one each; 0 is no limit.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
             accumulate_grad_batches: Number of batches for each update, of which an epoch must be a multiple.
             precision: ``"bf16-mixed"``, ``"16-mixed"``, or that of the modules by default.
-            callbacks: Those of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
+            callbacks: One or several of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
             options: Further arguments of :func:`hfta_func.fit`, such as ``resume`` and ``restore_best``.
 
         Raises:
@@ -184,6 +184,10 @@ class LightningArray:
             raise TypeError(f"an array's fit has no argument {name}; leave it out, or see docs/howto/lightning.md")
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
         check_choice("precision", precision, (*_PRECISIONS,))
+        if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
+            raise HyperparameterError(
+                f"accumulate_grad_batches is {accumulate_grad_batches!r}; give one number, at least 1"
+            )
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
         facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         vars(facts).update(accumulate_grad_batches=accumulate_grad_batches)
@@ -201,7 +205,7 @@ class LightningArray:
             vars(facts).update(num_training_batches=batches, estimated_stepping_batches=updates * max_epochs)
         core = importlib.import_module(f"{package}.core.optimizer")
         optimizer, followers = optimizer_of(members, core, updates, max_epochs)
-        if gradient_clip_val is not None:
+        if gradient_clip_val not in (None, 0):
             optimizer = optim.chain(_CLIPS[gradient_clip_algorithm](gradient_clip_val), optimizer)
         if accumulate_grad_batches > 1:
             optimizer = optim.accumulate(optimizer, accumulate_grad_batches)
@@ -220,7 +224,8 @@ class LightningArray:
         if validation is not None and self._has("validation_step"):
             options["evaluate"] = functools.partial(metrics_of, *about), validation
         hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
-        options["callbacks"] = [while_active, *hooks, *map(_callback_of, callbacks), *followers]
+        given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        options["callbacks"] = [while_active, *hooks, *map(_callback_of, given), *followers]
         self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
         self.history.columns = self._columns
         self._members = self._with(self.state, range(len(self._members)))

@@ -79,7 +79,10 @@ def record_into(model: Any, logged: Logged) -> None:
     def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: Any = None, **__: Any) -> None:
         if reduce_fx not in ("mean", torch.mean):
             raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
-        logged[name] = torch.as_tensor(value).detach().squeeze().double(), batch_size
+        value = torch.as_tensor(value).detach()
+        if value.numel() != 1:
+            raise StackError(f"'{name}' is logged with shape {list(value.shape)}; log one number, such as its mean")
+        logged[name] = value.squeeze().double(), batch_size
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in dictionary.items():
