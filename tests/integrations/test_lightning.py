@@ -62,7 +62,7 @@ class ByEpoch(Classifier):
         self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]), batch_size=len(batch[0]) ** 2)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=self.hparams.lr, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hfta_func import schedules
 from hfta_func._types import StackError
+from hfta_func.integrations.lightning_steps import TrainerFacts
 from hfta_func.run.history import Callback
 from hfta_func.step.exchange import from_torch
 
@@ -16,7 +17,9 @@ def optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tu
     """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric."""
     optimizers, configs = [], []
     for number, member in enumerate(members):
+        facts, member.trainer = member.trainer, TrainerFacts(**vars(member.trainer), model=member)
         configured = member.configure_optimizers()
+        member.trainer = facts
         if configured is None:
             raise StackError(f"model {number}: configure_optimizers returns None, so there is nothing to train")
         several, schedulers, monitor = core._configure_optimizers(configured)
