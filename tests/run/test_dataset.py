@@ -300,6 +300,13 @@ WRONG = {
         hfta.BatchError,
         r"a list_iterator has no length or no items by number.*batch_dims=None",
     ),
+    "columns": (
+        ((torch.ones(3, 2), torch.ones(3)), 1),
+        {},
+        hfta.BatchError,
+        "a tuple, no items .* tensors to ArrayLoader",
+    ),
+    "named columns": (({"x": torch.ones(3, 2)}, 1), {}, hfta.BatchError, "is a dict, no items one by one"),
     "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset has no length or no items by number"),
     "none": (([], 1), {}, hfta.BatchError, r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one"),
     "no seeds": ((Noisy(), 4), {"seeds": None}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model"),

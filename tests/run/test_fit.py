@@ -177,6 +177,26 @@ def test_evaluate_takes_data(setting, compiled):
         )
 
 
+@pytest.mark.parametrize(
+    "loader",
+    [(torch.ones(6, 4), torch.ones(6)), {"x": torch.ones(6, 4)}, None, lambda: iter([])],
+    ids=["tuple", "dict", "NoneType", "function"],
+)
+def test_data_is_no_loader(setting, loader):
+    step, state, _ = setting
+    with pytest.raises(
+        hfta.BatchError, match=r"the loader is a \w+, which does not yield batches; pass .*ArrayLoader\("
+    ):
+        hfta.fit(step, state, loader, epochs=1, progress=False)
+
+
+def test_batches_may_be_a_tuple(setting):
+    step, state, loader = setting
+    batches = list(loader.batches(0))
+    expected = hfta.fit(step, state, batches, epochs=1, progress=False)
+    assert same(hfta.fit(step, state, (*batches,), epochs=1, progress=False), expected)
+
+
 def test_one_row_per_member():
     history = hfta.History(torch.tensor([7, 8, 9]))
     history.columns = {"lr": [0.1, 0.2, 0.3]}

@@ -98,6 +98,7 @@ def fit(
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
 
     Raises:
+        BatchError: if the loader is no iterable over batches, such as data itself, or a batch does not fit the array.
         ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
             that the step reports too, ``save_every`` is given without ``resume`` or is less than 1, or ``profile`` is to see
             into workers or an executor.

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from hfta_func._tree import followed
-from hfta_func._types import CheckpointError, StateError
+from hfta_func._types import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
 
@@ -37,6 +38,11 @@ class Run:
         evaluate: Callable[[TrainState], Metrics] | None = None,
     ):
         check_state(state)
+        if is_table(loader) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise BatchError(
+                f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
+                f"such as ArrayLoader(data, batch_size, seeds=seeds)"
+            )
         # What a loader has besides iteration is optional.
         self.state, self.best, self.evaluate = state, best, evaluate
         self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
