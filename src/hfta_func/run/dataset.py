@@ -80,7 +80,7 @@ class DatasetLoader(ArrayLoader):
         if is_table(dataset):
             kind = type(dataset).__qualname__
             raise BatchError(
-                f"the data set is a {kind}, no items one by one; pass one of its parts, or tensors to ArrayLoader"
+                f"the data set is a {kind}, no items one by one; pass a part of it, or tensors to ArrayLoader"
             )
         if is_stream or not isinstance(dataset, Sized):
             raise BatchError(
