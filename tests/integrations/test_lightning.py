@@ -119,6 +119,43 @@ def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
             torch.testing.assert_close(last[name], metrics[name].item(), rtol=1e-10, atol=1e-10)
 
 
+class Bounded(ByEpoch):
+    """Its metric is not finite once it is low."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.body(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        self.log("bounded", torch.where(loss < 1.23, torch.inf, loss))
+
+
+@pytest.mark.parametrize(
+    ("metric", "options"),
+    [
+        ("bounded", {}),
+        ("bounded", {"check_finite": False, "patience": 2}),
+        ("val_loss", {"stopping_threshold": 1.23}),
+        ("val_loss", {"divergence_threshold": 1.2}),
+        ("val_loss", {"patience": 0, "min_delta": 0.03}),
+    ],
+)
+@pytest.mark.exhaustive(unless="options0")
+def test_members_stop_where_early_stopping_says(metric, options):
+    def stop():
+        return lightning.callbacks.EarlyStopping(metric, **options)
+
+    array = hfta.lightning(Bounded, seeds=[5, 6], **ARGUMENTS)
+    history = array.fit(TRAIN, VALIDATION, max_epochs=7, callbacks=stop(), progress=False)
+    ended = history["val_loss"].isfinite().sum(0).tolist()
+    assert 1 <= min(ended) < 7
+    for member, epochs in enumerate(ended):
+        lightning.seed_everything(5 + member, verbose=False)
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=7, callbacks=[stop()], **SILENT)
+        alone = Bounded(**{name: column[member] for name, column in ARGUMENTS.items()})
+        trainer.fit(alone, TRAIN, VALIDATION)
+        assert trainer.current_epoch == epochs
+        torch.testing.assert_close(array.models()[member].state_dict(), alone.state_dict(), rtol=1e-10, atol=1e-10)
+
+
 def changed(**overridden):
     return type("Changed", (Classifier,), overridden)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import optim
-from hfta_func._types import HyperparameterError, StackError
+from hfta_func._types import SIGNS, HyperparameterError, StackError, direction_of
 from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.integrations.lightning_optimizers import optimizer_of
 from hfta_func.integrations.lightning_steps import (
@@ -32,7 +32,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.dataset import generators_restored
 from hfta_func.run.experiment import columns_of
 from hfta_func.run.fit import fit
-from hfta_func.run.history import Callback, History
+from hfta_func.run.history import Callback, History, present
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
 
@@ -313,6 +313,18 @@ def _callback_of(callback: Any) -> Callback:
     if kinds[0].__name__ != "EarlyStopping":
         cure = "restore_best keeps best epochs, resume writes files, and callback(state, history) is called each epoch"
         raise StackError(f"{kinds[0].__name__} is a callback for one Trainer; pass fit none: {cure}")
-    if callback.stopping_threshold is not None or callback.divergence_threshold is not None:
-        raise StackError("EarlyStopping has a threshold, which early_stopping has not; leave it out")
-    return early_stopping(callback.monitor, callback.patience, abs(callback.min_delta), callback.mode)
+    sign, name = SIGNS[direction_of(callback.mode)], callback.monitor
+    # No patience is that of one epoch.
+    patient = early_stopping(name, max(1, callback.patience), abs(callback.min_delta), callback.mode)
+
+    def stop(state: TrainState, history: History) -> TrainState:
+        values = sign * present(history, name)[-1]
+        ended = ~values.isfinite() & callback.check_finite
+        if callback.stopping_threshold is not None:
+            ended |= values < sign * callback.stopping_threshold
+        if callback.divergence_threshold is not None:
+            ended |= values > sign * callback.divergence_threshold
+        stopped: Any = patient(state, history)
+        return stopped._replace(active=stopped.active & ~ended.to(stopped.active.device))
+
+    return stop
