@@ -373,6 +373,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ExponentialLR, 0.9)), "steps is 0 and every is 1; give"),
     (
+        lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.OneCycleLR, 0.1, 4), steps=9),
+        r"OneCycleLR fails in step 5 from here: ValueError\('Tried to step 5 times.*; give as many steps as it is made for",
+    ),
+    (
         lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
         "goes on from 3 models; stack these, not 2",
     ),

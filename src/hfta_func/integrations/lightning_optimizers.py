@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ def optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tu
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
     if interval == "step" and updates % frequency:
         raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
-    stages = math.ceil((epochs if interval == "epoch" else epochs * updates) / frequency)
+    stages = max(1, (epochs if interval == "epoch" else epochs * updates) // frequency)
     every = frequency * (updates if interval == "epoch" else 1)
     return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
 

@@ -198,11 +198,15 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
 def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
     """A copy of a scheduler that follows another optimizer, before its first step and after each, without warnings."""
     follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-    while True:
+    for number in itertools.count(1):
         yield follower
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            follower.step()
+            try:
+                follower.step()
+            except Exception as error:
+                why = f"{type(scheduler).__qualname__} fails in step {number} from here: {error!r}"
+                raise StackError(f"{why}; give as many steps as it is made for") from error
 
 
 def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
