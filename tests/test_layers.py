@@ -150,7 +150,7 @@ FILES_IN = {
         "plan",
     ],
     "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
-    "integrations": ["lightning_steps"],
+    "integrations": ["lightning_steps", "lightning_optimizers"],
     "workers": ["wire", "fork_server", "process", "executor", "pool"],
     "signals": ["signal", "processing", "cutting", "streaming"],
     "sklearn": ["estimators", "search"],

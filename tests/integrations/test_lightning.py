@@ -39,6 +39,7 @@ class Classifier(lightning.LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]))
 
     def on_train_epoch_end(self):
+        assert not self.trainer.sanity_checking
         self.log("norm", self.body[0].weight.norm() + self.current_epoch + self.trainer.callback_metrics["val_loss"])
 
     def groups(self):
@@ -61,7 +62,7 @@ class ByEpoch(Classifier):
         self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]), batch_size=len(batch[0]) ** 2)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=self.hparams.lr, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
 
 
@@ -118,6 +119,43 @@ def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
             torch.testing.assert_close(last[name], metrics[name].item(), rtol=1e-10, atol=1e-10)
 
 
+class Bounded(ByEpoch):
+    """Its metric is not finite once it is low."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.body(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        self.log("bounded", torch.where(loss < 1.23, torch.inf, loss))
+
+
+@pytest.mark.parametrize(
+    ("metric", "options"),
+    [
+        ("bounded", {}),
+        ("bounded", {"check_finite": False, "patience": 2}),
+        ("val_loss", {"stopping_threshold": 1.23}),
+        ("val_loss", {"divergence_threshold": 1.2}),
+        ("val_loss", {"patience": 0, "min_delta": 0.03}),
+    ],
+)
+@pytest.mark.exhaustive(unless="options0")
+def test_members_stop_where_early_stopping_says(metric, options):
+    def stop():
+        return lightning.callbacks.EarlyStopping(metric, **options)
+
+    array = hfta.lightning(Bounded, seeds=[5, 6], **ARGUMENTS)
+    history = array.fit(TRAIN, VALIDATION, max_epochs=7, callbacks=stop(), progress=False)
+    ended = history["val_loss"].isfinite().sum(0).tolist()
+    assert 1 <= min(ended) < 7
+    for member, epochs in enumerate(ended):
+        lightning.seed_everything(5 + member, verbose=False)
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=7, callbacks=[stop()], **SILENT)
+        alone = Bounded(**{name: column[member] for name, column in ARGUMENTS.items()})
+        trainer.fit(alone, TRAIN, VALIDATION)
+        assert trainer.current_epoch == epochs
+        torch.testing.assert_close(array.models()[member].state_dict(), alone.state_dict(), rtol=1e-10, atol=1e-10)
+
+
 def changed(**overridden):
     return type("Changed", (Classifier,), overridden)
 
@@ -146,6 +184,10 @@ def logs_a_sum(self, batch, batch_idx):
     return loss
 
 
+def logs_a_vector(self, batch, batch_idx):
+    self.log("outputs", self.body(batch[0]))
+
+
 def writes(self):
     self.body[3].bias.data.zero_()
 
@@ -160,6 +202,8 @@ def optimize_in_turn(self):
         ({"optimizer_step": writes}, "Changed overrides optimizer_step"),
         ({"configure_gradient_clipping": writes}, "configure_gradient_clipping, .*; pass gradient_clip_val"),
         ({"on_train_batch_end": writes}, "on_train_batch_end, which no member has for itself"),
+        ({"on_validation_model_eval": writes}, "on_validation_model_eval, .*; call eval.. on a part in its train"),
+        ({"training_step": logs_a_vector}, r"'outputs' is logged with shape \[8, 3\]; log one number"),
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
@@ -178,6 +222,11 @@ def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
         array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(TRAIN.dataset)
+
+
 def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -193,10 +242,19 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
     array = hfta.lightning(Classifier, seeds=2)
     with pytest.raises(hfta.StackError, match="Timer is a callback for one Trainer"):
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
-    with pytest.raises(hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has 5 batches"):
+    with pytest.raises(hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has 5 batches"):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    stream = DataLoader(Stream(), 8)
+    with pytest.raises(
+        hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
+    ):
+        array.fit(stream, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    with pytest.raises(hfta.StackError, match="schedulers need the number of batches, which the dataloader has not"):
+        hfta.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
     with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
         array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
+    with pytest.raises(hfta.HyperparameterError, match=r"accumulate_grad_batches is \{0: 2\}; give one number"):
+        array.fit(TRAIN, max_epochs=1, accumulate_grad_batches={0: 2}, progress=False)
     with pytest.raises(TypeError, match=r"fit has no argument accelerator; leave it out, or see docs"):
         array.fit(TRAIN, max_epochs=1, accelerator="gpu")
     with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
@@ -216,11 +274,37 @@ class Data(lightning.LightningDataModule):
         return VALIDATION
 
 
+class Scaling(Data):
+    """Changes batches, which the module then does not."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return 3 * batch[0], batch[1]
+
+    def train_dataloader(self):
+        return TRAIN
+
+
+def test_a_datamodule_changes_batches():
+    kind = changed(
+        on_before_batch_transfer=lambda self, batch, _: (batch[0] + 1, batch[1]),
+        on_after_batch_transfer=lambda self, batch, _: 1 / 0,
+    )
+    array = hfta.lightning(kind, seeds=[5, 6], **ARGUMENTS)
+    array.fit(datamodule=Scaling(), max_epochs=1, progress=False)
+    for member, model in enumerate(array.models()):
+        lightning.seed_everything(5 + member, verbose=False)
+        alone = kind(**{name: column[member] for name, column in ARGUMENTS.items()})
+        lightning.Trainer(accelerator="cpu", max_epochs=1, **SILENT).fit(alone, datamodule=Scaling())
+        torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-10)
+
+
 def test_members_have_batches_of_their_own_and_train_on(tmp_path):
     array = hfta.lightning(ByEpoch, seeds=2)
     first = array.fit(datamodule=Data(), max_epochs=2, progress=False, resume=tmp_path / "run")
     assert len(first) == 2 and "val_loss" in first.epochs[-1] and repr(array).startswith("LightningArray(2 members of ")
-    again = array.fit(datamodule=Data(), max_epochs=1, progress=False)
+    # Zero is no limit, as for a Trainer, and one callback needs no list.
+    stop = lightning.callbacks.EarlyStopping("val_loss")
+    again = array.fit(datamodule=Data(), max_epochs=1, progress=False, gradient_clip_val=0.0, callbacks=stop)
     other = hfta.lightning(ByEpoch, seeds=2)
     other.fit(datamodule=Data(), max_epochs=2, progress=False)
     continued = other.fit(datamodule=Data(), max_epochs=1, progress=False)

@@ -79,6 +79,42 @@ def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, 
     assert not torch.equal(state.params["classifier.weight"][0], state.params["classifier.weight"][1])
 
 
+class OwnBatches(transformers.Trainer):
+    shuffle = False
+
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(ROWS, 4, shuffle=self.shuffle, collate_fn=collate)
+
+
+def test_batches_of_a_user_and_several_data_sets_to_evaluate_on(tmp_path, capsys):
+    def made(member):
+        trainer = make_trainer(tmp_path, OwnBatches, **MEMBERS[member], num_train_epochs=1, eval_strategy="epoch")
+        trainer.eval_dataset = {"first": ROWS[:3], "others": ROWS[3:9]}
+        return trainer
+
+    trainers = [made(member) for member in range(2)]
+    _, history = hfta.train_trainers(trainers, progress=False)
+    alone = made(1)
+    alone.train()
+    trained, expected = dict(trainers[1].model.named_parameters()), dict(alone.model.named_parameters())
+    torch.testing.assert_close(trained, expected, rtol=1e-10, atol=1e-10)
+    for logged in alone.state.log_history[:2]:
+        names = [name for name in logged if name.endswith(("_loss", "_accuracy"))]
+        assert len(names) == 2
+        for name in names:
+            torch.testing.assert_close(history[name][0, 1].item(), logged[name], rtol=1e-9, atol=1e-12)
+
+
+def test_batches_that_a_user_shuffles_do_not_depend_on_what_was_drawn_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(OwnBatches, "shuffle", True)
+    runs = []
+    for seed in range(2):
+        trainers = [make_trainer(tmp_path, OwnBatches, **member, num_train_epochs=1) for member in MEMBERS]
+        torch.manual_seed(seed)
+        runs.append(hfta.train_trainers(trainers, progress=False).history["loss"])
+    assert torch.equal(*runs)
+
+
 @pytest.mark.exhaustive
 def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
     sizes = {"vocab_size": 30, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}

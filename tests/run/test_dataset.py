@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 import hfta_func as hfta
+from hfta_func.run.dataset import seed_all
 
 ROWS = 10
 SEEDS = [4, 9, 2]
@@ -299,6 +300,13 @@ WRONG = {
         hfta.BatchError,
         r"a list_iterator has no length or no items by number.*batch_dims=None",
     ),
+    "columns": (
+        ((torch.ones(3, 2), torch.ones(3)), 1),
+        {},
+        hfta.BatchError,
+        "a tuple, no items .* tensors to ArrayLoader",
+    ),
+    "named columns": (({"x": torch.ones(3, 2)}, 1), {}, hfta.BatchError, "is a dict, no items one by one"),
     "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset has no length or no items by number"),
     "none": (([], 1), {}, hfta.BatchError, r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one"),
     "no seeds": ((Noisy(), 4), {"seeds": None}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model"),
@@ -396,7 +404,7 @@ def trained(after=None, data=None, batch_dims=0, seed=0, **options):
             raise KeyboardInterrupt
         return step(state, batch)
 
-    torch.manual_seed(seed)
+    seed_all(seed)
     return hfta.fit(some, state, loader() if data is None else data, epochs=3, **{"progress": False, **options})
 
 
@@ -482,7 +490,7 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for row in range(ROWS):
-            yield {"x": INPUTS[row], "noise": torch.rand(3, dtype=torch.float64)}
+            yield Noisy()[row]
 
 
 class Pipeline:
@@ -497,7 +505,7 @@ class Pipeline:
 
 @pytest.mark.parametrize("make_stream", [lambda: DataLoader(Stream(), 4), Pipeline], ids=["DataLoader", "pipeline"])
 def test_streams_without_a_length_train_and_go_on(make_stream, tmp_path, capsys):
-    torch.manual_seed(0)
+    seed_all(0)
     batches = [*make_stream(), *make_stream(), *make_stream()]
     expected = trained(None, make_stream(), batch_dims=None, progress=True)
     shown = capsys.readouterr().err

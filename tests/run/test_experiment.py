@@ -98,6 +98,7 @@ def test_a_grid_is_the_product():
     found = hfta.grid(lr=torch.tensor([1.0, 2.0]), p=(0.0, 0.5, 0.7), seeds=[4, 9])
     assert found["lr"] == [1.0] * 6 + [2.0] * 6 and found["p"] == [0.0, 0.0, 0.5, 0.5, 0.7, 0.7] * 2
     assert found["seeds"] == [4, 9] * 6 and hfta.grid(lr=[1]) == {"lr": [1], "seeds": [0]}
+    assert hfta.grid(lr=[1], seeds=torch.tensor(2)) == hfta.grid(lr=[1], seeds=2)
     for wrong, shown in (
         ({"lr": 0.1}, "lr is 0.1"),
         ({"lr": []}, r"lr is \[\]"),
@@ -116,6 +117,9 @@ def test_a_grid_is_the_product():
         (lambda: {"loss_fn": smooth, "2.q": 0.1, "weight": 1.0}, "'2.q' is no number of the model; it has .*1.p"),
         (lambda: {"*.q": 0.1}, r"'\*.q' matches no number of the model; it has "),
         (lambda: {"p": [0.1, 0.2]}, "p has 2 values for 4 models"),
+        (lambda: {"seeds": []}, r"seeds is \[\]; give a number of models, or a list of one integer per model"),
+        (lambda: {"seeds": 2.5}, "seeds is 2.5; give a number of models"),
+        (lambda: {"seeds": ["a"]}, "model 0: seed 'a' is not a 64-bit integer"),
         (lambda: {"make_model": make_model()}, "factory is a module"),
         (lambda: {"loss_fn": {"a": mse}}, "dict is no function of a model and a batch; write one"),
         (lambda: {"loss_fn": nn.MSELoss()}, "MSELoss is no function of a model and a batch"),

@@ -151,6 +151,16 @@ def test_evaluate_takes_data(setting, compiled):
         result = hfta.fit(run, state, [next(iter(loader))], epochs=1, evaluate=(error, given), progress=False)
         expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, data)["error"]
         torch.testing.assert_close(result.history["error"][-1], expected, rtol=1e-6, atol=0)
+
+    def of_full_batches(model, batch):
+        return {"error": error(model, batch), **({"full": error(model, batch)} if len(batch[0]) == 4 else {})}
+
+    # A metric that some batches lack is a mean over the rows of the others.
+    result = hfta.fit(step, state, loader, epochs=1, evaluate=(of_full_batches, parts), progress=False)
+    expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, tuple(leaf[:8] for leaf in data))[
+        "error"
+    ]
+    torch.testing.assert_close(result.history["full"][-1], expected, rtol=1e-6, atol=0)
     once = iter([data])
     with pytest.raises(hfta.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"):
         hfta.fit(step, state, loader, epochs=2, evaluate=(error, once), progress=False)
@@ -165,6 +175,26 @@ def test_evaluate_takes_data(setting, compiled):
         hfta.fit(
             lambda state, batch: step(state, batch), state, loader, epochs=1, evaluate=(error, data), progress=False
         )
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [(torch.ones(6, 4), torch.ones(6)), {"x": torch.ones(6, 4)}, None, lambda: iter([])],
+    ids=["tuple", "dict", "NoneType", "function"],
+)
+def test_data_is_no_loader(setting, loader):
+    step, state, _ = setting
+    with pytest.raises(
+        hfta.BatchError, match=r"the loader is a \w+, which does not yield batches; pass .*ArrayLoader\("
+    ):
+        hfta.fit(step, state, loader, epochs=1, progress=False)
+
+
+def test_batches_may_be_a_tuple(setting):
+    step, state, loader = setting
+    batches = list(loader.batches(0))
+    expected = hfta.fit(step, state, batches, epochs=1, progress=False)
+    assert same(hfta.fit(step, state, (*batches,), epochs=1, progress=False), expected)
 
 
 def test_one_row_per_member():

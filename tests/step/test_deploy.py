@@ -117,3 +117,8 @@ def test_what_cannot_be_deployed() -> None:
     with pytest.raises(ValueError, match=r"classes need scores \[M, N, C\]"):
         models = [nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)) for _ in range(2)]
         hfta.Ensemble.from_modules(models).deploy("probabilities")(torch.randn(4, 3))
+    models = [nn.LSTM(3, 2) for _ in range(2)]
+    with pytest.raises(
+        hfta.BatchError, match=r"output is a tuple; .* one tensor .*, so deploy models that return it alone"
+    ):
+        hfta.Ensemble.from_modules(models).deploy()(torch.randn(4, 3))

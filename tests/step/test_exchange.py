@@ -177,7 +177,7 @@ KINDS = {"sgd": (torch.optim.SGD, {"momentum": 0.9}), "adam": (torch.optim.AdamW
 @pytest.mark.parametrize(("kind", "before", "every"), [("sgd", 0, 1), ("sgd", 3, 2), ("adam", 2, 1)])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int, every: int) -> None:
-    """From their start and midway, once per batch and per epoch; the second group has a number that is a tensor."""
+    """From their start to the end and midway, once per batch and per epoch; a number of the second group is a tensor."""
     make, options = KINDS[kind]
     models, generators = _models({"first": (3, 2), "second": (4,)}), _generators(2)
     optimizers = [
@@ -199,7 +199,8 @@ def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int
 
     epochs(models, optimizers, schedulers, generators, before)
     kept = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
-    optimizer = pickle.loads(pickle.dumps(hfta.from_torch(optimizers, schedulers, models=models, steps=9, every=every)))
+    ahead = {"steps": 7 + before, "every": every}
+    optimizer = pickle.loads(pickle.dumps(hfta.from_torch(optimizers, schedulers, models=models, **ahead)))
     # Nothing that was passed in has changed.
     assert str(kept) == str([each.state_dict() for each in optimizers])
     originals = [copy.deepcopy(each) for each in zip(models, optimizers, schedulers, strict=True)]
@@ -296,10 +297,10 @@ def test_the_last_value_is_kept() -> None:
     for _ in range(9):
         updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
         rates.append(-updates["w"][1, 0].item())
-    assert rates == [2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
-    # The present number is what an optimizer gets, and a scheduler goes on as far as its updates say.
+    assert rates == [2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
+    # Schedulers go on after their last step, whose number the optimizers have.
     solo, followers = hfta.to_torch(optimizer, state, models, schedulers)
-    assert solo[1].param_groups[0]["lr"] == 0.5 and followers[1].last_epoch == 4
+    assert solo[1].param_groups[0]["lr"] == 0.25 and followers[1].last_epoch == 3
 
 
 class Unknown(torch.optim.SGD):
@@ -371,6 +372,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "model 0: its scheduler follows another",
     ),
     (lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ExponentialLR, 0.9)), "steps is 0 and every is 1; give"),
+    (
+        lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.OneCycleLR, 0.1, 4), steps=9),
+        r"OneCycleLR fails in step 5 from here: ValueError\('Tried to step 5 times.*; give as many steps as it is made for",
+    ),
     (
         lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
         "goes on from 3 models; stack these, not 2",

@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,18 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func import optim, schedules
-from hfta_func._types import StackError
+from hfta_func import optim
+from hfta_func._types import SIGNS, HyperparameterError, StackError, direction_of
 from hfta_func.callbacks import early_stopping, while_active
-from hfta_func.integrations.lightning_steps import TrainerFacts, loss_of, metrics_of, record_into, share_hparams
+from hfta_func.integrations.lightning_optimizers import optimizer_of
+from hfta_func.integrations.lightning_steps import (
+    TrainerFacts,
+    batch_hooks,
+    loss_of,
+    metrics_of,
+    record_into,
+    share_hparams,
+)
 from hfta_func.models.stack import build, stack_params, unstack_params
 from hfta_func.optim._base import check_choice
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.dataset import generators_restored
 from hfta_func.run.experiment import columns_of
 from hfta_func.run.fit import fit
-from hfta_func.run.history import Callback, History
-from hfta_func.step.exchange import from_torch
+from hfta_func.run.history import Callback, History, present
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
 
@@ -44,6 +50,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(("on_train_epoch_start", "on_validation_epoch_start"), "use on_train_epoch_end"),
     **dict.fromkeys(("on_validation_start", "on_validation_end"), "use on_validation_epoch_end"),
+    **dict.fromkeys(("on_validation_model_eval", "on_validation_model_train"), "call eval() on a part in its train()"),
 }
 """Hooks that members cannot have, and what to do instead."""
 _PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -149,7 +156,7 @@ class LightningArray:
         gradient_clip_algorithm: str = "norm",
         accumulate_grad_batches: int = 1,
         precision: str = "32-true",
-        callbacks: Sequence[Any] = (),
+        callbacks: Any = (),
         **options: Any,
     ) -> History:
         """Train all members from where they are, with new optimizers, as ``Trainer(...).fit(...)`` does.
@@ -162,11 +169,11 @@ class LightningArray:
             val_dataloaders: Those of ``validation_step``.
             max_epochs: Number of epochs.
             datamodule: A ``LightningDataModule``.
-            gradient_clip_val: Largest norm or value of a gradient, one for all members or one each.
+            gradient_clip_val: Largest norm or value of a gradient, one for all members or one each; 0 is no limit.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
             accumulate_grad_batches: Number of batches for each update, of which an epoch must be a multiple.
             precision: ``"bf16-mixed"``, ``"16-mixed"``, or that of the modules by default.
-            callbacks: Those of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
+            callbacks: One or several of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
             options: Further arguments of :func:`hfta_func.fit`, such as ``resume`` and ``restore_best``.
 
         Raises:
@@ -177,21 +184,28 @@ class LightningArray:
             raise TypeError(f"an array's fit has no argument {name}; leave it out, or see docs/howto/lightning.md")
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
         check_choice("precision", precision, (*_PRECISIONS,))
+        if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
+            raise HyperparameterError(
+                f"accumulate_grad_batches is {accumulate_grad_batches!r}; give one number, at least 1"
+            )
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
-        facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, accumulate_grad_batches=accumulate_grad_batches)
+        facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
+        vars(facts).update(accumulate_grad_batches=accumulate_grad_batches)
         for member in members:
             member.trainer = facts
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
         batches = operator.length_hint(train)
         updates, rest = divmod(batches, accumulate_grad_batches)
-        if rest:
-            counts = f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {batches} batches"
-            raise StackError(f"{counts}; leave out the last ones, as drop_last=True does")
+        if rest or (accumulate_grad_batches > 1 and not batches):
+            counts = (
+                f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {batches or 'unknown'} batches"
+            )
+            raise StackError(f"{counts}; leave out the last ones, as drop_last=True does, or give the data a __len__")
         if batches:
             vars(facts).update(num_training_batches=batches, estimated_stepping_batches=updates * max_epochs)
         core = importlib.import_module(f"{package}.core.optimizer")
-        optimizer, followers = _optimizer_of(members, core, updates, max_epochs)
-        if gradient_clip_val is not None:
+        optimizer, followers = optimizer_of(members, core, updates, max_epochs)
+        if gradient_clip_val not in (None, 0):
             optimizer = optim.chain(_CLIPS[gradient_clip_algorithm](gradient_clip_val), optimizer)
         if accumulate_grad_batches > 1:
             optimizer = optim.accumulate(optimizer, accumulate_grad_batches)
@@ -203,13 +217,15 @@ class LightningArray:
         step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
         step_options.setdefault("batch_dims", 0 if isinstance(train, ArrayLoader) and not train.shared else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
-        self.step = make_train_step(models[0], functools.partial(loss_of, rows_of), optimizer, **step_options)
+        about = rows_of, batch_hooks(datamodule, self._base)
+        self.step = make_train_step(models[0], functools.partial(loss_of, *about), optimizer, **step_options)
         params = stack_params(models, share_frozen=self.step.options.share_frozen)
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
-            options["evaluate"] = functools.partial(metrics_of, rows_of), validation
+            options["evaluate"] = functools.partial(metrics_of, *about), validation
         hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
-        options["callbacks"] = [while_active, *hooks, *map(_callback_of, callbacks), *followers]
+        given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        options["callbacks"] = [while_active, *hooks, *map(_callback_of, given), *followers]
         self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
         self.history.columns = self._columns
         self._members = self._with(self.state, range(len(self._members)))
@@ -289,53 +305,6 @@ class LightningArray:
         history.epochs[-1].update(logged)
 
 
-def _optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tuple[Any, list[Callback]]:
-    """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric."""
-    optimizers, configs = [], []
-    for number, member in enumerate(members):
-        configured = member.configure_optimizers()
-        if configured is None:
-            raise StackError(f"model {number}: configure_optimizers returns None, so there is nothing to train")
-        several, schedulers, monitor = core._configure_optimizers(configured)
-        if len(several) != 1 or len(schedulers) > 1:
-            cure = "several networks train by hfta.joint, and several schedulers as one ChainedScheduler"
-            raise StackError(f"model {number}: {len(several)} optimizers and {len(schedulers)} schedulers; {cure}")
-        optimizers += several
-        configs.append(core._configure_schedulers_automatic_opt(schedulers, monitor))
-    if not configs[0]:
-        return from_torch(optimizers, models=members), []
-    configs = [config for each in configs for config in each]
-    kinds = [(each.interval, each.frequency, each.reduce_on_plateau, each.monitor) for each in configs]
-    if len(configs) < len(members) or len({*kinds}) > 1:
-        raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
-    (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
-    if on_plateau:
-        if (interval, frequency) != ("epoch", 1):
-            raise StackError(
-                f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1"
-            )
-        return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
-    if interval == "step" and updates % frequency:
-        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
-    stages = math.ceil((epochs if interval == "epoch" else epochs * updates) / frequency)
-    every = frequency * (updates if interval == "epoch" else 1)
-    return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
-
-
-def _plateau(monitor: str, followed: Sequence[Any]) -> Callback:
-    """The callback that reduces learning rates as schedulers of class ReduceLROnPlateau do."""
-    numbers = {
-        name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")
-    }
-    lowest = [{*each.min_lrs} for each in followed]
-    modes = {(each.mode, each.threshold_mode) for each in followed}
-    if len(modes) > 1 or any(len(values) > 1 for values in lowest):
-        raise StackError("members or groups differ in the mode or min_lr of ReduceLROnPlateau; give all the same")
-    ((mode, threshold_mode),) = modes
-    numbers |= {"min_lr": [values.pop() for values in lowest], "eps": [each.eps for each in followed]}
-    return schedules.plateau(monitor, "lr", mode, threshold_mode=threshold_mode, **numbers)
-
-
 def _callback_of(callback: Any) -> Callback:
     """A callback of :func:`hfta_func.fit` for one of Lightning, or of the user."""
     kinds = [kind for kind in type(callback).__mro__ if "lightning" in kind.__module__]
@@ -344,6 +313,18 @@ def _callback_of(callback: Any) -> Callback:
     if kinds[0].__name__ != "EarlyStopping":
         cure = "restore_best keeps best epochs, resume writes files, and callback(state, history) is called each epoch"
         raise StackError(f"{kinds[0].__name__} is a callback for one Trainer; pass fit none: {cure}")
-    if callback.stopping_threshold is not None or callback.divergence_threshold is not None:
-        raise StackError("EarlyStopping has a threshold, which early_stopping has not; leave it out")
-    return early_stopping(callback.monitor, callback.patience, abs(callback.min_delta), callback.mode)
+    sign, name = SIGNS[direction_of(callback.mode)], callback.monitor
+    # No patience is that of one epoch.
+    patient = early_stopping(name, max(1, callback.patience), abs(callback.min_delta), callback.mode)
+
+    def stop(state: TrainState, history: History) -> TrainState:
+        values = sign * present(history, name)[-1]
+        ended = ~values.isfinite() & callback.check_finite
+        if callback.stopping_threshold is not None:
+            ended |= values < sign * callback.stopping_threshold
+        if callback.divergence_threshold is not None:
+            ended |= values > sign * callback.divergence_threshold
+        stopped: Any = patient(state, history)
+        return stopped._replace(active=stopped.active & ~ended.to(stopped.active.device))
+
+    return stop

@@ -27,7 +27,9 @@ class TrainerFacts:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = f"; it has {', '.join(vars(self))}" if vars(self) else " in a step; use hparams, or a schedule"
+        known = (
+            f"; it has {', '.join(vars(self))}" if vars(self) else " in a step; use self.log, hparams, or a schedule"
+        )
         raise TraceError(f"the module reads self.trainer.{name}, which an array does not have{known}")
 
 
@@ -77,7 +79,10 @@ def record_into(model: Any, logged: Logged) -> None:
     def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: Any = None, **__: Any) -> None:
         if reduce_fx not in ("mean", torch.mean):
             raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
-        logged[name] = torch.as_tensor(value).detach().squeeze().double(), batch_size
+        value = torch.as_tensor(value).detach()
+        if value.numel() != 1:
+            raise StackError(f"'{name}' is logged with shape {list(value.shape)}; log one number, such as its mean")
+        logged[name] = value.squeeze().double(), batch_size
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in dictionary.items():
@@ -86,11 +91,22 @@ def record_into(model: Any, logged: Logged) -> None:
     model.log, model.log_dict = log, log_dict
 
 
-def _call(name: str, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Logged]:
+Hooks = Mapping[str, Callable[..., Any]]
+_BATCH_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
+
+
+def batch_hooks(datamodule: Any, base: type) -> Hooks:
+    """The hooks by which a datamodule, not the module, changes batches: those that it overrides."""
+    inherited = {name: getattr(base, name) for name in _BATCH_HOOKS}
+    overridden = [name for name in inherited if getattr(type(datamodule), name, inherited[name]) is not inherited[name]]
+    return {name: getattr(datamodule, name) for name in overridden}
+
+
+def _call(name: str, hooks: Hooks, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Logged]:
     """What a step returns, and what it logs."""
     before, logged = (model._trainer, model._hparams), {}
-    batch = model.transfer_batch_to_device(model.on_before_batch_transfer(batch, 0), model.device, 0)
-    given = model.on_after_batch_transfer(batch, 0), _NoBatchIndex()
+    start, move, end = (hooks.get(hook) or getattr(model, hook) for hook in _BATCH_HOOKS)
+    given = end(move(start(batch, 0), model.device, 0), 0), _NoBatchIndex()
     step = getattr(model, name)
     numbers = {path: value for path, value in hparams.items() if "." not in path}
     model._trainer, model._hparams = TrainerFacts(), _Hparams(model._hparams | numbers)
@@ -102,9 +118,9 @@ def _call(name: str, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tupl
         del model.log, model.log_dict
 
 
-def loss_of(rows_of: Callable[[Any], int], model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Any]:
+def loss_of(rows_of: Callable[[Any], int], hooks: Hooks, model: Any, batch: Any, hparams: Any) -> tuple[Any, Any]:
     """The loss of ``training_step``, and the sums over rows of what it logs."""
-    loss, logged = _call("training_step", model, batch, hparams)
+    loss, logged = _call("training_step", hooks, model, batch, hparams)
     sums: dict[str, Tensor] = {}
     for name, (value, size) in logged.items():
         sums[name + ROWS] = torch.as_tensor(rows_of(batch) if size is None else size, device=value.device).double()
@@ -112,9 +128,9 @@ def loss_of(rows_of: Callable[[Any], int], model: Any, batch: Any, hparams: Mapp
     return loss["loss"] if isinstance(loss, Mapping) else loss, sums
 
 
-def metrics_of(rows_of: Callable[[Any], int], model: Any, batch: Any, hparams: Mapping[str, Any]) -> dict[str, Tensor]:
+def metrics_of(rows_of: Callable[[Any], int], hooks: Hooks, model: Any, batch: Any, hparams: Any) -> dict[str, Tensor]:
     """What ``validation_step`` logs, to be weighted by the rows of batches."""
-    _, logged = _call("validation_step", model, batch, hparams)
+    _, logged = _call("validation_step", hooks, model, batch, hparams)
     metrics = {name: value for name, (value, _) in logged.items()}
     for name, (value, size) in logged.items():
         if size is not None:

@@ -254,8 +254,11 @@ class _Batches:
         seeds = random.fold_in(random.fold_in(self._keys, _COLLATING), epoch)
         iterators: list[Any] = []
         with generators_restored():
-            for loader in self._loaders:
-                loader.set_epoch(epoch)
+            for loader, seed in zip(self._loaders, seeds.tolist(), strict=True):
+                # One of a user's own orders rows by PyTorch's generator, as do the processes of any.
+                seed_all(seed)
+                if hasattr(loader, "set_epoch"):
+                    loader.set_epoch(epoch)
                 iterators.append(iter(loader))
         for update in range(-(-len(self) // groups)):
             samples, counts = [], []
@@ -315,12 +318,17 @@ class _Evaluation:
         return {**({} if loss is None else {"loss": loss}), **{f"{i}": leaf for i, leaf in enumerate(leaves)}}
 
     def __call__(self, state: TrainState) -> Metrics:
-        """The metrics of every member."""
+        """The metrics of every member, over each data set if there are several."""
+        datasets = self._trainer.eval_dataset
+        names = {f"eval_{name}": name for name in datasets} if isinstance(datasets, dict) else {"eval": None}
+        return {name: value for each in names.items() for name, value in self._metrics(state, *each).items()}
+
+    def _metrics(self, state: TrainState, prefix: str, dataset: str | None) -> Metrics:
         args, prediction = self._trainer.args, importlib.import_module("transformers.trainer_utils").EvalPrediction
         outputs = [self._tools.EvalLoopContainer(args.eval_do_concat_batches) for _ in self._trainers]
         labels = self._tools.EvalLoopContainer(args.eval_do_concat_batches)
         total, rows = torch.zeros(len(outputs), dtype=torch.float64), 0
-        for batch in self._trainer.get_eval_dataloader():
+        for batch in self._trainer.get_eval_dataloader(dataset):
             metrics, size = self._step(state._replace(opt_state=()), batch), self._tools.find_batch_size(batch)
             rows += size
             if "loss" in metrics:
@@ -333,10 +341,10 @@ class _Evaluation:
                 if trainer.preprocess_logits_for_metrics is not None:
                     logits = trainer.preprocess_logits_for_metrics(logits, targets)
                 outputs[member].add(logits)
-        columns: dict[str, list[float]] = {"eval_loss": (total / rows).tolist()}
+        columns: dict[str, list[float]] = {f"{prefix}_loss": (total / rows).tolist()}
         arrays = labels.get_arrays()
         for trainer, container in zip(self._trainers if self._trainer.compute_metrics else (), outputs, strict=False):
             given = prediction(predictions=container.get_arrays(), label_ids=arrays)
             for name, value in trainer.compute_metrics(given).items():
-                columns.setdefault(f"eval_{name.removeprefix('eval_')}", []).append(float(value))
+                columns.setdefault(f"{prefix}_{name.removeprefix(f'{prefix}_')}", []).append(float(value))
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

@@ -17,7 +17,7 @@ from hfta_func import random
 from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import BatchError, HyperparameterError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.step.batch import plain, restored
+from hfta_func.step.batch import is_table, plain, restored
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
@@ -77,6 +77,11 @@ class DatasetLoader(ArrayLoader):
         **options: Any,
     ):
         is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if is_table(dataset):
+            kind = type(dataset).__qualname__
+            raise BatchError(
+                f"the data set is a {kind}, no items one by one; pass a part of it, or tensors to ArrayLoader"
+            )
         if is_stream or not isinstance(dataset, Sized):
             raise BatchError(
                 f"a {type(dataset).__qualname__} has no length or no items by number, which can be dealt to models; write "

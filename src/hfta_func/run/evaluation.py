@@ -73,19 +73,22 @@ class Evaluation:
             parts.append((members, tensors[0].shape[self._axis] if tensors else 1, metrics))
         if len(parts) == 1 and parts[0][0] is None and parts[0][1]:
             return parts[0][2]
-        rows, totals = torch.zeros(len(state.keys), dtype=torch.float64, device=device), {}
+        rows = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
+        totals, rows_of = {}, {}
         for members, size, metrics in parts:
             chosen = slice(None) if members is None else members
             rows[chosen] += size
             for name, value in metrics.items():
                 value = value if value.is_floating_point() else value.double()
                 totals.setdefault(name, value.new_zeros(len(rows), *value.shape[1:]))[chosen] += size * value
+                rows_of.setdefault(name, torch.zeros_like(rows))[chosen] += size
         if not bool(rows.all()):
             raise BatchError(
                 f"model {int((rows == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
                 f"iterated over in every epoch, such as a list"
             )
-        return {name: total / per_model(rows, total) for name, total in totals.items()}
+        # Some batches may lack a metric.
+        return {name: total / per_model(rows_of[name], total) for name, total in totals.items()}
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""

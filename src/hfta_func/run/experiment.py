@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hfta_func import random
 from hfta_func._tree import indices, take
 from hfta_func._types import HyperparameterError, Params, Shared
 from hfta_func.models.padding import padded
@@ -45,7 +46,7 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
         >>> grid(lr=[0.1, 0.2], seeds=2)
         {'lr': [0.1, 0.1, 0.2, 0.2], 'seeds': [0, 1, 0, 1]}
     """
-    axes = {**values, "seeds": range(seeds) if isinstance(seeds, int) else seeds}
+    axes = {**values, "seeds": _seeds(seeds)}
     for name, axis in axes.items():
         if not _column(axis):
             raise HyperparameterError(
@@ -221,13 +222,21 @@ class Experiment:
 def columns_of(
     seeds: int | Sequence[int] | Tensor, values: Mapping[str, Any]
 ) -> tuple[list[int], dict[str, list[Any]]]:
-    """One seed per member, and one of each value; raises a HyperparameterError if a list has another length."""
-    numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
+    """One seed per member, and one of each value; raises a HyperparameterError if there is none, or not one for each."""
+    numbers = random.keys(_seeds(seeds)).tolist()
+    if not numbers:
+        raise HyperparameterError(f"seeds is {seeds!r}; give a number of models, or a list of one integer per model")
     columns = {name: _column(value) or [value] * len(numbers) for name, value in values.items()}
     for name, column in columns.items():
         if len(column) != len(numbers):
             raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
     return numbers, columns
+
+
+def _seeds(seeds: Any) -> list[Any]:
+    """The seeds for a number of members, or those given."""
+    seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    return _column(range(seeds) if isinstance(seeds, int) else seeds)
 
 
 def _column(values: Any) -> list[Any]:

@@ -74,9 +74,10 @@ def fit(
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
-            these, from the states that PyTorch's generator and its own, as of a shuffling ``DataLoader``, had at the start
-            of the epoch, by skipping the batches already seen. What would keep the file from being written is found before
-            the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
+            these, from the states that its own generators, as of a shuffling ``DataLoader``, and those of PyTorch, Python and
+            NumPy had at the start of the epoch, by skipping the batches already seen. What would keep the file from being
+            written is found before the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
+            even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
@@ -97,6 +98,7 @@ def fit(
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
 
     Raises:
+        BatchError: if the loader is no iterable over batches, such as data itself, or a batch does not fit the array.
         ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
             that the step reports too, ``save_every`` is given without ``resume`` or is less than 1, or ``profile`` is to see
             into workers or an executor.

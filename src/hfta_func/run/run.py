@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import operator
+import random as python_random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hfta_func._tree import followed
-from hfta_func._types import CheckpointError, StateError
+from hfta_func._types import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
 
@@ -36,6 +38,11 @@ class Run:
         evaluate: Callable[[TrainState], Metrics] | None = None,
     ):
         check_state(state)
+        if is_table(loader) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise BatchError(
+                f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
+                f"such as ArrayLoader(data, batch_size, seeds=seeds)"
+            )
         # What a loader has besides iteration is optional.
         self.state, self.best, self.evaluate = state, best, evaluate
         self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
@@ -143,7 +150,7 @@ class Drawn:
 
     def __init__(self, loader: Iterable[Any]):
         self._loader = loader
-        self._start: list[Tensor] | None = None
+        self._start: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self._start = self._states()
@@ -155,15 +162,25 @@ class Drawn:
 
     def state_dict(self) -> dict[str, Any]:
         """The states at the start of the epoch."""
-        return {"generators": self._states() if self._start is None else self._start}
+        return self._states() if self._start is None else self._start
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the generators back to the states of :meth:`state_dict`."""
         for generator, state in zip(self._generators(), state_dict["generators"], strict=True):
             generator.set_state(state.cpu())
+        # Files of earlier versions have those of PyTorch alone.
+        if "python" in state_dict:
+            version, words, gauss = state_dict["python"]
+            python_random.setstate((version, (*words,), gauss))
+        if "numpy" in state_dict and (numpy := sys.modules.get("numpy")):
+            numpy.random.set_state((*state_dict["numpy"],))
 
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators()]
+    def _states(self) -> dict[str, Any]:
+        states = {"generators": [generator.get_state() for generator in self._generators()]}
+        if numpy := sys.modules.get("numpy"):
+            kind, words, *others = numpy.random.get_state()
+            states["numpy"] = [kind, words.tolist(), *others]
+        return {**states, "python": python_random.getstate()}
 
     def _generators(self) -> list[torch.Generator]:
         batches = getattr(self._loader, "batch_sampler", None)

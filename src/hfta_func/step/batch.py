@@ -82,6 +82,14 @@ def is_plain(batch: Tree) -> bool:
     return not _is_record(batch)
 
 
+def is_table(data: Any) -> bool:
+    """Whether data is the columns of a table, such as ``(inputs, targets)``, and no sequence of batches or items."""
+    if isinstance(data, Mapping) or not isinstance(data, tuple):
+        return isinstance(data, Mapping)
+    shapes = [leaf.shape for leaf in data if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(shapes) == len(data) and len({rows for rows, *_ in shapes}) == 1 < len({*shapes})
+
+
 def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
     """The tree with a number for every leaf, and the leaves by number."""
     listed: list[Any] = []

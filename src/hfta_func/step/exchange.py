@@ -85,7 +85,7 @@ def from_torch(
     Args:
         optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
         schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
-            numbers that they change are kept in the state, ``float64[M, steps]``. ``with_hyperparams`` sets the highest one.
+            numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
@@ -176,7 +176,7 @@ def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Map
 
 
 def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
-    """The arguments of ``make`` for each group: of numbers, ``[steps]`` or ``[steps, 2]``, those before each step."""
+    """The arguments of ``make`` for each group: of numbers, ``[steps + 1]`` or ``[steps + 1, 2]``, all that they become."""
     known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
@@ -186,7 +186,7 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         for group in optimizer.param_groups
     ]
     rows: list[list[list[Any]]] = []
-    for _ in range(max(steps, 1)) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
+    for _ in range(steps + 1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps + 1):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
@@ -199,11 +199,15 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
 def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
     """A copy of a scheduler that follows another optimizer, before its first step and after each, without warnings."""
     follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-    while True:
+    for number in itertools.count(1):
         yield follower
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            follower.step()
+            try:
+                follower.step()
+            except Exception as error:
+                why = f"{type(scheduler).__qualname__} fails in step {number} from here: {error!r}"
+                raise StackError(f"{why}; give as many steps as it is made for") from error
 
 
 def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
@@ -292,7 +296,7 @@ def to_torch(
     lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
     if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
         raise StackError("the optimizer was not made of these schedulers; make new ones over the returned optimizers")
-    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(min=0).long()
+    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(0, lr["rows"].shape[1] - 1).long()
     return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
 
 

@@ -109,7 +109,7 @@ class Deployed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation over members, ``[N, ...]``."""
-        prediction = Prediction(self.ensemble(*args, **kwargs))
+        prediction = Prediction(_one_tensor(self.ensemble(*args, **kwargs), "deploy models that return it alone"))
         if self.outputs == "probabilities":
             prediction = Prediction(prediction.scores.softmax(-1))
         return prediction.mean, prediction.std
@@ -153,16 +153,17 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
             output = run(**batch)
         else:
             output = run(*batch) if isinstance(batch, tuple | list) else run(batch)
-        if not isinstance(output, Tensor) or output.dim() < 2:
-            what = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
-            raise BatchError(
-                f"the members' output is {what}; a prediction needs one tensor [M, N, ...], so call the ensemble itself and "
-                f"pass what you need of its output to Prediction"
-            )
-        parts.append(output)
+        parts.append(_one_tensor(output, "call the ensemble itself and pass what you need of its output to Prediction"))
     if not parts:
         raise BatchError("there are no batches; pass a tensor, or at least one")
     return Prediction(torch.cat(parts, dim=1))
+
+
+def _one_tensor(output: Any, cure: str) -> Tensor:
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        what = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
+        raise BatchError(f"the members' output is {what}; a prediction needs one tensor [M, N, ...], so {cure}")
+    return output
 
 
 def predict(
