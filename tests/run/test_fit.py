@@ -784,3 +784,15 @@ def test_counts_are_metrics_of_callbacks(setting):
         callbacks=[hfta.early_stopping("right", 2, mode="max")], restore_best=("right", "max"),
     )  # fmt: skip
     assert history["right"].dtype == torch.int64 and state.active.tolist() == [False, True, False]
+
+
+def test_batches_that_lack_a_metric_do_not_count_for_it():
+    def loss_fn(model, batch):
+        value = model(batch).square().mean()
+        return value, {"mean": batch.mean()} if len(batch) == 4 else {}
+
+    step = hfta.make_train_step(torch.nn.Linear(2, 1), loss_fn, hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.init_params(lambda: torch.nn.Linear(2, 1), [0, 1]), seeds=[0, 1])
+    batches = [torch.full((rows, 2), value) for rows, value in ((4, 1.0), (2, 9.0), (4, 2.0))]
+    _, history = hfta.fit(step, state, batches, epochs=2, progress=False)
+    assert [epoch["mean"].tolist() for epoch in history.epochs] == [[1.5, 1.5]] * 2

@@ -261,6 +261,8 @@ class Running:
     def __init__(self):
         self.batches = 0
         self.sums: Metrics = {}
+        # In how many batches each was: some batches may lack a metric.
+        self.counts: dict[str, int] = {}
         self.failed: Metrics = {}
 
     def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
@@ -287,13 +289,14 @@ class Running:
         """Add the sums of the members ``kept`` out of ``num_models``; the others had no batch."""
         self.batches += few.batches
         for name, value in few.sums.items():
-            self._sum(name, _widened(value, kept, len(kept), num_models))
+            self._sum(name, _widened(value, kept, len(kept), num_models), few.counts[name])
         if few.failed:
             empty = {name: value.new_zeros(num_models) for name, value in few.failed.items()}
             self._fail({name: empty[name].index_copy(0, kept, value) for name, value in few.failed.items()})
 
-    def _sum(self, name: str, value: Tensor) -> None:
+    def _sum(self, name: str, value: Tensor, count: int = 1) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.counts[name] = self.counts.get(name, 0) + count
 
     def _fail(self, failed: Metrics) -> None:
         """Record failures of members that had none before."""
@@ -304,7 +307,7 @@ class Running:
 
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {name: value / self.batches for name, value in self.sums.items()}
+        means = {name: value / self.counts[name] for name, value in self.sums.items()}
         if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
             raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         hidden = means.keys() & further.keys()
@@ -326,11 +329,11 @@ class Running:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
-        return {"batches": self.batches, "sums": {**self.sums}, "failed": {**self.failed}}
+        return {"batches": self.batches, "counts": {**self.counts}, "sums": {**self.sums}, "failed": {**self.failed}}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""
-        self.batches = state_dict["batches"]
+        self.batches, self.counts = state_dict["batches"], {**state_dict["counts"]}
         self.sums, self.failed = (
             {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
         )
