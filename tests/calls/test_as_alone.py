@@ -1,0 +1,105 @@
+"""What one model alone refuses, members that run as one refuse in the same words; and the dtypes of results are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from ways import loss
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Func = Callable[[nn.Linear, Tensor], Tensor]
+SHORT, EYE = torch.ones(4), torch.eye(4, dtype=torch.float64)
+"""In float32, and in float64 as the model."""
+
+REFUSED: dict[str, Func] = {
+    "addmm": lambda fc, x: torch.addmm(fc(x)[0].float(), fc(x), EYE),
+    "addmm_": lambda fc, x: fc(x).float().addmm_(fc(x), fc.weight),
+    "addmv": lambda fc, x: torch.addmv(fc(x)[:, 0].float(), fc(x), EYE[0]),
+    "addbmm": lambda fc, x: torch.addbmm(SHORT.expand(5, 4), fc(x).expand(2, 5, 4), EYE.expand(2, 4, 4)),
+    "baddbmm": lambda fc, x: fc(x).float().expand(2, 5, 4).baddbmm(fc(x).expand(2, 5, 4), EYE.expand(2, 4, 4)),
+    "linear": lambda fc, x: F.linear(fc(x), fc.weight, SHORT),
+    "linear of rows": lambda fc, x: F.linear(fc(x)[None], fc.weight, SHORT),
+    "linear of a vector": lambda fc, x: F.linear(fc(x), fc.bias, SHORT[0]),
+    "complex": lambda fc, x: torch.complex(fc(x), x.float()).abs(),
+    "heaviside": lambda fc, x: torch.heaviside(fc(x).detach(), SHORT) * fc(x),
+    "layer norm": lambda fc, x: F.layer_norm(fc(x).float(), [4], SHORT, EYE[0]),
+    "batch norm": lambda fc, x: F.batch_norm(fc(x).float(), None, None, SHORT, EYE[0], training=True),
+    "nll loss": lambda fc, x: F.nll_loss(fc(x).log_softmax(1), torch.tensor([0, 1, 2, 3, 0]), SHORT),
+    "fill_": lambda fc, x: fc(x) * x.clone().fill_(fc(x)[0]),
+    "fill_ of what the model makes": lambda fc, x: fc(x) * torch.zeros(5, 4).fill_(fc(x)[0, :1]),
+    "masked_fill": lambda fc, x: fc(x).masked_fill(x > 0, fc(x)[0]),
+    "masked_fill_ by a constant": lambda fc, x: fc(x).masked_fill_(x > 0, EYE[0]),
+}
+
+PROMOTED: dict[str, Func] = {
+    "where": lambda fc, x: torch.where(x > 0, fc(x).float(), fc.bias[0]),
+    "where of whole numbers": lambda fc, x: fc(x) * torch.where(x > 0, torch.arange(4), torch.tensor(2.5)),
+    "where as a method": lambda fc, x: fc(x).float().where(x > 0, other=torch.tensor(2.0, dtype=torch.float64)),
+    "clamp": lambda fc, x: fc(x).float().clamp(fc.bias[0] - 0.2, max=torch.tensor(0.3, dtype=torch.float64)),
+    "addcmul": lambda fc, x: torch.addcmul(fc(x).float(), fc.bias[0], tensor2=fc.bias[1], value=2),
+    "addcdiv": lambda fc, x: torch.addcdiv(fc(x).float(), fc.bias[0], fc.bias[1] + 2),
+    "slice_scatter": lambda fc, x: torch.slice_scatter(fc(x), fc(x)[:2].float(), 0, 1, 3),
+}
+
+
+class Applies(nn.Module):
+    """A function of a linear layer."""
+
+    def __init__(self, func: Func) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4, dtype=torch.float64)
+        self.func = func
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.func(self.fc, x)
+
+
+def calls(func: Func, count: int) -> dict[str, Callable[[], Any]]:
+    """A step and an evaluation of the first of three models, and of all."""
+    torch.manual_seed(0)
+    models, x = [Applies(func) for _ in range(count)], torch.randn(count, 5, 4, dtype=torch.float64)
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
+    evaluate = hfta.make_eval_step(models[0], loss, batch_dims=0)
+    stacked = hfta.stack_params(models)
+    return {
+        "alone": lambda: loss(models[0], x[0].clone()),
+        "train": lambda: step(step.init(*stacked, seeds=range(count)), x),
+        "evaluate": lambda: evaluate(stacked, x),
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_model_refuses_an_array_refuses(name, count):
+    ways = calls(REFUSED[name], count)
+    texts = []
+    for call in ways.values():
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        texts.append(str(caught.value))
+    assert texts[1:] == texts[:1] * 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", PROMOTED)
+def test_numbers_count_less_than_tensors_with_axes(name, count):
+    ways = calls(PROMOTED[name], count)
+    ways["train"]()
+    alone, metrics = ways["alone"](), ways["evaluate"]()
+    assert metrics["loss"].dtype == alone.dtype
+    torch.testing.assert_close(metrics["loss"][0], alone.detach())
+
+
+def test_a_loss_of_two_dtypes_is_refused_where_its_dtype_would_differ():
+    ways = calls(lambda fc, x: F.binary_cross_entropy_with_logits(fc(x), (x > 0).float(), reduction="none"), 3)
+    for way in ("train", "evaluate"):
+        with pytest.raises(hfta.TraceError, match="cast them to one dtype"):
+            ways[way]()
