@@ -103,3 +103,71 @@ def test_a_loss_of_two_dtypes_is_refused_where_its_dtype_would_differ():
     for way in ("train", "evaluate"):
         with pytest.raises(hfta.TraceError, match="cast them to one dtype"):
             ways[way]()
+
+
+class Table(nn.Module):
+    """Its class holds parts of it in one of several ways; ``uses`` computes with what is held."""
+
+    held: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, uses: Callable[[dict[str, Any], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.cell = nn.Linear(4, 4), nn.LSTM(4, 4)
+        self.register_buffer("mean", torch.randn(4))
+        self.uses = uses
+        weight = self.fc.weight
+        self.held.update(fc=self.fc, cell=[self.cell], bias=self.fc.bias, mean=self.mean, call=lambda x: x @ weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.uses(self.held, x)
+
+
+HELD: dict[str, tuple[Callable[[dict[str, Any], Tensor], Tensor], str]] = {
+    "parameter": (lambda held, x: held["bias"] * 2, "fc.bias"),
+    "detached": (lambda held, x: held["bias"].detach(), "fc.bias"),
+    "module": (lambda held, x: held["fc"](x), "fc.weight"),
+    "recurrent layer": (lambda held, x: held["cell"][0](x)[0], "cell.weight_ih_l0"),
+    "closure": (lambda held, x: held["call"](x), "fc.weight"),
+    "written buffer": (lambda held, x: held["mean"].add_(1), "mean"),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", HELD)
+def test_parameters_that_a_class_holds_are_refused(name, count, chunk_size):
+    uses, path = HELD[name]
+    models, x = [Table(uses) for _ in range(count)], torch.randn(5, 4)
+    before = models[-1].mean.clone()
+    stacked = hfta.stack_params(models)
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
+    evaluate = hfta.make_eval_step(models[0], loss, chunk_size=chunk_size)
+    for call in (lambda: step(step.init(*stacked, seeds=range(count)), x), lambda: evaluate(stacked, x)):
+        with pytest.raises(hfta.TraceError, match=f"uses '{path}' of a model itself"):
+            call()
+    assert torch.equal(before, models[-1].mean)
+
+
+def test_what_a_class_holds_may_be_asked_for_its_shape_and_be_a_constant():
+    def uses(held: dict[str, Any], x: Tensor) -> Tensor:
+        assert held["bias"].shape == (4,) and held["bias"].requires_grad
+        return held["mean"] + torch.zeros_like(held["bias"]) + x.new_ones(held["bias"].numel()).to(held["bias"].device)
+
+    models, x = [Table(uses) for _ in range(3)], torch.randn(5, 4)
+    expected = torch.stack([loss(model, x) for model in models]).detach()
+    found = hfta.make_eval_step(models[0], loss)(hfta.stack_params(models), x)["loss"]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_loss_that_calls_another_model_than_it_is_given_is_refused():
+    net = nn.Linear(4, 4)
+    step = hfta.make_train_step(net, lambda model, x: loss(net, x), hfta.sgd(lr=0.1), batch_dims=None)
+    with pytest.raises(hfta.TraceError, match=r"take it from the model that is called \(self.weight, model.weight\)"):
+        step(step.init(*hfta.init_params(lambda: nn.Linear(4, 4), [0, 1]), seeds=[0, 1]), torch.randn(5, 4))
+
+
+def test_parameters_that_are_passed_as_they_are_are_no_constants():
+    net, x = nn.Linear(4, 4), torch.randn(3, 5, 4)
+    hfta.stack_params([net])
+    run = hfta.vmap(hfta.functional(net), (None, None, 0))
+    assert torch.equal(run(dict(net.named_parameters()), {}, x)[0], net(x))
