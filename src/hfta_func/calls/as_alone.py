@@ -96,8 +96,8 @@ def _with_start(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return result
     raise TraceError(
         f"the model or the loss uses '{paths[0]}' of a model itself, not of the member that runs: a class attribute, a "
-        f"global or a variable holds it with the values of the start; take it from the model that is called (self.{paths[0]}, "
-        f"model.{paths[0]}), or hold a copy, tensor.detach().clone(), if it shall stay as it is"
+        f"global or a variable holds it with the values of the start; take it from the model that is called "
+        f"(self.{paths[0]}, model.{paths[0]}), or hold a copy, tensor.detach().clone(), if it shall stay as it is"
     )
 
 
