@@ -171,3 +171,12 @@ def test_parameters_that_are_passed_as_they_are_are_no_constants():
     hfta.stack_params([net])
     run = hfta.vmap(hfta.functional(net), (None, None, 0))
     assert torch.equal(run(dict(net.named_parameters()), {}, x)[0], net(x))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_write_into_a_parameter_that_trains_is_refused_by_its_line(count, chunk_size):
+    models = [Applies(lambda fc, x: fc(x) * fc.weight.mul_(2).sum()) for _ in range(count)]
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
+    with pytest.raises(hfta.TraceError, match=r"test_as_alone.*writes a parameter in place"):
+        step(step.init(*hfta.stack_params(models), seeds=range(count)), torch.randn(5, 4, dtype=torch.float64))
