@@ -36,6 +36,7 @@ REFUSED: dict[str, Func] = {
     "fill_": lambda fc, x: fc(x) * x.clone().fill_(fc(x)[0]),
     "fill_ of what the model makes": lambda fc, x: fc(x) * torch.zeros(5, 4).fill_(fc(x)[0, :1]),
     "masked_fill": lambda fc, x: fc(x).masked_fill(x > 0, fc(x)[0]),
+    "masked_fill by names": lambda fc, x: torch.masked_fill(input=fc(x), mask=x > 0, value=fc(x)[0]),
     "masked_fill_ by a constant": lambda fc, x: fc(x).masked_fill_(x > 0, EYE[0]),
 }
 

@@ -44,7 +44,7 @@ def as_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(*args, **kwargs)
     kinds = {leaf.dtype for leaf in given}
     if func in _NUMBERS:
-        value = kwargs.get("value", args[-1])
+        value = kwargs["value"] if "value" in kwargs else args[-1]
         if not isinstance(value, Tensor) or value.dim() == 0:
             return func(*args, **kwargs)
     elif len(kinds) == 1:
@@ -82,7 +82,8 @@ def _with_start(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """``func(*args, **kwargs)``; raises an error if it computes from a parameter of the start, or writes a buffer of it."""
     body = running_body()
     held = () if body is None else {id(held.get(name)) for held, name in body.places.values()}
-    met = [] if body is None else [_started[id(x)] for x in given if id(x) in _started and id(x) not in held]
+    entries = [] if body is None else [_started.get(id(x)) for x in given if id(x) not in held]
+    met = [entry for entry in entries if entry is not None and entry[0]() is not None]
     written = {id(tensor) for tensor in targets(func, args, kwargs)}
     paths = [path for start, path, _ in met if id(start()) in written]
     if not paths:
