@@ -49,6 +49,8 @@ FILES_IN = {
         "scan",
         "scalar_args",
         "captured",
+        "made",
+        "as_alone",
     ],
     "rules": [
         *(

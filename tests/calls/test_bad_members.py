@@ -195,3 +195,11 @@ def test_the_determinant_of_a_singular_matrix_is_that_of_torch() -> None:
     for func in (linalg.slogdet, torch.logdet):
         for found, expected in zip(hfta.vmap(func)(matrices), func(matrices), strict=True):
             assert torch.equal(found, expected)
+
+
+def test_the_norm_of_a_result_compiles() -> None:
+    for call in (lambda x: (x * 2).norm(dim=0), lambda x: (x * 2).norm("nuc"), lambda x: x.norm()):
+        torch._dynamo.reset()
+        x = torch.randn(M, SIZE, SIZE)
+        compiled = torch.compile(hfta.vmap(call), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), torch.stack([call(row) for row in x]))

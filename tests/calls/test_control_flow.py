@@ -52,6 +52,11 @@ def of_cond(model: Any, x: Tensor) -> Tensor:
     return model.out(y + other["z"])
 
 
+def of_cond_of_a_tree(model: Any, x: Tensor) -> Tensor:
+    branches = (lambda tree, z: tree["y"][0].sin() + z, lambda tree, z: tree["y"][0] * z)
+    return model.out(torch.cond(x.sum() > 0, *branches, ({"y": [model.layer(x)]}, x[:, :4])))
+
+
 def of_while_loop(model: Any, x: Tensor) -> Tensor:
     count, y = while_loop(
         lambda count, y: y.square().sum() < 60,
@@ -67,6 +72,16 @@ def of_while_loop_over_zeros(model: Any, x: Tensor) -> Tensor:
         lambda i, total: i < 3, lambda i, total: (i + 1, total * 0.5 + y), (torch.tensor(0), torch.zeros(6, 4))
     )
     return model.out(total)
+
+
+def of_while_loop_with_a_tree(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    _, tree = while_loop(
+        lambda count, tree: tree["y"][0].square().sum() < 60,
+        lambda count, tree: (count + 1, {"y": [tree["y"][0] * 1.3 + x]}),
+        (x.new_zeros(()), {"y": [y]}),
+    )
+    return model.out(tree["y"][0])
 
 
 def of_map(model: Any, x: Tensor) -> Tensor:
@@ -103,7 +118,10 @@ def of_switch(model: Any, x: Tensor) -> Tensor:
     return model.out(higher_order.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
 
 
-FLOWS = [of_cond, of_while_loop, of_while_loop_over_zeros, of_map, of_scan, of_scan_backwards, of_associative_scan]
+FLOWS = [
+    *(of_cond, of_cond_of_a_tree, of_while_loop, of_while_loop_over_zeros, of_while_loop_with_a_tree),
+    *(of_map, of_scan, of_scan_backwards, of_associative_scan),
+]
 # From PyTorch 2.14 on.
 FLOWS += [of_switch] * hasattr(higher_order, "switch")
 

@@ -163,6 +163,27 @@ def test_a_counter_of_operations_around_a_step_is_refused() -> None:
         train(lambda model, y: None, 3)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_counter_of_operations_around_an_evaluation_counts_those_of_the_loop(count):
+    models, x = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)) for _ in range(count)], torch.randn(5, 4)
+
+    def counted(model, x):
+        with FlopCounterMode(display=False) as counter:
+            model(x)
+        return torch.tensor(float(counter.get_total_flops()))
+
+    with FlopCounterMode(display=False) as expected, torch.no_grad():
+        for model in models:
+            model(x)
+    stacked, evaluate = hfta.stack_params(models), hfta.make_eval_step(models[0], loss)
+    evaluate(stacked, x)
+    with FlopCounterMode(display=False) as counter:
+        evaluate(stacked, x)
+    assert counter.get_total_flops() == expected.get_total_flops() == count * 480
+    inside = hfta.make_eval_step(models[0], counted)
+    assert inside(stacked, x)["counted"].tolist() == [count * 480.0] * count
+
+
 def test_forward_hooks_change_and_keep_activations() -> None:
     kept = {}
 

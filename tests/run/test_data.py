@@ -1,6 +1,10 @@
 """Batches: every member's own order, the same alone as in an array."""
 
+import collections
+import contextlib
+import importlib
 import json
+from typing import Any
 
 import optree
 import pandas
@@ -272,3 +276,14 @@ def test_a_shared_loader_gives_the_epochs_in_turn():
 def test_data_on_a_device_named():
     loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, device="meta", shuffle=False)
     assert loader.keys.device.type == "meta" and loader.data["x"].device.type == "meta"
+
+
+def test_rows_of_a_mapping_of_any_class_are_dealt_as_those_of_a_dict():
+    data = {"x": torch.randn(6, 2), "y": torch.randn(6)}
+    expected = [*hfta.ArrayLoader(data, 4, seeds=[0, 1])]
+    kinds: list[Any] = [collections.UserDict(data)]
+    with contextlib.suppress(ImportError):
+        kinds.append(importlib.import_module("tensordict").TensorDict(data, batch_size=[6]))
+    for kind in kinds:
+        for batch, wanted in zip(hfta.ArrayLoader(kind, 4, seeds=[0, 1]), expected, strict=True):
+            assert all(torch.equal(batch[name], wanted[name]) for name in data)

@@ -58,13 +58,15 @@ def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: 
             "compiled program cannot; loop a fixed number of times and mask (torch.where), or leave the step uncompiled"
         )
     going, values, starts, part = call(None, going_on, *carried, *additional), [*carried], [*carried], 0
+    spec: Any = None
     while (some := _torch.values_of(going)).any():
         # A member that is done computes where it last went on: elsewhere its gradient could be 0 * inf.
         starts = [
             torch.where(going, value, start.detach()) if isinstance(start, Tensor) and not some.all() else value
             for value, start in zip(values, starts, strict=True)
         ]
-        ends = call(part, body, *starts, *additional)
+        # PyTorch carries trees as their leaves.
+        ends, spec = pytree.tree_flatten(call(part, body, *starts, *additional))
         for start, end in zip(starts, ends, strict=True):
             if isinstance(start, Tensor) and (start.shape, start.dtype) != (end.shape, end.dtype):
                 raise TraceError(
@@ -76,7 +78,9 @@ def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: 
         else:
             values = [torch.where(going, end, value) for end, value in zip(ends, values, strict=True)]
         going, part = going & call(None, going_on, *values, *additional), part + 1
-    return tuple(value.clone() if isinstance(value, Tensor) and part == 0 else value for value in values)
+    if spec is not None:
+        return pytree.tree_unflatten(values, spec)
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in values)
 
 
 def _map(call: Call, func: Any, xs: Any, additional: Any = (), **options: Any) -> Any:

@@ -156,7 +156,8 @@ class _Seeking(_Making):
 
 REFUSAL = (
     "writes a member's value in place into a tensor that all members share; if the model makes it, make it by a function "
-    "such as torch.zeros, otherwise write into a copy, x = x.clone(), or make it a buffer, of which each member has its own"
+    "such as torch.zeros and write x.real.copy_(value), not x.real = value; otherwise write into a copy, x = x.clone(), or "
+    "make it a buffer, of which each member has its own"
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # As they are now, whatever has their names later.
 from torch.nn.functional import batch_norm, cross_entropy, ctc_loss, normalize, one_hot
 
-from hfta_func._torch import BatchNorm, is_batched, is_nestable
+from hfta_func._torch import BatchNorm, constant_to_compiler, is_batched, is_nestable
 from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.higher_order import OPERATORS
@@ -209,13 +209,48 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, 
     return normalized if out is None else out.copy_(normalized)
 
 
+def _slice_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Casts the source, which PyTorch's rule does not."""
+    return torch.slice_scatter(input, src.to(input.dtype), *args, **kwargs)
+
+
+def _promoted(func: Callable[..., Any], condition: int | None = None) -> Callable[..., Any]:
+    """Promotes dtypes as for one model alone, whose numbers without axes count less than tensors with some."""
+
+    @functools.wraps(func)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        names = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ("condition", "out")}
+        places = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) and i != condition}
+        tensors = [*places.values(), *names.values()]
+        if all(x.dtype is tensors[0].dtype for x in tensors[1:]):
+            return func(*args, **kwargs)
+        kind = _result_type(*[(x.dtype, x.dim() == 0) for x in tensors])
+        args = tuple([x.to(kind) if i in places else x for i, x in enumerate(args)])
+        return func(*args, **{**kwargs, **{name: x.to(kind) for name, x in names.items()}})
+
+    return promoted
+
+
+@constant_to_compiler
+def _result_type(*kinds: tuple[torch.dtype, bool]) -> torch.dtype:
+    """The dtype of a result of tensors, each with its dtype and whether it has no axes."""
+    parts = ([kind for kind, is_number in kinds if is_number is wanted] for wanted in (True, False))
+    lower, higher = (functools.reduce(torch.promote_types, part) if part else None for part in parts)
+    return torch.result_type(torch.empty(0, dtype=higher or lower), torch.empty((), dtype=lower or higher))
+
+
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
+_PROMOTED = ("addcdiv", "addcmul", "clamp", "clip")
 
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
+    **{func: _promoted(func) for name in _PROMOTED for func in (getattr(torch, name), getattr(Tensor, name))},
+    **dict.fromkeys((torch.slice_scatter, Tensor.slice_scatter), _slice_scatter),
+    torch.where: _promoted(torch.where, 0),
+    Tensor.where: _promoted(Tensor.where, 1),
     Tensor.is_contiguous: _is_contiguous,
     Tensor.stride: lambda tensor, *dims, **options: _noted(tensor.stride(*dims, **options)),
     Tensor.storage_offset: lambda tensor: _noted(tensor.storage_offset()),

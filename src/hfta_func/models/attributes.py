@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, batch_dim, get_unwrapped, is_wrapped, pytree, writes
+from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
 from hfta_func._types import StateError
+from hfta_func.calls.as_alone import first_member as first_member
 from hfta_func.calls.body import Body
 from hfta_func.models.structure import UNSET, equal
 
@@ -158,15 +159,3 @@ def _alike(a: Any, b: Any) -> bool:
     if floats and a.shape == b.shape and a.dtype == b.dtype:
         return torch.allclose(a, b, rtol=1e-4, equal_nan=True)
     return equal(a, b, set(), {})
-
-
-def first_member(tensor: Tensor) -> Tensor:
-    """The plain tensor of the first member at every level of ``vmap`` that maps over a tensor."""
-    dims = []
-    while is_wrapped(tensor):
-        dims.append(batch_dim(tensor))
-        tensor = get_unwrapped(tensor)
-    # The innermost wrapper counts the axes of the plain tensor.
-    for dim in reversed(dims):
-        tensor = tensor if dim < 0 else tensor.select(dim, 0)
-    return tensor

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, storage_number, tensors_of, weight_hooks
 from hfta_func._types import StackError
+from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents
 from hfta_func.models.references import check_references, check_same_marks
 from hfta_func.models.scalar_attributes import may_differ
@@ -52,8 +53,7 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    if member == 0:
-        check_references(model)
+    (check_references if member == 0 else remember)(model)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
     aligned: list[tuple[Any, Any]] = [

@@ -38,6 +38,8 @@ _CURES = {
     "num_classes",
     "modified by an inplace operation": "needs, for the gradient, values that were modified by an inplace operation; write "
     "into a copy, x = x.clone(), or compute a new tensor",
+    "a leaf Variable that requires grad": "writes a parameter in place, which a step must not do, as autograd refuses alone; "
+    "compute with a new tensor (weight * 2), or make it a buffer",
     "arithmetic of aten::set_": "gives a tensor the memory of another one (set_), but those of all members lie in one; use "
     "the other tensor itself, or write its values, x.copy_(...)",
     "Expected pred to be": "calls torch.cond with more than one value as its condition; reduce it (.any(), .all()), or "

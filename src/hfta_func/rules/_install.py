@@ -183,6 +183,8 @@ def install_for_compiler(overrides: str) -> bool:
     install()
     _torch.mark_graphs(_RULES, fingerprint() + "".join(OUTSIDE[op] for op in sorted(OUTSIDE)) + overrides)
     _set_up_until_compiled()
+    # It is traced into otherwise, and then not found in the table of functions that are replaced.
+    torch.compiler.allow_in_graph(Tensor.norm)
     return True
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
+from hfta_func.calls.as_alone import as_alone
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL, targets
@@ -165,7 +166,7 @@ class _Errors(Mode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         try:
-            return func(*args, **kwargs)
+            return as_alone(func, args, kwargs)
         except RuntimeError as error:
             self.of_view = error if func in (Tensor.view, Tensor.view_as) else self.of_view
             self.of_write = error if any(True for _ in targets(func, args, kwargs)) else self.of_write

@@ -16,6 +16,7 @@ from hfta_func._types import BatchError, HyperparameterError, StateError, Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
 from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
+from hfta_func.step.batch import plain
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
@@ -26,11 +27,10 @@ class ArrayLoader:
 
     Every member sees every row once per epoch, in an order that depends only on its seed and the epoch, unless ``rows``,
     ``bootstrap``, ``folds`` or ``weights`` say otherwise. Each iteration over the loader is the next epoch; ``state_dict``
-    and ``load_state_dict`` resume within one, as torchdata's
-    ``StatefulDataLoader`` does.
+    and ``load_state_dict`` resume within one, as torchdata's ``StatefulDataLoader`` does.
 
     Args:
-        data: A tree of tensors with one row per sample: ``(inputs, targets)``, a dict, ....
+        data: A tree of tensors with one row per sample: ``(inputs, targets)``, a dict, ...; batches of mappings are dicts.
         batch_size: N, rows per member and batch.
         seeds: One integer per member; with ``shared``, at most one integer, 0 by default.
         shared: Make one batch ``[N, ...]`` for all members, for steps with ``batch_dims=None``.
@@ -322,7 +322,7 @@ def _at(leaf: Tensor, rows: Tensor) -> Tensor:
 def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
     """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
     try:
-        data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
+        data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), plain(data))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise BatchError(
             f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
