@@ -377,7 +377,7 @@ def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Pa
             for _ in range(KILLS):
                 with program(RAY_DRIVER, tmp_path / "study", address, stderr=subprocess.DEVNULL) as process:
                     actors_of = [int(word) for word in process.stdout.readline().split()[1:]]
-                    time.sleep(draws.uniform(0.1, 3.0))
+                    time.sleep(draws.uniform(0.1, 1.0))
                     process.kill()
                     rest = process.communicate()[0]
                 assert len(actors_of) == 2
