@@ -108,20 +108,31 @@ class _Some:
         self._interpreter, self._count = _torch.current_interpreter(), len(has)
         self._level, self._is_used = self._interpreter.level(), any(has)
         self._members = [*itertools.compress(range(len(has)), has)] or [0]
+        self._are_first = self._is_used and self._members == [*range(len(self._members))]
 
-    def map(self, func: Callable[..., tuple[Any, ...]], leaves: Sequence[Any]) -> list[Any]:
-        """``func(*leaves)`` in a level over these members, in the place of that over all; results with their model axes."""
+    def map(self, func: Callable[..., tuple[Any, ...]], leaves: Sequence[Any], rests: list[Any]) -> list[Any]:
+        """``func(*leaves)`` in a level over these members, in the place of that over all; results with their model axes.
+
+        ``rests`` becomes what the other members have in the place of the first leaves, where a view has it.
+        """
         plain, dims = _torch.unwrap_leaves(tuple(leaves), self._level)
         fronts = tuple(None if dim is None else 0 for dim in dims)
-        mapped = _torch.restore_vmap(func, fronts, len(self._members), self._interpreter.randomness())
+        count, parts = len(self._members), []
+        mapped = _torch.restore_vmap(func, fronts, count, self._interpreter.randomness())
         with self._interpreter.lower():
-            # [M, ...] -> [members, ...]
-            pairs = zip(plain, dims, strict=True)
-            parts = [x if dim is None else _picked(x.movedim(dim, 0), self._members) for x, dim in pairs]
+            for at, (x, dim) in enumerate(zip(plain, dims, strict=True)):
+                # [M, ...] -> [members, ...]
+                x = x if dim is None else x.movedim(dim, 0)
+                # What has no gradient may be written, as statistics are, and the block may run again for all.
+                if dim is not None and not (self._are_first and x.requires_grad):
+                    x = _picked(x, self._members)
+                elif dim is not None and at < len(rests):
+                    x, rests[at] = x.split([count, self._count - count])
+                parts.append(x if dim is None else x[:count])
             outputs, dims = mapped(*parts)
         return [(x, dim) if isinstance(x, Tensor) else x for x, dim in zip(outputs, dims, strict=True)]
 
-    def joined(self, new: Any, old: Any) -> Any:
+    def joined(self, new: Any, old: Any, rest: Any = None) -> Any:
         """These members' own result beside what the others have."""
         if not isinstance(new, tuple):
             return new
@@ -131,13 +142,16 @@ class _Some:
             raise RuntimeError("the result has parts of all members")
         plain, dim = _torch.unwrap_batched(old, self._level)
         other = self._front(plain, dim, self._count)
-        rows = [len(x) + member for member in range(self._count)]
-        for row, member in enumerate(self._members if self._is_used else ()):
-            rows[member] = row
         with self._interpreter.lower():
-            both = torch.cat([x, _fitted(other, (self._count, *x.shape[1:]))])
-            result = _picked(both, rows)
-        return _torch.add_batch_dim(result, 0, self._level)
+            if self._are_first:
+                other = other[len(x) :] if rest is None else rest
+            both = torch.cat([x, _fitted(other, (len(other), *x.shape[1:]))])
+            if not self._are_first:
+                rows = [len(x) + member for member in range(self._count)]
+                for row, member in enumerate(self._members if self._is_used else ()):
+                    rows[member] = row
+                both = _picked(both, rows)
+        return _torch.add_batch_dim(both, 0, self._level)
 
     def _front(self, x: Tensor, dim: int | None, count: int) -> Tensor:
         return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -146,7 +160,7 @@ class _Some:
 def _by_some(some: _Some, blocks: Sequence[nn.Module], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What the blocks make of their first argument for some members, beside that argument of the others."""
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
-    padding, site, reached = mode.padding, mode.site, []
+    padding, site, reached, rests = mode.padding, mode.site, [], [None for _ in pytree.tree_leaves(args[0])]
     inside = nn.ModuleList(blocks)
     if any(getattr(module, "max_norm", None) is not None for module in inside.modules()):
         raise RuntimeError("look-up tables shorten their rows for all members")
@@ -178,7 +192,7 @@ def _by_some(some: _Some, blocks: Sequence[nn.Module], run: Callable[..., Any], 
     # Functions that the mode of the part passes on reach this mode, too.
     mode.padding = None
     try:
-        *results, skipped = some.map(part, leaves)
+        *results, skipped = some.map(part, leaves, rests)
     finally:
         mode.padding = padding
     layout, written, at, position = reached
@@ -186,7 +200,7 @@ def _by_some(some: _Some, blocks: Sequence[nn.Module], run: Callable[..., Any], 
     others = [*pytree.tree_leaves(args[0]), *(tensors[path] for path in written), passed]
     if len(others) != len(results) + 1:
         raise RuntimeError("the result has another layout than the first argument")
-    joined = [*map(some.joined, [*results, skipped], others)]
+    joined = [*itertools.starmap(some.joined, itertools.zip_longest([*results, skipped], others, rests))]
     for path, tensor in zip(written, joined[layout.num_leaves :], strict=False):
         held, name = places[path]
         held[name] = tensor
