@@ -369,7 +369,7 @@ PLANTED = [
     ),
     Planted(
         "means over an epoch count one batch too many",
-        *("run/history.py", "value / self.batches for", "value / (self.batches + 1) for"),
+        *("run/history.py", "value / self.counts[name] for", "value / (self.counts[name] + 1) for"),
         "test_fit.py::test_state_and_history",
     ),
     Planted(

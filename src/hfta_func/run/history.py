@@ -333,7 +333,9 @@ class Running:
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""
-        self.batches, self.counts = state_dict["batches"], {**state_dict["counts"]}
+        self.batches = state_dict["batches"]
+        # Older files have no counts.
+        self.counts = {**state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))}
         self.sums, self.failed = (
             {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
         )
