@@ -90,7 +90,7 @@ def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
     assert order == [1, 3] * turns
 
 
-@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (150, [1, 3]), (1000, [1, 3] * 5 + [1]), (10**6, [1, 3] * 8)])
+@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (10**6, [1, 3] * 8)])
 def test_measuring_takes_a_share_of_the_steps_to_come(
     steps: int, turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
