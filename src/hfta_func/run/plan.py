@@ -105,8 +105,8 @@ def plan(
         sizes: At least two numbers of models to measure, ascending. Those that run out of memory are left out; on a CPU,
             where the system would kill the process, those predicted to run out are not tried.
         free: Bytes available; by default those free on the device now.
-        steps: Number of steps of ``limit`` models to come, of whose time measuring takes half a percent: where they are few, not
-            all sizes are measured. By default it takes about two seconds.
+        steps: Number of steps of ``limit`` models to come, of whose time measuring takes half a percent: where they are few,
+            not all sizes are measured. By default it takes about two seconds.
         device: A CPU or GPU that is not here, such as ``"H100"``, by its name in the table of devices. Bytes available are
             then those of its data sheet. Steps are eager, or replayed if made with ``replay=True``; a CPU's have as many
             threads as this process.
