@@ -28,14 +28,8 @@ from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpret
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
 from hfta_func._torch.levels import is_sole_holder, is_walked, is_wrapped, level_of, levels_above, outside_transforms
-from hfta_func._torch.levels import (
-    known_values,
-    peek_interpreter,
-    pytree,
-    remove_batch_dim,
-    restore_vmap,
-    storage_number,
-)
+from hfta_func._torch.levels import known_values, peek_interpreter, pytree, remove_batch_dim, restore_vmap
+from hfta_func._torch.levels import storage_number
 from hfta_func._torch.levels import traced_add_batch_dim
 from hfta_func._torch.levels import traced_unwrap_for_grad, unwrap_batched, unwrap_leaves, values_of, vmap_level
 from hfta_func._torch.levels import wrap_leaves
