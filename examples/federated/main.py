@@ -32,8 +32,8 @@ import hfta_func as hfta
 from hfta_func import mixing
 
 
-def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[Tensor]]) -> tuple[Tensor, int]:
-    """Federated averaging, all clients of all seeds at once; the accuracy ``[rounds, seeds]``, and the steps of a round."""
+def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[Tensor]]) -> tuple[Tensor, list[int]]:
+    """Federated averaging, all clients of all seeds at once; the accuracy ``[rounds, seeds]``, and clients' steps a round."""
     count = flags.clients * flags.seeds
     step = hfta.make_train_step(Classifier(), loss_fn, hfta.sgd(lr=flags.lr))
     # Clients of one seed begin with the same network.
@@ -50,12 +50,10 @@ def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[T
         ),
     ]
     hfta.fit(step, state, loader, epochs=flags.rounds, callbacks=callbacks, progress=False)
-    return torch.stack(accuracies), len(loader)
+    return torch.stack(accuracies), loader.lengths
 
 
-def loop(
-    flags: argparse.Namespace, data: Batch, test: Batch, clients: list[Tensor], seed: int, steps: int
-) -> list[float]:
+def loop(flags: argparse.Namespace, data: Batch, test: Batch, clients: list[Tensor], seed: int) -> list[float]:
     """The same in plain PyTorch, one client after another; the accuracy after each round."""
     torch.manual_seed(seed)
     model, common, accuracies = Classifier(), Classifier(), []
@@ -65,6 +63,8 @@ def loop(
         for rows, size in zip(clients, sizes, strict=True):
             model.load_state_dict(common.state_dict())
             optimizer = torch.optim.SGD(model.parameters(), lr=flags.lr)
+            steps = math.ceil(size / flags.batch_size)
+            # Every batch is full.
             passes = math.ceil(steps * flags.batch_size / size)
             order = torch.cat([rows[torch.randperm(size)] for _ in range(passes)])
             for batch in order.split(flags.batch_size)[:steps]:
@@ -87,9 +87,9 @@ def fedavg(flags: argparse.Namespace) -> None:
     start = time.perf_counter()
     together, steps = array(flags, data, test, rows)
     middle = time.perf_counter()
-    alone = torch.tensor([loop(flags, data, test, rows[seed], seed, steps) for seed in range(flags.seeds)]).T
+    alone = torch.tensor([loop(flags, data, test, rows[seed], seed) for seed in range(flags.seeds)]).T
     end = time.perf_counter()
-    print(f"{flags.seeds} seeds of {flags.clients} clients, {steps} steps a round")
+    print(f"{flags.seeds} seeds of {flags.clients} clients, {min(steps)} to {max(steps)} steps a round")
     print("round  array          loop")
     for number in range(flags.rounds):
         if (number + 1) % max(1, flags.rounds // 10) == 0:

@@ -369,12 +369,12 @@ PLANTED = [
     ),
     Planted(
         "means over an epoch count one batch too many",
-        *("run/history.py", "value / self.counts[name] for", "value / (self.counts[name] + 1) for"),
+        *("run/running.py", "_over(value, self.counts[name]) for", "_over(value, self.counts[name] + 1) for"),
         "test_fit.py::test_state_and_history",
     ),
     Planted(
         "the mean over an epoch is its last batch",
-        *("run/history.py", "self.sums[name] + value if name in self.sums else value", "value"),
+        *("run/running.py", "self.sums[name] + value if name in self.sums else value", "value"),
         "test_fit.py::test_state_and_history",
     ),
     Planted(
@@ -604,7 +604,7 @@ PLANTED = [
     Planted(
         "a run gives back the best epoch of all members together",
         *(
-            "run/best_and_compact.py",
+            "run/best.py",
             "better = is_better(value, self._value, self._sign)",
             "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
         ),
@@ -619,6 +619,31 @@ PLANTED = [
         "a data set loads what members that are not trained would need",
         *("run/trainer.py", "and not batches.shared and dims == 0", "and False"),
         "test_dataset.py::test_inactive_members_are_not_loaded",
+    ),
+    Planted(
+        "members with fewer rows go on while others end their epoch",
+        *("run/resting.py", "state._replace(active=state.active & present)", "state"),
+        "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
+    ),
+    Planted(
+        "members that rested see the batches of the longest epoch",
+        *("run/data.py", "self.lengths if resting else", "self.lengths if False else"),
+        "test_resting.py::test_a_run_is_that_of_arrays_of_one[items-executor]",
+    ),
+    Planted(
+        "metrics of members that rest count in their means",
+        *("run/running.py", "whole.index_copy(0, members[new], value[new])", "whole.index_copy(0, members, value)"),
+        "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
+    ),
+    Planted(
+        "an epoch waits for members that are not trained",
+        *("run/resting.py", "not later and running.batches < len(self._loader)", "False"),
+        "test_resting.py::test_a_smaller_array_trains_those_who_have_a_batch",
+    ),
+    Planted(
+        "items of members that rest are loaded",
+        *("run/dataset.py", "[n < last for last in lasts]", "[True for last in lasts]"),
+        "test_resting.py::test_what_rests_is_neither_loaded_nor_judged",
     ),
     Planted(
         "the noise of an item is that of its place among the members",
@@ -698,12 +723,12 @@ PLANTED = [
     ),
     Planted(
         "an executor keeps the batches of members that are gone",
-        *("run/executor_trainer.py", "old, self._function = self._function, None", "old = None"),
+        *("run/executor_trainer.py", "old, self._function, self._loader = self._function, None, loader", "old = None"),
         "test_following.py::test_members_come_and_go[executor]",
     ),
     Planted(
         "errors of a smaller array name members by their place in it",
-        *("run/best_and_compact.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
+        *("run/resting.py", "renumbered(error, members.tolist())", "renumbered(error, range(len(members)))"),
         "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
     ),
     Planted(

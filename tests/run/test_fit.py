@@ -161,6 +161,13 @@ def test_evaluate_takes_data(setting, compiled):
         "error"
     ]
     torch.testing.assert_close(result.history["full"][-1], expected, rtol=1e-6, atol=0)
+    # A step for evaluation serves as well, also where the training step is a function of one's own.
+    for run in (step, lambda state, batch: step(state, batch)):
+        for made in (hfta.make_eval_step(torch.nn.Linear(4, 2), error, batch_dims=dims) for dims in (None, 0)):
+            for given in ways[::3]:
+                result = hfta.fit(run, state, [next(iter(loader))], epochs=1, evaluate=(made, given), progress=False)
+                expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, data)["error"]
+                torch.testing.assert_close(result.history["error"][-1], expected, rtol=1e-6, atol=0)
     once = iter([data])
     with pytest.raises(hfta.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"):
         hfta.fit(step, state, loader, epochs=2, evaluate=(error, once), progress=False)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._tree import indices, leaves, tree_map
-from hfta_func._types import BatchError, HyperparameterError, StateError, Tree
+from hfta_func._types import HyperparameterError, StateError, Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
 from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
-from hfta_func.step.batch import plain
+from hfta_func.run.tables import at_rows, refuse_model_axis, tensors_of
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
@@ -37,9 +37,9 @@ class ArrayLoader:
         shuffle: Whether to shuffle the rows.
         drop_last: Skip a last batch smaller than ``batch_size``, so that compiled steps see only one shape.
         device: Where the data is moved, once.
-        rows: The rows of each member, M lists of row numbers of any lengths. An epoch has as many batches as the longest
-            list needs; members with shorter ones go on with their next pass, so that every batch is full. What happens by
-            epoch, such as early stopping, then depends on the longest list, unless ``batches_per_epoch`` is given.
+        rows: The rows of each member, M lists of row numbers of any lengths. Every batch is full, as members go on with
+            their next pass. Iterating yields as many batches as the longest list needs, of which each member has its
+            :attr:`lengths` in :func:`fit`, as alone, and rests during the others.
         batches_per_epoch: Number of batches in an epoch, in place of those of one pass: an epoch goes on in the pass in which
             the one before ended, and every batch is full.
         bootstrap: Whether each member has n rows drawn with replacement by its seed in place of the n rows.
@@ -87,13 +87,13 @@ class ArrayLoader:
             raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
-        self.data = _tensors_of(data, device)
+        self.data = tensors_of(data, device)
         tensors = leaves(self.data)
         self.rows, device = tensors[0].shape[0], tensors[0].device
         self.shared = shared
         self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
         if not shared:
-            _refuse_model_axis(tensors, len(self.keys))
+            refuse_model_axis(tensors, len(self.keys))
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -120,9 +120,14 @@ class ArrayLoader:
             raise HyperparameterError(
                 f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
             )
-        longest = self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member))
-        self._length = count or (longest // batch_size if drop_last else -(-longest // batch_size))
         self._is_stream = count is not None or self._rows_of is not None
+        sizes = [self.rows] if self._rows_of is None else [len(rows) for rows in self._rows_of.by_member]
+        batches = [size // batch_size if drop_last else -(-size // batch_size) for size in sizes]
+        if self._rows_of is not None:
+            batches = [max(1, each) for each in batches]
+        self._length = count or max(batches)
+        # Of each member, where they may differ.
+        self._lengths = batches if count is None and self._rows_of is not None else None
 
     def held_out(self) -> Any:
         """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
@@ -157,6 +162,7 @@ class ArrayLoader:
             other.keys = self.keys[chosen]
             other._ahead = self._ahead[chosen] if isinstance(self._ahead, Tensor) else self._ahead
             other._rows_of = None if self._rows_of is None else self._rows_of.take(chosen.tolist())
+            other._lengths = self._lengths and [self._lengths[member] for member in chosen.tolist()]
             if self._weights is not None and self._weights.dim() == 2:
                 other._weights = self._weights[chosen]
         return other
@@ -173,7 +179,9 @@ class ArrayLoader:
             HyperparameterError: if there are new members and the others have rows or weights of their own.
         """
         if self.shared or min(places) >= 0:
-            return self if self.shared else self.take([*places])
+            other = self if self.shared else self.take([*places])
+            other._length = max(other._lengths) if other._lengths else other._length
+            return other
         ahead = torch.as_tensor(self._ahead).expand(len(self.keys)).tolist()
         epochs = [-start if place < 0 else ahead[place] for place, start in zip(places, starts, strict=True)]
         other = self.of_members(keys, epochs)
@@ -227,17 +235,27 @@ class ArrayLoader:
         """Batches in one epoch."""
         return self._length
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.iter_of(self)
+    @property
+    def lengths(self) -> list[int]:
+        """Batches in one epoch of each member: all of them, or as many as its own ``rows`` need."""
+        return [*(self._lengths or [self._length] * len(self.keys))]
 
-    def iter_of(self, taken: ArrayLoader) -> Iterator[Any]:
+    @property
+    def rests(self) -> bool:
+        """Whether members have fewer batches than there are."""
+        return self._lengths is not None and set(self._lengths) != {self._length}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iter_of(self, resting=False)
+
+    def iter_of(self, taken: ArrayLoader, resting: bool = True) -> Iterator[Any]:
         """The next iteration over this loader, with the batches of some members alone, whose loader :meth:`take` returned."""
         epoch, start = self._position = self._next
         self._next = (epoch + 1, 0)
-        return self._counted(taken, epoch, start)
+        return self._counted(taken, epoch, start, resting)
 
-    def _counted(self, taken: ArrayLoader, epoch: int, start: int) -> Iterator[Any]:
-        for number, batch in enumerate(taken.batches(epoch, start), start + 1):
+    def _counted(self, taken: ArrayLoader, epoch: int, start: int, resting: bool) -> Iterator[Any]:
+        for number, batch in enumerate(taken.batches(epoch, start, resting), start + 1):
             self._position = (epoch, number)
             yield batch
         self._position = (epoch + 1, 0)
@@ -273,12 +291,16 @@ class ArrayLoader:
             )
         self._position = self._next = (epoch, batches)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
+    def batches(self, epoch: int, start: int = 0, resting: bool = False) -> Iterator[Any]:
+        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch.
+
+        Where members are ``resting`` after their own :attr:`lengths`, they have the same batches in the next epoch.
+        """
         epochs, key = self._ahead + epoch, random.fold_in(self.keys, _ORDER)
         if self._is_stream:
             rows_of = self._rows_of or Rows([torch.arange(self.rows, device=self.keys.device)] * len(self.keys))
-            order = rows_of.order(key, epochs, self._length * self.batch_size, self._weights)
+            lengths = self.lengths if resting else [self._length] * len(self.keys)
+            order = rows_of.order(key, epochs, lengths, self._length, self.batch_size, self._weights)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:
@@ -304,47 +326,10 @@ class ArrayLoader:
             yield chosen, self._batch(rows, random.fold_in(noise[chosen], number))
 
     def _batch(self, rows: Tensor, noise: Tensor) -> Any:
-        batch = tree_map(lambda leaf: _at(leaf, rows), self.data)
+        batch = tree_map(lambda leaf: at_rows(leaf, rows), self.data)
         return batch if self.transform is None else vmap(self._transformed)(batch, noise)
 
     def _transformed(self, batch: Tree, key: Tensor) -> Tree:
         assert self.transform is not None
         with routed(key):
             return self.transform(batch)
-
-
-def _at(leaf: Tensor, rows: Tensor) -> Tensor:
-    """``leaf[rows]``; whole rows are copied faster than elements."""
-    whole = leaf.dim() > 1 and leaf.is_contiguous()
-    return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:]) if whole else leaf[rows]
-
-
-def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
-    """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
-    try:
-        data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), plain(data))
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise BatchError(
-            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
-            f"make a DatasetLoader of a data set"
-        ) from error
-    tensors = leaves(data)
-    sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-    if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
-        raise BatchError(
-            f"the data has {len(tensors)} leaves of shapes {[list(tensor.shape) for tensor in tensors[:8]]}; every leaf "
-            f"needs one row per sample, and at least one, so pass tensors or arrays of equal length"
-        )
-    return data
-
-
-def _refuse_model_axis(tensors: Sequence[Tensor], num_models: int) -> None:
-    """Raise a BatchError if the rows seem to be models: as many as these, and as many samples in each leaf."""
-    rows, second = tensors[0].shape[0], {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
-    if len(tensors) > 1 and rows == num_models and len(second) == 1 < rows < max(second):
-        raise BatchError(
-            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {rows} models, so it "
-            f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
-            f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
-            f"[{rows}, N, ...] of your own, such as leaf[:, start:stop]"
-        )

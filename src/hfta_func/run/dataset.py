@@ -23,7 +23,7 @@ from hfta_func.step.batch import is_table, plain, restored
 _ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
 
 _Draw = tuple[list[list[int]], list[list[int]], list[int]]
-"""A batch to load: for each member its rows, a seed for each of them, and one for collating."""
+"""A batch to load: for each member its rows, none if it rests, a seed for each of them, and one for collating."""
 
 
 class DatasetLoader(ArrayLoader):
@@ -126,17 +126,22 @@ class DatasetLoader(ArrayLoader):
         draws = [self._draw(rows, noise[members], number) for number, members, rows in parts]
         return zip([torch.tensor(members, device="cpu") for _, members, _ in parts], self._loaded(draws), strict=True)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
+    def batches(self, epoch: int, start: int = 0, resting: bool = False) -> Iterator[Any]:
+        """The batches of one epoch, see :class:`ArrayLoader`; for members that are ``resting``, nothing is loaded."""
         noise = random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)
-        return self._loaded(self._draw(rows, noise, n) for n, rows in enumerate(super().batches(epoch, start), start))
+        lengths = self.lengths if resting else [self._length] * len(self.keys)
+        # A part of an array waits for other parts with batches of its longest member.
+        lasts = [self._length if length == max(lengths) else length for length in lengths]
+        drawn = enumerate(super().batches(epoch, start, resting), start)
+        return self._loaded(self._draw(rows, noise, n, [n < last for last in lasts]) for n, rows in drawn)
 
-    def _draw(self, rows: Tensor, noise: Tensor, number: int) -> _Draw:
-        rows = rows.reshape(len(noise), -1)
+    def _draw(self, rows: Tensor, noise: Tensor, number: int, present: Sequence[bool] | None = None) -> _Draw:
+        rows, present = rows.reshape(len(noise), -1), present or [True] * len(noise)
         seeds = random.fold_in(noise[:, None], rows)
         if self._repeats:
             seeds = random.fold_in(seeds, torch.arange(rows.shape[1], device="cpu") + number * self.batch_size)
-        return rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
+        loaded = [each if is_present else [] for each, is_present in zip(rows.tolist(), present, strict=True)]
+        return loaded, seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
 
     def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
         idle = self._member_batches.idle
@@ -180,8 +185,13 @@ class _MemberBatches(Dataset[Any]):
             # Ctrl-C is for the process that trains, which ends this one.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with generators_restored():
-            batches = [self._member_batch(member, *each) for member, each in enumerate(zip(*draw, strict=True))]
-        return batches[0] if self._shared else self._stacked(batches)
+            members = enumerate(zip(*draw, strict=True))
+            batches = {member: self._member_batch(member, *each) for member, each in members if each[0]}
+        if self._shared:
+            return batches[0]
+        # For those that rest, anything of that shape will do.
+        some = next(iter(batches.values()))
+        return self._stacked([batches.get(member, some) for member in range(len(draw[0]))])
 
     def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
         items = []

@@ -32,13 +32,14 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
     is_metric = isinstance(evaluate, types.FunctionType) and num_positional(evaluate) > 1
     if evaluate is None or (callable(evaluate) and not is_metric):
         return evaluate
-    is_pair = isinstance(evaluate, tuple) and len(evaluate) in (2, 3) and callable(evaluate[0])
-    if not is_pair or not isinstance(step, TrainStep | JointStep):
+    pair: Any = evaluate if isinstance(evaluate, tuple) and len(evaluate) in (2, 3) else [None]
+    if not callable(pair[0]) or not isinstance(original(pair[0]), EvalStep) | isinstance(step, TrainStep | JointStep):
         raise ValueError(
             f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or "
-            f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or a function of the state"
+            f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or is an EvalStep; or a "
+            f"function of the state"
         )
-    metric, data, *rows = evaluate  # pyright: ignore
+    metric, data, *rows = pair
     if rows:
         data = ArrayLoader(data, len(leaves(data)[0]), seeds=state.keys, rows=rows[0])
     return Evaluation(step, metric, data)
@@ -47,11 +48,14 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
 class Evaluation:
     """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows."""
 
-    def __init__(self, step: TrainStep | JointStep, metric: Callable[..., Any], data: Any):
+    def __init__(self, step: Any, metric: Callable[..., Any], data: Any):
         self._made_from, self._data = (step, metric), data
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
-        options = dataclasses.replace(step.options, batch_dims=0 if self._axis else None)
-        self._step = EvalStep(step.outline, metric, options)
+        made, dims = original(metric), 0 if self._axis else None
+        if isinstance(made, EvalStep):
+            self._step = metric if made.options.batch_dims == dims else made.of_batches(dims)
+        else:
+            self._step = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
 
     def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""

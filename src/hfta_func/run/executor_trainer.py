@@ -11,8 +11,8 @@ from typing import Any
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Running
 from hfta_func.run.parts import NEVER, PartWorker, StateBuffers, renumbered
+from hfta_func.run.running import Running
 from hfta_func.run.trainer import END, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -70,10 +70,11 @@ class ExecutorTrainer(Trainer):
 
     def follow(self, loader: Any) -> None:
         """See :class:`Trainer`."""
-        old, self._function = self._function, None
-        self._loader, self._left = loader, None
-        if old is not None:
-            self._executor.forget(old)
+        self._left = None
+        if loader is not self._loader:
+            old, self._function, self._loader = self._function, None, loader
+            if old is not None:
+                self._executor.forget(old)
 
     def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""

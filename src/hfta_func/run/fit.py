@@ -15,11 +15,13 @@ from tqdm.auto import tqdm
 
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best_and_compact import Best, Compact
+from hfta_func.run.best import Best
+from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
+from hfta_func.run.resting import Resting
 from hfta_func.run.run import Run
 from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
@@ -59,13 +61,15 @@ def fit(
     Args:
         step: A training step, compiled or not.
         state: The initial state; it is not written unless the step was made with ``donate=True``.
-        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length.
+        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length. With
+            ``rows`` of unequal number, an epoch of a member is its own, as alone: from its last batch to the end of the
+            array's epoch it rests, and stays as it is.
         epochs: Number of epochs.
         evaluate: A pair ``(metric, data)``, for metrics after each epoch: ``metric(model, batch)`` of ONE model as in
-            :func:`make_eval_step`, or such a step, and data that all members share: one batch as a tree of tensors, or an
-            iterable over batches, of which means are weighted by their rows. An :class:`ArrayLoader` has each member's own
-            data; of its ``rows`` a member sees each once, as alone. ``(metric, data, rows)`` is short for one with these rows
-            in one batch. Or a function of the state, ``evaluate(state) -> metrics``.
+            :func:`make_eval_step`, or a step made by it, and data that all members share: one batch as a tree of tensors, or
+            an iterable over batches, of which means are weighted by their rows. An :class:`ArrayLoader` has each member's
+            own data; of its ``rows`` a member sees each once, as alone. ``(metric, data, rows)`` is short for one with these
+            rows in one batch. Or a function of the state, ``evaluate(state) -> metrics``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
             ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
             members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow; in
@@ -89,8 +93,8 @@ def fit(
             steps; Ctrl-C is heeded between segments, or after a step by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
-        compact: Train the active members only, as a smaller array, once a quarter of them or more is inactive. The step's
-            metrics of the others are NaN; callbacks, ``evaluate`` and the returned state have all members.
+        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
+            The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
         profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
             is a :class:`Profile`, or None if there are too few steps. Results are the same.
 
@@ -155,7 +159,8 @@ def fit(
         if profile and isinstance(trainer, LocalTrainer):
             recording = stack.enter_context(Recording(trainer.step))
             trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
-        trainer = Compact(trainer) if compact else trainer
+        if compact or (isinstance(run.loader, ArrayLoader) and run.loader.rests):
+            trainer = Resting(trainer, run.loader, compact)
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(check if resume is not None else lambda: None, tick, pressed)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hfta_func._tree import tree_map
-from hfta_func._types import ROWS, SIGNS, StateError, direction_of, html_table, require, sparkline
-from hfta_func.step.failures import Failure
+from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
 from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -122,7 +120,7 @@ class History:
             self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
             columns = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: _widened(value, columns, width, width + added) for name, value in metrics.items()}
+                {name: widened(value, columns, width, width + added) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
         return before
@@ -243,7 +241,7 @@ def present(history: History, metric: str) -> Tensor:
     return (values if values.is_floating_point() else values.double())[:, history.members]
 
 
-def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
+def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
     if value.shape[:1] != (count,) or (count == width and columns.tolist() == [*range(width)]):
         return value
@@ -253,89 +251,3 @@ def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
 """A function that :func:`fit` calls after each epoch; a state that it returns replaces the current one."""
-
-
-class Running:
-    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for."""
-
-    def __init__(self):
-        self.batches = 0
-        self.sums: Metrics = {}
-        # In how many batches each was: some batches may lack a metric.
-        self.counts: dict[str, int] = {}
-        self.failed: Metrics = {}
-
-    def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
-        """Add the metrics of one batch, of which ``active`` members took part and have now seen ``step`` batches."""
-        self.batches += 1
-        for name, value in metrics.items():
-            if name == "failure":
-                # A look at the values costs less, where nothing has to wait for them.
-                if not self.failed or value.device.type != "cpu" or value.any():
-                    self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
-            elif name != "failed_step":
-                self._sum(name, value if value.is_floating_point() else value.float())
-
-    def part(self, low: int, high: int) -> dict[str, Any]:
-        """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        return tree_map(lambda sums: sums[low:high].cpu() if isinstance(sums, Tensor) else sums, self.state_dict())
-
-    def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
-        """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
-        whole = tree_map(lambda *sums: torch.cat(sums) if isinstance(sums[0], Tensor) else sums[0], *parts)
-        self.load_state_dict(whole, device)
-
-    def add_members(self, few: Running, kept: Tensor, num_models: int) -> None:
-        """Add the sums of the members ``kept`` out of ``num_models``; the others had no batch."""
-        self.batches += few.batches
-        for name, value in few.sums.items():
-            self._sum(name, _widened(value, kept, len(kept), num_models), few.counts[name])
-        if few.failed:
-            empty = {name: value.new_zeros(num_models) for name, value in few.failed.items()}
-            self._fail({name: empty[name].index_copy(0, kept, value) for name, value in few.failed.items()})
-
-    def _sum(self, name: str, value: Tensor, count: int = 1) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.counts[name] = self.counts.get(name, 0) + count
-
-    def _fail(self, failed: Metrics) -> None:
-        """Record failures of members that had none before."""
-        if self.failed:
-            first = self.failed["cause"] == 0
-            failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
-        self.failed = failed
-
-    def close(self, history: History, further: Metrics) -> Metrics:
-        """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {name: value / self.counts[name] for name, value in self.sums.items()}
-        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
-            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
-        hidden = means.keys() & further.keys()
-        if hidden:
-            raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
-        metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
-        rows = {name: metrics.pop(name + ROWS) for name in [*metrics] if name + ROWS in metrics}
-        metrics |= {name: metrics[name] / rows[name] for name in rows}
-        members, width = history.members, len(history.seeds)
-        history.epochs.append({name: _widened(value, members, len(members), width) for name, value in metrics.items()})
-        if self.failed:
-            columns = (members, history.seeds[members], self.failed["step"], self.failed["cause"])
-            history.failures += [
-                FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
-                for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
-                if cause
-            ]
-        return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sums so far."""
-        return {"batches": self.batches, "counts": {**self.counts}, "sums": {**self.sums}, "failed": {**self.failed}}
-
-    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Restore the sums of :meth:`state_dict`."""
-        self.batches = state_dict["batches"]
-        # Older files have no counts.
-        self.counts = {**state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))}
-        self.sums, self.failed = (
-            {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
-        )

@@ -16,7 +16,7 @@ from hfta_func._tree import leaves, tree_map, write
 from hfta_func._types import HFTAError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Running
+from hfta_func.run.running import Running
 from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.state import TrainState

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hfta_func._torch import original
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Metrics, Running
+from hfta_func.run.history import Metrics
+from hfta_func.run.running import Running
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
@@ -92,9 +93,11 @@ class LocalTrainer(Trainer):
 
     def _begin(self) -> Iterator[Any]:
         batches, kept, dims = self._batches, self.kept, getattr(original(self.step), "batch_dims", 0)
-        if kept is None:
-            return iter(batches)
-        if isinstance(batches, ArrayLoader) and not batches.shared and dims == 0:
+        if not isinstance(batches, ArrayLoader):
+            left = iter(batches)
+        elif kept is not None and not batches.shared and dims == 0:
             # Loads nothing for members that are not trained.
             return batches.iter_of(batches.take(kept))
-        return (take_batch(dims, batch, kept) for batch in batches)
+        else:
+            left = batches.iter_of(batches) if batches.rests else iter(batches)
+        return left if kept is None else (take_batch(dims, batch, kept) for batch in left)

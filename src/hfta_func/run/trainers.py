@@ -15,8 +15,8 @@ from hfta_func.run import background
 from hfta_func.run.background import replayed
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
-from hfta_func.run.history import Running
 from hfta_func.run.run import Run
+from hfta_func.run.running import Running
 from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -89,6 +90,11 @@ class EvalStep(Compiled):
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
+
+    def of_batches(self, batch_dims: Tree) -> EvalStep:
+        """The same step for batches with other ``batch_dims``."""
+        model, metric_fn, options = self._made_from
+        return EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
 
     @property
     def base(self) -> Params:

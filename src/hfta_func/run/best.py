@@ -1,4 +1,4 @@
-"""Members that a run keeps, drops or adds: the best epoch of each, and training without those that are inactive."""
+"""The best epoch of each member of a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
-from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
-from hfta_func.run.history import History, Mode, Running, present
-from hfta_func.run.parts import renumbered
-from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Trainer
+from hfta_func._tree import concat, leaves, take, tree_map, where
+from hfta_func._types import SIGNS, CheckpointError, direction_of
+from hfta_func.run.history import History, Mode, present
 from hfta_func.step.state import TrainState
-
-_FEW = 0.75
-"""The share of members at or below which those left are packed: every new number of members is compiled anew."""
 
 
 def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
@@ -73,49 +68,3 @@ class Best:
         moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], expected, strict=True)]
         structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
         self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
-
-
-class Compact:
-    """Training of the active members only, as a smaller array, which are put back after each segment."""
-
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
-        self._kept: Tensor | None = None
-        self._within = False
-
-    @property
-    def status(self) -> str:
-        """See :class:`Trainer`."""
-        return self._trainer.status
-
-    def follow(self, loader: Any) -> None:
-        """See :class:`Trainer`."""
-        self._kept = None
-        self._trainer.follow(loader)
-
-    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
-        """See :class:`Trainer`."""
-        if not self._within:
-            self._kept = self._choose(state)
-        kept = self._trainer.kept = self._kept
-        if kept is None:
-            state, ended = self._trainer.segment(state, running, until, hooks)
-        else:
-            few_running = Running()
-            try:
-                few, ended = self._trainer.segment(take(state, kept), few_running, until - running.batches, hooks)
-            except HFTAError as error:
-                renumbered(error, kept.tolist())
-                raise
-            running.add_members(few_running, kept, num_models(state))
-            state = put(state, kept, few)
-        self._within = not ended
-        return state, ended
-
-    def _choose(self, state: TrainState) -> Tensor | None:
-        """The members to train; None for all."""
-        active = state.active.nonzero().flatten()
-        kept, count = self._kept, num_models(state)
-        if kept is not None and len(active) > _FEW * len(kept) and bool(torch.isin(active, kept).all()):
-            return kept
-        return active if len(active) <= _FEW * count else None
