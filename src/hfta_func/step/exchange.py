@@ -75,7 +75,7 @@ def from_torch(
     *,
     models: Iterable[nn.Module],
     steps: int = 0,
-    every: int = 1,
+    every: int | Sequence[int] = 1,
 ) -> GradientTransformation:
     """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
 
@@ -88,7 +88,8 @@ def from_torch(
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
-        every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
+        every: Updates between two steps of a scheduler, one number or one per member: the number of batches in an epoch,
+            ``loader.lengths``, if it steps once per epoch.
 
     Raises:
         StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
@@ -109,7 +110,7 @@ def from_torch(
     sizes = len(optimizers), len(named), len(followed)
     if min(sizes) < max(*sizes, 1):
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
-    if schedulers is not None and min(steps, every) < 1:
+    if schedulers is not None and min(steps, *([every] if isinstance(every, int) else every)) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
@@ -210,7 +211,7 @@ def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRSchedu
                 raise StackError(f"{why}; give as many steps as it is made for") from error
 
 
-def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
+def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tensor, follows: bool) -> dict[str, Any]:
     """The arguments that make the optimizer of a group, from those of each member."""
 
     def spec(name: str, rows: Tensor) -> PerModel:
