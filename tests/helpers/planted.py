@@ -704,7 +704,7 @@ PLANTED = [
     ),
     Planted(
         "two iterations over a data set share processes that last",
-        *("run/dataset.py", "idle.pop() if idle", "idle[0] if idle"),
+        *("run/dataset.py", "self._idle.pop() if", "self._idle[0] if"),
         "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[lasting]",
     ),
     Planted(
