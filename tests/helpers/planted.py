@@ -637,7 +637,7 @@ PLANTED = [
     ),
     Planted(
         "an epoch waits for members that are not trained",
-        *("run/resting.py", "not later and running.batches < len(self._loader)", "False"),
+        *("run/resting.py", 'not later and position["batches"] < len(self._loader)', "False"),
         "test_resting.py::test_a_smaller_array_trains_those_who_have_a_batch",
     ),
     Planted(
@@ -704,7 +704,7 @@ PLANTED = [
     ),
     Planted(
         "two iterations over a data set share processes that last",
-        *("run/dataset.py", "idle.pop() if idle", "idle[0] if idle"),
+        *("run/dataset.py", "self._idle.pop() if", "self._idle[0] if"),
         "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[lasting]",
     ),
     Planted(

@@ -119,6 +119,26 @@ def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
             torch.testing.assert_close(last[name], metrics[name].item(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", [Classifier, ByEpoch])
+def test_epochs_of_members_with_rows_of_unequal_number_are_their_own(kind):
+    def trained(members):
+        loader = hfta.ArrayLoader(
+            (INPUTS, TARGETS), 6, seeds=[5 + i for i in members], rows=[[range(9), range(36)][i] for i in members]
+        )
+        own = {name: [column[member] for member in members] for name, column in ARGUMENTS.items()}
+        array = hfta.lightning(kind, seeds=[5 + member for member in members], **own)
+        return array, array.fit(loader, VALIDATION, max_epochs=3, progress=False)
+
+    whole, history = trained([0, 1])
+    assert whole.state.step.tolist() == [3 * 2, 3 * 6]
+    for member in range(2):
+        alone, expected = trained([member])
+        for name, values in alone.state.params.items():
+            torch.testing.assert_close(whole.state.params[name][member], values[0], rtol=1e-10, atol=1e-10)
+        for name in ("train_loss", "val_loss", "norm"):
+            torch.testing.assert_close(history[name][:, member], expected[name][:, 0], rtol=1e-10, atol=1e-10)
+
+
 class Bounded(ByEpoch):
     """Its metric is not finite once it is low."""
 

@@ -150,8 +150,18 @@ def test_the_caller_s_generators_stay_whoever_loads(name):
     assert {*processes} <= {*multiprocessing.active_children()}, "the same process loads in all epochs"
     stopped = array.batches(1)
     next(stopped), stopped.close()
+    assert same(array.batches(0, 2), batches[2:])
+    loading = {*multiprocessing.active_children()}
+    stopped = array.batches(1)
+    next(stopped), stopped.close()
+    assert same(array.batches(0, 2), batches[2:])
+    assert loading == {*multiprocessing.active_children()}, "the same process, also after what was broken off"
     assert same(pickle.loads(pickle.dumps(array)).batches(0, 2), batches[2:])
     assert generators() == before
+    gc.disable()
+    del array, stopped
+    gc.enable()
+    assert not loading & {*multiprocessing.active_children()}, "processes end with their loader"
 
 
 def test_noise_of_collating_belongs_to_member_epoch_and_batch():

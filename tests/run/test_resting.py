@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import tqdm
 from torch import nn
 
 import hfta_func as hfta
@@ -58,10 +59,10 @@ class Broken(Exception):
     pass
 
 
-def run(loader, members, *callbacks, epochs=5, called=None, limit=None, **options):
+def run(loader, members, *callbacks, epochs=5, called=None, limit=None, optimizer=None, **options):
     """Train members; ``called`` notes the size of the array in each step, and after ``limit`` steps the run breaks off."""
     seeds = [SEEDS[member] for member in members]
-    made = hfta.make_train_step(make(), loss_fn, hfta.adam(lr=0.1), donate=True)
+    made = hfta.make_train_step(make(), loss_fn, optimizer or hfta.adam(lr=0.1), donate=True)
     state = made.init(*hfta.init_params(make, seeds), seeds=seeds)
     called = [] if called is None and limit is not None else called
 
@@ -97,6 +98,61 @@ def test_a_run_is_that_of_arrays_of_one(kind, way):
         assert_alone(whole, member, run(make_loader(kind, [member]), [member], stop()))
     steps = run(make_loader(kind, members), members, **WAYS[way]).state.step
     assert steps.tolist() == [5 * length for length in LENGTHS]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("used", ["set to a place within an epoch", "left within an epoch"])
+def test_a_loader_that_was_used_before(used, way):
+    def load(members):
+        loader = make_loader("tensors", members)
+        if used == "left within an epoch":
+            next(iter(loader))
+        else:
+            loader.load_state_dict({"epoch": 3, "batches": 1})
+        return loader
+
+    members = [0, 1, 3]
+    whole = run(load(members), members, **WAYS[way])
+    for place, member in enumerate(members):
+        assert_alone(whole, place, run(load([member]), [member]))
+
+
+@pytest.mark.parametrize("once_per", ["epoch", "batch"])
+def test_schedulers(once_per):
+    def trained(members, **options):
+        models = [make() for _ in members]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        loader = make_loader("tensors", members)
+        totals = [5 * length if once_per == "batch" else 5 for length in loader.lengths]
+        # Those of OneCycleLR that step too often fail.
+        schedulers = [
+            torch.optim.lr_scheduler.OneCycleLR(*each)
+            for each in zip(optimizers, [0.02] * len(totals), totals, strict=True)
+        ]
+        every = loader.lengths if once_per == "epoch" else 1
+        optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=[n - 1 for n in totals], every=every)
+        return run(loader, members, optimizer=optimizer, **options)
+
+    whole = trained(range(4), compact=True)
+    for member in range(4):
+        assert_alone(whole, member, trained([member]))
+
+
+@pytest.mark.parametrize("members", [range(4), [0]])
+def test_the_bar_reaches_its_end(members, monkeypatch):
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    def leave(state, history):
+        return hfta.take(state, [0]) if len(history) == 2 else None
+
+    monkeypatch.setattr("hfta_func.run.fit.tqdm", Bar)
+    run(make_loader("tensors", range(4)).take(members), members, leave, progress=True)
+    assert bars[0].n == bars[0].total == 5 * 6
 
 
 def test_folds_of_unequal_parts():

@@ -192,17 +192,22 @@ class LightningArray:
         facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         vars(facts).update(accumulate_grad_batches=accumulate_grad_batches)
         for member in members:
-            member.trainer = facts
+            member.trainer = TrainerFacts(**vars(facts))
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
-        batches = operator.length_hint(train)
-        updates, rest = divmod(batches, accumulate_grad_batches)
-        if rest or (accumulate_grad_batches > 1 and not batches):
-            counts = (
-                f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {batches or 'unknown'} batches"
-            )
-            raise StackError(f"{counts}; leave out the last ones, as drop_last=True does, or give the data a __len__")
-        if batches:
-            vars(facts).update(num_training_batches=batches, estimated_stepping_batches=updates * max_epochs)
+        own = isinstance(train, ArrayLoader) and not train.shared
+        batches = train.lengths if own else [operator.length_hint(train)] * len(members)
+        updates = [each // accumulate_grad_batches for each in batches]
+        for member, each, count in zip(members, batches, updates, strict=True):
+            if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
+                counts = (
+                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
+                )
+                raise StackError(
+                    f"{counts}; leave out the last ones, as drop_last=True does, or give the data a __len__"
+                )
+            if each:
+                known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
+                vars(member.trainer).update(known)
         core = importlib.import_module(f"{package}.core.optimizer")
         optimizer, followers = optimizer_of(members, core, updates, max_epochs)
         if gradient_clip_val not in (None, 0):
@@ -215,7 +220,7 @@ class LightningArray:
         models = self.models()
         hparams = share_hparams(models)
         step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
-        step_options.setdefault("batch_dims", 0 if isinstance(train, ArrayLoader) and not train.shared else None)
+        step_options.setdefault("batch_dims", 0 if own else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
         about = rows_of, batch_hooks(datamodule, self._base)
         self.step = make_train_step(models[0], functools.partial(loss_of, *about), optimizer, **step_options)
@@ -223,14 +228,14 @@ class LightningArray:
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
             options["evaluate"] = functools.partial(metrics_of, *about), validation
-        hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
+        hooks = [self._after_epoch] if any(map(self._has, _AFTER_EPOCHS)) else []
         given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
         options["callbacks"] = [while_active, *hooks, *map(_callback_of, given), *followers]
         self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
         self.history.columns = self._columns
         self._members = self._with(self.state, range(len(self._members)))
-        for member in self._members:
-            member.trainer = facts
+        for member, before in zip(self._members, members, strict=True):
+            member.trainer = before.trainer
             member.on_train_end()
             member.on_fit_end()
         return self.history
@@ -280,9 +285,8 @@ class LightningArray:
                 raise StackError("got several dataloaders; pass one for training and one for validation")
         return train, validation
 
-    def _after_epoch(self, facts: TrainerFacts, state: TrainState, history: History) -> None:
+    def _after_epoch(self, state: TrainState, history: History) -> None:
         """Call the hooks of every active member, on a module as it is now, and record what they log."""
-        facts.current_epoch = len(history) - 1
         numbers, logged = history.members.tolist(), {}
         for index, model in enumerate(self._with(state, numbers)):
             if not state.active[index]:
@@ -290,6 +294,8 @@ class LightningArray:
             metrics = {name: values[numbers[index]] for name, values in history.epochs[-1].items()}
             before = copy.deepcopy(model.state_dict())
             values: Any = {}
+            facts = self._members[numbers[index]].trainer
+            facts.current_epoch = len(history) - 1
             model.trainer = TrainerFacts(**vars(facts), callback_metrics=metrics)
             record_into(model, values)
             for hook in _AFTER_EPOCHS:

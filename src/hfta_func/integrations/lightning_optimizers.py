@@ -12,8 +12,11 @@ from hfta_func.run.history import Callback
 from hfta_func.step.exchange import from_torch
 
 
-def optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tuple[Any, list[Callback]]:
-    """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric."""
+def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: int) -> tuple[Any, list[Callback]]:
+    """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric.
+
+    ``updates`` are those of each member in an epoch.
+    """
     optimizers, configs = [], []
     for number, member in enumerate(members):
         facts, member.trainer = member.trainer, TrainerFacts(**vars(member.trainer), model=member)
@@ -40,12 +43,13 @@ def optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tu
                 f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1"
             )
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
-    if not updates:
+    if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
-    if interval == "step" and updates % frequency:
-        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
-    stages = max(1, (epochs if interval == "epoch" else epochs * updates) // frequency)
-    every = frequency * (updates if interval == "epoch" else 1)
+    odd = [each for each in updates if interval == "step" and each % frequency]
+    if odd:
+        raise StackError(f"a scheduler steps every {frequency} of {odd[0]} updates; use a divisor of these")
+    stages = [max(1, (epochs if interval == "epoch" else epochs * each) // frequency) for each in updates]
+    every = [frequency * (each if interval == "epoch" else 1) for each in updates]
     return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
 
 

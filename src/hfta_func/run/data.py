@@ -260,6 +260,10 @@ class ArrayLoader:
             yield batch
         self._position = (epoch + 1, 0)
 
+    def leave(self) -> None:
+        """Leave an iteration that was broken off, so that the position is that of the next one."""
+        self._position = self._next
+
     def state_dict(self) -> dict[str, int]:
         """The position of the latest iteration: its epoch and number of batches.
 

@@ -6,7 +6,7 @@ import contextlib
 import random as python_random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class DatasetLoader(ArrayLoader):
         self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
         self._options = {"num_workers": num_workers, **options}
         # Made now, so that options which PyTorch refuses are refused now.
-        self._member_batches.idle.append(self._torch_loader())
+        self._idle = _Idle([self._torch_loader()])
 
     def held_out(self) -> Any:
         """The items of each member's own part, ``[M, n // K, ...]``, loaded at once with the same noise in every call.
@@ -115,7 +115,9 @@ class DatasetLoader(ArrayLoader):
             >>> loader.held_out().flatten().sort().values
             tensor([10, 11, 12, 13])
         """
-        (batch,) = self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)])
+        (batch,) = self._loaded(
+            self._draw(rows, random.fold_in(self.keys, _HELD_OUT), 0) for rows in [super().held_out()]
+        )
         return batch
 
     def once(self) -> Iterator[tuple[Tensor | None, Any]]:
@@ -123,7 +125,7 @@ class DatasetLoader(ArrayLoader):
         if self._rows_of is None:
             return super().once()
         noise, parts = random.fold_in(self.keys, _HELD_OUT), [*self._rows_of.once(self.batch_size)]
-        draws = [self._draw(rows, noise[members], number) for number, members, rows in parts]
+        draws = (self._draw(rows, noise[members], number) for number, members, rows in parts)
         return zip([torch.tensor(members, device="cpu") for _, members, _ in parts], self._loaded(draws), strict=True)
 
     def batches(self, epoch: int, start: int = 0, resting: bool = False) -> Iterator[Any]:
@@ -143,20 +145,32 @@ class DatasetLoader(ArrayLoader):
         loaded = [each if is_present else [] for each, is_present in zip(rows.tolist(), present, strict=True)]
         return loaded, seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
 
-    def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
-        idle = self._member_batches.idle
-        loader = idle.pop() if idle else self._torch_loader()
+    def _loaded(self, draws: Generator[_Draw]) -> Iterator[Any]:
+        loader = self._idle.pop() if self._idle else self._torch_loader()
         loader.sampler.draws = draws
-        for batch in loader:
-            if self._device is not None:
-                batch = restored(tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch)
-            yield batch
-        idle.append(loader)
+        # Whoever leaves the iteration, such as members that go on as a smaller array, has its processes go on, too.
+        with contextlib.suppress(GeneratorExit):
+            for batch in loader:
+                if self._device is not None:
+                    batch = restored(
+                        tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch
+                    )
+                yield batch
+        # What is left of it would hold this loader in a circle, and PyTorch ends processes of such by waiting for seconds.
+        draws.close()
+        self._idle.append(loader)
 
     def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.
         options = {"generator": torch.Generator(torch.get_default_device()), "collate_fn": _as_it_is, **self._options}
         return DataLoader(self._member_batches, batch_size=None, sampler=_Draws(), **options)
+
+
+class _Idle(list[Any]):
+    """Each ``DataLoader`` that iterates no more, with its persistent processes: for all loaders of this process."""
+
+    def __reduce__(self) -> Any:
+        return _Idle, ()
 
 
 class _Draws:
@@ -174,11 +188,6 @@ class _MemberBatches(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], shared: bool):
         self._dataset, self._collate_fn, self._shared = dataset, collate_fn, shared
         self._name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
-        # Each DataLoader that iterates no more, with its persistent processes: for all loaders of this process.
-        self.idle: list[Any] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "idle": []}
 
     def __getitem__(self, draw: _Draw) -> Any:
         if get_worker_info() is not None:

@@ -174,6 +174,8 @@ def fit(
                     save()
             if ended:
                 bar.set_postfix_str(f"{trainer.status.partition(':')[0]}, {_summary(run.end_epoch())}")
+                # Members that are left may need fewer batches than the loader has.
+                bar.update(len(run.history) * length - bar.n if length else 0)
                 for callback in callbacks:
                     if run.follow(callback):
                         trainer.follow(run.loader)

@@ -52,16 +52,18 @@ class Resting(Trainer):
                 # A copy, because a step with donate=True writes the state.
                 self._active = state.active.clone()
             lengths = _lengths(self._loader, state)
-            present = torch.ones_like(state.active) if lengths is None else lengths > running.batches
+            # A loader may have begun the first epoch somewhere else than at its first batch.
+            position = {"epoch": 0, "batches": 0} if lengths is None else self._loader.state_dict()
+            present = torch.ones_like(state.active) if lengths is None else lengths > position["batches"]
             later = [] if lengths is None else lengths[present & (self._active | (not self._compact))].tolist()
-            if lengths is not None and not later and running.batches < len(self._loader):
+            if lengths is not None and not later and position["batches"] < len(self._loader):
                 # The batches that are left are for members that are not trained.
-                self._loader.load_state_dict({"epoch": self._loader.state_dict()["epoch"] + 1, "batches": 0})
+                self._loader.load_state_dict({"epoch": position["epoch"] + 1, "batches": 0})
                 self._trainer.follow(self._loader)
                 ended = True
             else:
                 edge = min(later, default=END)
-                edge = END if lengths is not None and edge == len(self._loader) else edge
+                edge = END if edge == END or edge == len(self._loader) else edge - position["batches"] + running.batches
                 state, ended = self._piece(state, running, min(until, edge), hooks, present)
             if ended:
                 self._active = None

@@ -44,6 +44,9 @@ class Run:
                 f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
                 f"such as ArrayLoader(data, batch_size, seeds=seeds)"
             )
+        if isinstance(loader, ArrayLoader):
+            # Workers go on from its position.
+            loader.leave()
         # What a loader has besides iteration is optional.
         self.state, self.best, self.evaluate = state, best, evaluate
         self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)

@@ -61,13 +61,14 @@ class LocalTrainer(Trainer):
 
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
         self.step, self._batches, self._loader = step, batches, loader
+        # A profile replaces the step that is called, and has no status.
+        self._given = step
         self._left: Iterator[Any] | None = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
-        status = getattr(self.step, "status", "eager: not a training step")
-        return status if isinstance(status, str) else "; ".join(f"{name} {one}" for name, one in status.items())
+        return getattr(self._given, "status", "eager: not a training step")
 
     def follow(self, loader: Iterable[Any]) -> None:
         """See :class:`Trainer`."""

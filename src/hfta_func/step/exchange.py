@@ -74,8 +74,8 @@ def from_torch(
     schedulers: Iterable[LRScheduler] | None = None,
     *,
     models: Iterable[nn.Module],
-    steps: int = 0,
-    every: int = 1,
+    steps: int | Sequence[int] = 0,
+    every: int | Sequence[int] = 1,
 ) -> GradientTransformation:
     """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
 
@@ -87,8 +87,9 @@ def from_torch(
         schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
-        steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
-        every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
+        steps: How many times each scheduler steps to the end, one number or one per member; then its last value stays.
+        every: Updates between two steps of a scheduler, likewise: the number of batches in an epoch, ``len(loader)`` or
+            ``loader.lengths``, if it steps once per epoch.
 
     Raises:
         StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
@@ -109,14 +110,15 @@ def from_torch(
     sizes = len(optimizers), len(named), len(followed)
     if min(sizes) < max(*sizes, 1):
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
-    if schedulers is not None and min(steps, every) < 1:
+    stages = vector("steps", steps, len(named), torch.device("cpu")).long().tolist()
+    if schedulers is not None and min(*stages, *([every] if isinstance(every, int) else every)) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
             raise StackError(f"model {member}: {why}")
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
-    ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
+    ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages, strict=True)]
     label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
@@ -175,7 +177,7 @@ def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Map
     return copied, next(iter(counts.values()), 0)
 
 
-def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
+def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable[..., Any]) -> list[dict[str, Any]]:
     """The arguments of ``make`` for each group: of numbers, ``[steps + 1]`` or ``[steps + 1, 2]``, all that they become."""
     known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
     numbers = [each.name for each in known if "PerModel" in each.annotation]
@@ -210,7 +212,7 @@ def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRSchedu
                 raise StackError(f"{why}; give as many steps as it is made for") from error
 
 
-def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
+def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tensor, follows: bool) -> dict[str, Any]:
     """The arguments that make the optimizer of a group, from those of each member."""
 
     def spec(name: str, rows: Tensor) -> PerModel:
@@ -224,7 +226,10 @@ def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, f
     for name, first in members[0].items():
         values = [member[name] for member in members]
         if isinstance(first, Tensor):
-            specs = [spec(name, rows) for rows in torch.stack(values).reshape(len(values), len(first), -1).unbind(2)]
+            # Those of members that step less often end earlier, and keep the last one.
+            steps = torch.arange(max(map(len, values)))
+            table = torch.stack([value[steps.clamp(max=len(value) - 1)] for value in values])
+            specs = [spec(name, rows) for rows in table.reshape(*table.shape[:2], -1).unbind(2)]
             arguments[name] = specs[0] if first.dim() == 1 else tuple(specs)
         else:
             _check_same(f"{name} of group {number}", values)

@@ -170,9 +170,11 @@ class JointStep(Compiled):
         return twin
 
     @property
-    def status(self) -> dict[str, str]:
-        """How the latest update of each network ran; see :attr:`TrainStep.status`."""
-        return {name: step.status for name, step in self._steps.items()}
+    def status(self) -> str:
+        """How the latest update of all networks ran, and of each; see :attr:`TrainStep.status`."""
+        by_name = {name: step.status for name, step in self._steps.items()}
+        kind = "replayed" if all(status.startswith("replayed") for status in by_name.values()) else "eager"
+        return f"{kind}: " + "; ".join(f"{name} {status}" for name, status in by_name.items())
 
     def _updates(self, state: TrainState, batch: Tree) -> tuple[TrainState, Tensor, dict[str, list[Tensor]]]:
         """The state after all updates, members that have failed included; why they have failed; and all reports."""
