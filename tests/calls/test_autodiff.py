@@ -50,10 +50,10 @@ def by_parameters(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def unused(model: nn.Module, batch: Batch) -> Tensor:
-    """Several outputs, starts that members share or not, and an input that no output depends on."""
+    """Several outputs, some of one entry, starts that members share or not, and an input that no output depends on."""
     first, second = batch[0].clone().requires_grad_(), batch[1].clone().requires_grad_()
-    outputs = [model(first), model(first).mean()]
-    starts = [torch.linspace(0, 1, 5, dtype=torch.float64)[:, None], None]
+    outputs = [model(first), model(first).mean(), model(first).square().mean(0)]
+    starts = [torch.linspace(0, 1, 5, dtype=torch.float64)[:, None], None, None]
     grad, none = torch.autograd.grad(outputs, [first, second], starts, create_graph=True, allow_unused=True)
     assert none is None
     return grad.square().sum() + outputs[1]

@@ -214,11 +214,19 @@ def guarded_from_all(linear, x):
     return out
 
 
+def kept(linear, x):
+    # A model that changes an attribute is called with one member's tensors, too.
+    linear.kept = linear(x)
+    out = torch.zeros(4)
+    out += linear.kept.mean(0)
+    return out
+
+
 CASES = [
     guarded,
     guarded_from_all,
     zeros, total, counted, cloned, views, transposed, many, by_out, scattered, reduced, masked, alike,
-    whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner,
+    whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner, kept,
     differentiated, drawn, with_parameters,
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from ways import WAYS, assert_as_alone
+from ways import WAYS, assert_as_alone, loss
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
@@ -441,6 +441,23 @@ def test_settings_that_differ_in_their_parts_are_refused():
 
     with pytest.raises(hfta.StackError, match=r"'settings' is Settings.* but in model 0 it is"):
         hfta.stack_params([Model(build), Model(build)])
+
+
+class Remade(nn.Dropout):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return Remade(self.p)
+
+
+def test_a_copy_by_the_class_of_a_module_keeps_its_mode():
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), Remade(0.5))
+
+    assert_as_alone(make, torch.randn(3, 5, 4), "evaluated")
+    step = hfta.make_train_step(make().eval(), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models := [make().eval() for _ in range(3)]), seeds=range(3))
+    batch = torch.randn(3, 5, 4)
+    losses = torch.stack([loss(model, row).detach() for model, row in zip(models, batch, strict=True)])
+    torch.testing.assert_close(step(state, batch)[1]["loss"], losses)
 
 
 def copies_a_layer(model):

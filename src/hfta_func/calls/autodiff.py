@@ -124,7 +124,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if value is not tensor or rehearsing.get():
         raise TraceError(
             "the model assigns to .data of a tensor (as module.to(dtype) does), which members that run as one cannot; "
-            "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...)"
+            "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...); "
+            "what only the first call of a module assigns, assign by calling each model once before stack_params"
         )
 
 
@@ -146,9 +147,9 @@ def _grad(
     outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
     inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
-    # Outside, the members' scalars are a vector, for which autograd has no default gradient to start from.
+    # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.
     starts = [
-        torch.ones_like(output) if start is None and output.dim() == 0 else start
+        torch.ones_like(output) if start is None and output.numel() == 1 else start
         for output, start in zip(outputs, starts, strict=True)
     ]
 

@@ -102,11 +102,16 @@ class _Making(Mode):
         super().__init__()
         self._made = made
         self._true = batched.new_ones((), dtype=torch.bool)
+        self._level = 0 if torch.compiler.is_compiling() else _torch.depth()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         result = func(*args, **kwargs)
-        return _torch.pytree.tree_map(self._for_each, result) if self._made.make(func) else result
+        return _torch.pytree.tree_map(self._for_each, result) if self._made.make(func) and self._is_within() else result
+
+    def _is_within(self) -> bool:
+        """Whether the members run as one, and not one alone, as where the model is examined."""
+        return torch.compiler.is_compiling() or _torch.depth() >= self._level
 
     def _for_each(self, result: Any) -> Any:
         return torch.where(self._true, result, result) if isinstance(result, Tensor) else result
@@ -117,7 +122,6 @@ class _Seeking(_Making):
 
     def __init__(self, made: MadeCalls, batched: Tensor):
         super().__init__(made, batched)
-        self._level = _torch.depth()
         # The call that made each storage; the tensor keeps its number from being given to another one.
         self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
 

@@ -47,6 +47,10 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
             memo |= given | {id(part): part for part in parts if not _is_copied(part)}
             made = copy.deepcopy(model, memo)
     referring = _Referring(memo)
+    modes = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
+    for path, module in made.named_modules(remove_duplicate=False):
+        # A class whose __deepcopy__ makes a new module makes it in train mode, and may copy apart what modules share.
+        module.training = modes.get(path, module.training)
     for module in made.modules():
         names = vars(module)
         for name, value in names.items():

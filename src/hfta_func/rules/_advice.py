@@ -48,7 +48,10 @@ _CURES = {
 """Advice by what PyTorch says of autograd functions and some others."""
 
 
-_SHARED = "; buffers that are equal in all models can be read with share_frozen=True, which makes them one"
+_OTHERWISE = (
+    "; buffers that are equal in all models can be read with share_frozen=True, which makes them one, and all values in a "
+    "step with chunk_size=1, which runs one member after another"
+)
 
 
 def advice(error: RuntimeError) -> Exception | None:
@@ -87,7 +90,7 @@ def advice(error: RuntimeError) -> Exception | None:
         called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(
             f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
-            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_SHARED}"
+            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_OTHERWISE}"
         )
     if operator:
         what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
@@ -101,5 +104,5 @@ def advice(error: RuntimeError) -> Exception | None:
         return None
     return TraceError(
         f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
-        f"masks, clamp), or return the value as a metric and read it outside{_SHARED}"
+        f"masks, clamp), or return the value as a metric and read it outside{_OTHERWISE}"
     )
