@@ -54,6 +54,9 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
             return state
         if len(counts) != len(state.step):
             raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
+        if strangers := [path for path in params if path not in members[0]]:
+            cure = "give from_torch the models that are stacked, not parts of them"
+            raise StackError(f"the optimizers hold no parameter of the path '{strangers[0]}'; {cure}")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
             values = [states[path].get(_KEYS.get(name, name)) for states in members]
@@ -75,7 +78,7 @@ def from_torch(
     *,
     models: Iterable[nn.Module],
     steps: int = 0,
-    every: int = 1,
+    every: int | Sequence[int] = 1,
 ) -> GradientTransformation:
     """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
 
@@ -88,7 +91,7 @@ def from_torch(
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
-        every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
+        every: Updates between two steps of a scheduler: 1, or the batches of an epoch; one each, such as ``loader.lengths``.
 
     Raises:
         StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
@@ -109,7 +112,7 @@ def from_torch(
     sizes = len(optimizers), len(named), len(followed)
     if min(sizes) < max(*sizes, 1):
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
-    if schedulers is not None and min(steps, every) < 1:
+    if schedulers is not None and min(steps, *([every] if isinstance(every, int) else every)) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
@@ -117,7 +120,7 @@ def from_torch(
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
-    label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
+    label: dict[str, str | None] = {}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
         pairs = [_states_of_group(i, number, *pair) for i, pair in enumerate(zip(optimizers, named, strict=True))]
@@ -130,6 +133,8 @@ def from_torch(
             label |= dict.fromkeys(members[0], f"group{number}")
     if not groups:
         raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
+    if any(param.requires_grad and path not in label for path, param in named[0].items()):
+        label[""] = None  # Not path by path: a step of one of several networks has no others.
     return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
 
 
@@ -210,7 +215,7 @@ def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRSchedu
                 raise StackError(f"{why}; give as many steps as it is made for") from error
 
 
-def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
+def _arguments(number: int, members: Sequence[Any], every: Any, start: Tensor, follows: bool) -> dict[str, Any]:
     """The arguments that make the optimizer of a group, from those of each member."""
 
     def spec(name: str, rows: Tensor) -> PerModel:
