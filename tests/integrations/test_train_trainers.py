@@ -198,8 +198,12 @@ class Callback(transformers.TrainerCallback):
     [
         ([{"max_steps": 5}] * 2, "max_steps is 5, .*; give num_train_epochs"),
         ([{"eval_strategy": "steps", "eval_steps": 2}] * 2, "eval_strategy is 'steps'"),
+        ([{"eval_delay": 2}] * 2, "eval_delay is 2, .*; leave it out"),
         ([{"num_train_epochs": 1.5}] * 2, "num_train_epochs is 1.5"),
-        ([{"gradient_accumulation_steps": 2}] * 2, "gradient_accumulation_steps is 2 but an epoch has 5 batches"),
+        (
+            [{"gradient_accumulation_steps": 2}] * 2,
+            "gradient_accumulation_steps is 2 but an epoch has 5 batches; .*Subset",
+        ),
         ([{"optim": "adafactor"}] * 2, "Adafactor has no counterpart"),
         ([{"num_train_epochs": 1}, {"num_train_epochs": 2}], "model 1: num_train_epochs is 2 but that of model 0 is 1"),
         ([{"label_smoothing_factor": 0.1}, {}], "label_smoothing_factor is 0 for some"),

@@ -155,7 +155,7 @@ def test_table_and_picture() -> None:
         (
             pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]}),
             {"metric": "loss", "by": "kind"},
-            "several rows for kind a and seed 0",
+            "several rows for kind a and seed 0; keep one of them, or pass a column",
         ),
     ],
 )

@@ -208,6 +208,10 @@ def test_data_that_is_not_a_tensor_yet():
         hfta.ArrayLoader((1.0, pair[1]), 1, seeds=SEEDS)
     x = next(iter(hfta.ArrayLoader(pair[1], 1, seeds=SEEDS, shuffle=False)))
     assert torch.equal(x, DATA["x"][:1].expand(3, 1, 3))
+    # A column whose numbers of rows start elsewhere, as after a split.
+    column = pandas.Series([5.0, 6.0], index=[7, 3])
+    x = next(iter(hfta.ArrayLoader((pandas.DataFrame(pair[1]), column), 2, seeds=SEEDS, shuffle=False)))
+    assert torch.equal(x[0], DATA["x"][:2].expand(3, 2, 3)) and x[1].tolist() == [[5.0, 6.0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_data_that_is_not_a_tensor_yet():
         (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
         ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
         (
-            pandas.DataFrame(torch.zeros(4, 3).numpy()),
+            pandas.DataFrame({"kind": ["a", "b"]}),
             {"seeds": SEEDS},
             hfta.BatchError,
             "no tree of tensors: .*; pass tensors",

@@ -8,7 +8,7 @@ from torch import nn
 
 import hfta_func as hfta
 
-pytest.importorskip("pandas", reason="needs pandas")
+pandas = pytest.importorskip("pandas", reason="needs pandas")
 
 SEEDS, RATES, LR = [5, 3, 8, 5], [0.0, 0.2, 0.3, 0.5], [0.1, 0.2, 0.05, 0.3]
 X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -51,6 +51,7 @@ def test_parts_are_those_made_by_hand():
     assert torch.equal(found.predict(X).outputs, hfta.predict(make_model(), state, X).outputs)
     assert [model[1].p for model in found.models()] == RATES
     same(hfta.stack_params(found.models()).params, state.params)
+    same(found.evaluate((X.numpy(), pandas.DataFrame(DATA[1].numpy()))), found.evaluate(DATA))
     same(found.evaluate(DATA), {name: history[name][-1] for name in ("val_loss", "val_plain")})
     frame = history.last()
     assert frame.seed.tolist() == SEEDS and frame.lr.tolist() == LR and found.frame().p.tolist() == RATES * 2
@@ -122,6 +123,7 @@ def test_a_grid_is_the_product():
         (lambda: {"seeds": ["a"]}, "model 0: seed 'a' is not a 64-bit integer"),
         (lambda: {"make_model": make_model()}, "factory is a module"),
         (lambda: {"loss_fn": {"a": mse}}, "dict is no function of a model and a batch; write one"),
+        (lambda: {"metric": [mse]}, "list is no function of a model and a batch; write one"),
         (lambda: {"loss_fn": nn.MSELoss()}, "MSELoss is no function of a model and a batch"),
         (lambda: {"loss_fn": nn.functional.mse_loss}, "mse_loss is no function of a model and a batch"),
     ],
@@ -146,6 +148,11 @@ def test_bad_experiments(call, message):
             (DATA, 8),
             {"evaluate": (mse, DATA, [[0], [], [1], [2]])},
             "model 1: rows.1. has shape .0., which are no rows",
+        ),
+        (
+            (DATA, 8),
+            {"evaluate": torch.utils.data.TensorDataset(*DATA)},
+            "the data to evaluate on is a data set, TensorDataset; pass a DataLoader",
         ),
         ((DATA, 8), {"evaluate": (mse, [])}, "model 0 has no row to evaluate"),
         ((DATA, 8), {"evaluate": (X[:0], X[:0, :1])}, "model 0 has no row to evaluate"),

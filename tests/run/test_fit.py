@@ -186,13 +186,28 @@ def test_evaluate_takes_data(setting, compiled):
 
 @pytest.mark.parametrize(
     "loader",
-    [(torch.ones(6, 4), torch.ones(6)), {"x": torch.ones(6, 4)}, None, lambda: iter([])],
-    ids=["tuple", "dict", "NoneType", "function"],
+    [
+        (torch.ones(6, 4), torch.ones(6)),
+        {"x": torch.ones(6, 4)},
+        None,
+        lambda: iter([]),
+        torch.utils.data.TensorDataset(torch.ones(6, 4)),
+    ],
+    ids=["tuple", "dict", "NoneType", "function", "TensorDataset"],
 )
 def test_data_is_no_loader(setting, loader):
     step, state, _ = setting
     with pytest.raises(
         hfta.BatchError, match=r"the loader is a \w+, which does not yield batches; pass .*ArrayLoader\("
+    ):
+        hfta.fit(step, state, loader, epochs=1, progress=False)
+
+
+def test_batches_of_members_are_not_shared(setting):
+    _, state, loader = setting
+    step = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]), batch_dims=None)
+    with pytest.raises(
+        hfta.BatchError, match=r"has a batch for each member, but .* share one; give the loader shared=True"
     ):
         hfta.fit(step, state, loader, epochs=1, progress=False)
 

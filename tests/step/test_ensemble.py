@@ -347,8 +347,9 @@ def test_bad_input_is_refused_with_a_cure():
     for bad in ([], iter(())):
         with pytest.raises(hfta.BatchError, match="there are no batches"):
             whole.predict(bad)
-    with pytest.raises(hfta.BatchError, match="pass one tensor or an iterable"):
-        whole.predict(3)
+    for bad in (3, X[0].numpy()):
+        with pytest.raises(hfta.BatchError, match="pass one tensor or an iterable"):
+            whole.predict(bad)
     with pytest.raises(hfta.BatchError, match="the members' output is a dict"):
         ensemble("gru").predict(X[0])
     with pytest.raises(hfta.StateError, match="expected a TrainState or a Stacked but got dict"):

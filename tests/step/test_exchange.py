@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -287,6 +288,25 @@ def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
     assert [len(each.state) for each in returned] == [5, 5]
 
 
+def test_epochs_of_unequal_length() -> None:
+    models = _models({"w": (2,)})
+    lengths = [1 + i for i in range(M)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=lengths)
+    params, _ = hfta.stack_params(models)
+    state = optimizer.init(params)
+    for number in range(4):
+        updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
+        assert (-updates["w"][:, 0]).tolist() == [0.5 ** min(number // length, 3) for length in lengths]
+    _, followers = hfta.to_torch(optimizer, state, models, schedulers)
+    assert [follower.last_epoch for follower in followers] == [min(4 // length, 3) for length in lengths]
+    with pytest.raises(hfta.StackError, match=r"every is \[0, 1\]; give"):
+        hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, 1])
+    with pytest.raises(hfta.HyperparameterError, match="every"):
+        hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[1] * (M + 1)).init(params)
+
+
 def test_the_last_value_is_kept() -> None:
     models = _models({"w": (2,)})
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0 + i) for i, model in enumerate(models)]
@@ -380,6 +400,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
         "goes on from 3 models; stack these, not 2",
     ),
+    (
+        lambda: _refused().init({f"d.{path}": leaf for path, leaf in hfta.stack_params(_linear())[0].items()}),
+        "no parameter of the path 'd.weight'; give from_torch the models that are stacked",
+    ),
 ]
 
 
@@ -387,6 +411,39 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_what_is_refused_and_why(refused: Callable[[], Any], message: str) -> None:
     with pytest.raises(hfta.StackError, match=message):
         refused()
+
+
+def test_optimizers_of_several_networks_go_on_and_back() -> None:
+    def make(member: int) -> nn.ModuleDict:
+        torch.manual_seed(member)
+        return nn.ModuleDict({"d": nn.Linear(2, 1), "g": nn.Linear(3, 2)}).double()
+
+    def loss(name: str) -> Any:
+        return lambda model, batch: (SIGNS[name] * model["d"](model["g"](batch))).tanh().mean()
+
+    SIGNS, batches = {"d": 1, "g": -1}, torch.randn(4, 5, 3, dtype=torch.float64)
+    models = [make(member) for member in range(3)]
+    optimizers = {name: [torch.optim.Adam(model[name].parameters(), lr=0.01) for model in models] for name in SIGNS}
+
+    def train(models: Any, optimizers: Any, batches: Any) -> None:
+        for member, model in enumerate(models):
+            for batch, name in itertools.product(batches, SIGNS):
+                model.zero_grad()
+                loss(name)(model, batch).backward()
+                optimizers[name][member].step()
+
+    train(models, optimizers, batches[:1])
+    made = {name: hfta.from_torch(each, models=models) for name, each in optimizers.items()}
+    steps = {name: hfta.make_train_step(models[0], loss(name), made[name], batch_dims=None) for name in SIGNS}
+    step = hfta.joint(**steps)
+    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    for batch in batches[1:3]:
+        state, _ = step(state, batch)
+    trained = hfta.unstack_params(models[0], *hfta.stacked(state))
+    train(trained, {n: hfta.to_torch(made[n], state.opt_state.groups[n], trained)[0] for n in SIGNS}, batches[3:])
+    train(models, optimizers, batches[1:])
+    for model, solo in zip(trained, models, strict=True):
+        torch.testing.assert_close(model.state_dict(), solo.state_dict(), rtol=0, atol=1e-12)
 
 
 def test_what_does_not_go_back() -> None:

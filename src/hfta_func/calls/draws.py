@@ -324,7 +324,7 @@ ROUTED: dict[str, Callable[..., Any]] = {
 }
 """Handlers of operators that draw from the member's key."""
 
-_OUTSIDE = "draw the values outside the model and pass them in the batch"
+_OUTSIDE = "draw the values outside the model and pass them in the batch, as the collate_fn of a DatasetLoader does"
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "binomial": _refused("sum draws of torch.bernoulli"),

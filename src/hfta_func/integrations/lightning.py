@@ -139,9 +139,7 @@ class LightningArray:
             raise StackError(f"{self._name} has automatic_optimization=False, manual optimization; {cure}")
         for path, child in self._members[0].named_modules():
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(child).__mro__):
-                cure = (
-                    f"self.log the value of a function such as those of torchmetrics.functional.{type(child).__name__}"
-                )
+                cure = "self.log what a function returns for the batch, such as one of torchmetrics.functional"
                 raise StackError(f"'{path}' is a metric of torchmetrics, which belongs to no member; {cure}")
         self.history = History(torch.tensor(self.seeds))
 
@@ -202,9 +200,8 @@ class LightningArray:
                 counts = (
                     f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
                 )
-                raise StackError(
-                    f"{counts}; leave out the last ones, as drop_last=True does, or give the data a __len__"
-                )
+                cure = "choose a batch size or a Subset of rows that gives a multiple of it" if each else ""
+                raise StackError(f"{counts}; {cure or 'give the data a __len__'}")
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)

@@ -36,6 +36,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_steps": ((-1, 0), "give num_train_epochs"),
     "eval_strategy": (("no", "epoch"), "evaluate by epoch"),
     "eval_on_start": ((False,), "call trainer.evaluate() before"),
+    "eval_delay": ((0, 1), "leave it out, since an array evaluates after every epoch"),
     "train_sampling_strategy": (("random", "sequential"), "the others draw from a generator of all models"),
     "neftune_noise_alpha": ((None,), "add the noise in the model"),
     "gradient_checkpointing": ((False,), "pass checkpoint=True"),
@@ -94,9 +95,8 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     groups = args.gradient_accumulation_steps
     updates, rest = divmod(len(batches), groups)
     if rest:
-        raise StackError(
-            f"gradient_accumulation_steps is {groups} but an epoch has {len(batches)} batches; leave some out"
-        )
+        cure = "choose a batch size or a Subset of rows that gives a multiple of it"
+        raise StackError(f"gradient_accumulation_steps is {groups} but an epoch has {len(batches)} batches; {cure}")
     for trainer in trainers:
         trainer.create_optimizer_and_scheduler(epochs * updates)
     optimizers, followed = [each.optimizer for each in trainers], [each.lr_scheduler for each in trainers]

@@ -140,7 +140,8 @@ def check_no_carrying(run: Callable[[Body, bool], Any], make: Callable[[], Body]
             names = ", ".join(map(repr, sorted(carried or alone)))
             raise StateError(
                 f"the model carries {names} from one call to the next outside its buffers, where it belongs to no member and "
-                f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that"
+                f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that, or "
+                f"report it instead, as a metric of the loss or by self.log of a LightningModule"
             )
 
 

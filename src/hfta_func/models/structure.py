@@ -220,7 +220,7 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
                 label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
                 return _setting_difference(part, others[key], label, compared, seen)
     shown, other = _show(a), _show(b)
-    cure = "models in one array must share every setting"
+    cure = "models in one array must share every setting, but for floats that are attributes of a module (self.lr)"
     if (
         parts is not None
         and others is not None

@@ -218,7 +218,8 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
     values = {}
     for name, seed, value in zip(frame[by], frame["seed"], frame[metric], strict=True):
         if seed in values.setdefault(name, {}):
-            raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; leave one of them")
+            cure = "keep one of them, or pass a column by= that tells them apart, such as one made of two columns"
+            raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; {cure}")
         values[name][seed] = value
     return values
 

@@ -15,6 +15,7 @@ from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func._types import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
+from hfta_func.run.tables import array_of, is_dataset
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional
@@ -49,7 +50,13 @@ class Evaluation:
     """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows."""
 
     def __init__(self, step: Any, metric: Callable[..., Any], data: Any):
-        self._made_from, self._data = (step, metric), data
+        if is_dataset(data):
+            cure = "pass a DataLoader of it, such as torch.utils.data.DataLoader(dataset, 256)"
+            raise BatchError(f"the data to evaluate on is a data set, {type(data).__qualname__}; {cure}")
+        if is_batch(data):
+            data = restored(tree_map(_tensor_of, plain(data)), data)
+        self._data: Any = data
+        self._made_from = step, metric
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         made, dims = original(metric), 0 if self._axis else None
         if isinstance(made, EvalStep):
@@ -101,6 +108,12 @@ class Evaluation:
         return ((None, batch) for batch in ([self._data] if is_batch(self._data) else self._data))
 
 
+def _tensor_of(leaf: Any) -> Any:
+    """The tensor of an array or column of numbers; anything else as it is."""
+    array = array_of(leaf)
+    return torch.as_tensor(array) if getattr(getattr(array, "dtype", None), "kind", "") in {*"biufc"} else leaf
+
+
 def _moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device."""
     return restored(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain(batch)), batch)
@@ -109,4 +122,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def is_batch(data: Any) -> bool:
     """Whether data is one batch, and not an iterable over batches."""
     listed = isinstance(data, list) and len(data) > 0 and all(isinstance(part, Tensor) for part in data)
-    return listed or isinstance(data, Tensor | Mapping | tuple) or not isinstance(data, Iterable)
+    return (
+        listed or isinstance(data, Tensor | Mapping | tuple) or hasattr(data, "ndim") or not isinstance(data, Iterable)
+    )

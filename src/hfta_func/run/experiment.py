@@ -21,6 +21,7 @@ from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
 from hfta_func.run.history import History, Metrics
 from hfta_func.step.ensemble import Ensemble
+from hfta_func.step.gradients import num_positional
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
@@ -115,7 +116,9 @@ class Experiment:
         sizes = [{name: column[i] for name, column in of_model.items()} for i in range(len(numbers) if pad else 1)]
         models = [build(factory, numbers[0], size) for size in sizes]
         self.model = padded(models) if pad else models[0]
-        self.metric = metric or _validation(loss_fn)
+        self.metric = _validation(loss_fn) if metric is None else metric
+        if metric is not None:
+            num_positional(metric)
         is_function = callable(optimizer) and not isinstance(optimizer, type)
         made: Any = optimizer(**of_optimizer) if is_function else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))

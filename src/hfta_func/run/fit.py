@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
+from hfta_func._torch import original
+from hfta_func._types import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best import Best
@@ -134,6 +136,7 @@ def fit(
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
+    _refuse_dealt(loader, step)
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
@@ -218,3 +221,10 @@ def _summary(metrics: Metrics) -> str:
             value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
             shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
     return ", ".join(shown)
+
+
+def _refuse_dealt(loader: Any, step: Any) -> None:
+    """Raise a BatchError if the loader deals batches to members that share one, who would see those of all."""
+    if isinstance(loader, ArrayLoader) and not loader.shared and getattr(original(step), "batch_dims", 0) is None:
+        cure = "give the loader shared=True, or leave out batch_dims=None"
+        raise BatchError(f"the loader has a batch for each member, but all members of the step share one; {cure}")

@@ -20,6 +20,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics
 from hfta_func.run.running import Running
+from hfta_func.run.tables import is_dataset
 from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
@@ -39,10 +40,11 @@ class Run:
         evaluate: Callable[[TrainState], Metrics] | None = None,
     ):
         check_state(state)
-        if is_table(loader) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        if is_table(loader) or is_dataset(loader) or not is_iterable:
             raise BatchError(
                 f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
-                f"such as ArrayLoader(data, batch_size, seeds=seeds)"
+                f"such as ArrayLoader(data, batch_size, seeds=seeds), or a DatasetLoader or DataLoader of a data set"
             )
         if isinstance(loader, ArrayLoader):
             # Workers go on from its position.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import BatchError, Tree
@@ -18,10 +20,20 @@ def at_rows(leaf: Tensor, rows: Tensor) -> Tensor:
     return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:]) if whole else leaf[rows]
 
 
+def array_of(leaf: Any) -> Any:
+    """The array in a column or frame, as of pandas; anything else as it is."""
+    return leaf.to_numpy().copy() if hasattr(leaf, "to_numpy") else leaf
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether data is a map-style data set of PyTorch, whose items are no batches."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+
+
 def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
     """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
     try:
-        data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), plain(data))
+        data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise BatchError(
             f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "

@@ -54,6 +54,8 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
             return state
         if len(counts) != len(state.step):
             raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
+        if strangers := [path for path in params if path not in members[0]]:
+            raise StackError(f"the optimizers hold no '{strangers[0]}'; give from_torch the stacked models, not parts")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
             values = [states[path].get(_KEYS.get(name, name)) for states in members]
@@ -88,8 +90,7 @@ def from_torch(
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps to the end, one number or one per member; then its last value stays.
-        every: Updates between two steps of a scheduler, likewise: the number of batches in an epoch, ``len(loader)`` or
-            ``loader.lengths``, if it steps once per epoch.
+        every: Updates between two steps of a scheduler, likewise: those of an epoch, such as ``loader.lengths``, or 1.
 
     Raises:
         StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
@@ -119,7 +120,7 @@ def from_torch(
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages, strict=True)]
-    label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
+    label: dict[str, str | None] = {}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
         pairs = [_states_of_group(i, number, *pair) for i, pair in enumerate(zip(optimizers, named, strict=True))]
@@ -132,6 +133,8 @@ def from_torch(
             label |= dict.fromkeys(members[0], f"group{number}")
     if not groups:
         raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
+    if any(param.requires_grad and path not in label for path, param in named[0].items()):
+        label[""] = None  # Not path by path: a step of one of several networks has no others.
     return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
 
 
@@ -267,10 +270,8 @@ def to_torch(
         raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one each")
     trained = {path: param.detach().to("meta") for path, param in named[0].items() if param.requires_grad}
     params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
-    mismatch = difference(
-        state, without_memory(optimizer.init, params), "state.opt_state", "the state", "the optimizer"
-    )
-    if mismatch is not None:
+    expected = without_memory(optimizer.init, params)
+    if mismatch := difference(state, expected, "state.opt_state", "the state", "the optimizer"):
         raise StateError(f"the state is of another optimizer or model: {mismatch}; pass those that it was made with")
     make, call = _call_of(optimizer)
     if make is not optim.partition:
@@ -282,8 +283,7 @@ def to_torch(
         known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
         raise StackError(f"{known}; of a chain, pass that part and its state")
     options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
-    made = []
-    counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
+    counted, made = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",), []
     for member, leaves in enumerate(named):
         inside = [[leaves[path] for path in group] for group in paths]
         made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))

@@ -145,7 +145,7 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for ``batches``."""
     if isinstance(batches, Tensor | Mapping):
         batches = [batches]
-    if not isinstance(batches, Iterable):
+    if not isinstance(batches, Iterable) or hasattr(batches, "ndim"):
         raise BatchError(f"batches is a {type(batches).__qualname__}; pass one tensor or an iterable of batches")
     parts = []
     for batch in batches:
