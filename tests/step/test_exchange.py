@@ -402,7 +402,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: _refused().init({f"d.{path}": leaf for path, leaf in hfta.stack_params(_linear())[0].items()}),
-        "no parameter of the path 'd.weight'; give from_torch the models that are stacked",
+        "the optimizers hold no 'd.weight'; give from_torch the stacked models",
     ),
 ]
 

@@ -23,7 +23,7 @@ from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
-from hfta_func.run.resting import Resting
+from hfta_func.run.resting import resting
 from hfta_func.run.run import Run
 from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
@@ -153,17 +153,16 @@ def fit(
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
                 run.load(resume)
-        done = len(run.history) * length + run.running.batches
-        bar = tqdm(total=epochs * length or None, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
+        total, done = epochs * length or None, len(run.history) * length + run.running.batches
+        bar = tqdm(total=total, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
-        trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
+        trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
         recording, tick = None, bar.update
         if profile and isinstance(trainer, LocalTrainer):
             recording = stack.enter_context(Recording(trainer.step))
             trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
-        if compact or (isinstance(run.loader, ArrayLoader) and run.loader.rests):
-            trainer = Resting(trainer, run.loader, compact)
+        trainer = resting(trainer, run.loader, compact)
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(check if resume is not None else lambda: None, tick, pressed)

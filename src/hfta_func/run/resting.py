@@ -19,6 +19,13 @@ _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
 
 
+def resting(trainer: Trainer, loader: Any, compact: bool) -> Trainer:
+    """A trainer by which members rest, where they may; with ``compact`` as a smaller array."""
+    return (
+        Resting(trainer, loader, compact) if compact or (isinstance(loader, ArrayLoader) and loader.rests) else trainer
+    )
+
+
 class Resting(Trainer):
     """A :class:`Trainer` by which members rest from the last batch of their own to the end of the epoch.
 
