@@ -9,6 +9,7 @@ import functools
 import html
 import importlib
 import math
+import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,31 @@ def recipe(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return functools.partial(make, **kwargs), args
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 120
+
+
+def call_text(value: Any) -> str:
+    """The call that made a value, or its class and parts, in short: for its ``__repr__``.
+
+    Example:
+        >>> call_text(Schedule({"value": 0.1}, lambda count, value: value))
+        "Schedule({'value': 0.1}, <lambda>)"
+    """
+    make, args = recipe(value)
+    kwargs = make.keywords if isinstance(make, functools.partial) else {}
+    shown = [*map(_short, args), *(f"{name}={_short(each)}" for name, each in kwargs.items())]
+    return f"{getattr(getattr(make, 'func', make), '__name__', make)}({', '.join(shown)})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"<{list(value.shape)} of {value.dtype}>"
+    if isinstance(value, types.FunctionType):
+        return value.__name__
+    return _SHORT.repr(value)
+
+
 def _parts(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple) else (value.knobs, value.value)
 
@@ -90,6 +116,9 @@ class Schedule:
 
     def __reduce__(self) -> Any:
         return recipe(self)
+
+    def __repr__(self) -> str:
+        return call_text(self)
 
 
 PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"

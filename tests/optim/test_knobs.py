@@ -85,3 +85,23 @@ def test_a_table_of_numbers_is_refused(name: str) -> None:
     make, (accepted, _) = RANGES[name]
     with pytest.raises(hfta.HyperparameterError, match=name):
         make([[accepted[0]], [accepted[0]]])
+
+
+def test_texts_are_short() -> None:
+    """Of optimizers and schedules, what was called; of their states, what they hold."""
+    adam = hfta.adamw(lr=[0.1, 0.2, 0.3])
+    whole = hfta.chain(hfta.clip_grad_norm(1.0), adam)
+    assert repr(whole) == "chain(clip_grad_norm(1.0), adamw(lr=[0.1, 0.2, 0.3]))"
+    assert repr(hfta.sgd(schedules.cosine([0.1] * 99, T_max=10))) == (
+        "sgd(cosine([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...], T_max=10))"
+    )
+    assert repr(hfta.sgd(lr=torch.ones(3))) == "sgd(lr=<[3] of torch.float32>)"
+    params = {"weight": torch.ones(3, 2)}
+    state = whole.init(params)
+    assert repr(state) == "(HyperparamState(3 members), AdamState(3 members: exp_avg, exp_avg_sq))"
+    parts = hfta.partition({"": "all"}, {"all": hfta.sgd(0.1, momentum=0.9)}).init(params)
+    assert repr(parts) == "PartitionState(groups={'all': SGDState(3 members: momentum)})"
+    # Trees of the same classes that hold no members show what they hold.
+    assert "exp_avg=" in repr(state[1]._replace(step=0))
+    own = hfta.GradientTransformation(lambda params: (), lambda *state: state)
+    assert repr(own) == "GradientTransformation(<lambda>, <lambda>, None)"

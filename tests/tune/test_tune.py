@@ -553,6 +553,12 @@ def test_a_grid_is_tried_whole() -> None:
         (a, b) for a in grid["lr"] for b in grid["momentum"]
     }
     assert all(trial.status == "complete" for trial in study.trials)
+    best = study.best
+    assert (
+        repr(study) == f"<Study of 6 trials (6 complete); best is trial {best.number}, error {best.values[-1][0]:.4g}>"
+    )
+    table = study._repr_html_()
+    assert table.count("<tr>") == 6 and f"<tr><td>{best.number}</td>" in table.partition("</tr>")[2][:40]
 
 
 @pytest.mark.sampled(every=2)
@@ -779,6 +785,8 @@ def test_several_objectives_have_a_front() -> None:
     assert {trial.number for trial in study.optuna.best_trials} == front
     with pytest.raises(ValueError, match="there are several objectives"):
         _ = study.best
+    assert repr(study) == f"<Study of {len(values)} trials ({len(values)} complete)>"
+    assert study._repr_html_().count("<tr>") == 1 + min(5, len(values))
 
 
 def test_arrays_that_do_not_fit_are_halved() -> None:

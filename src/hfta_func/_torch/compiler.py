@@ -58,6 +58,9 @@ class Compiled:
 
     _numbers = itertools.count()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({getattr(self, 'status', '')})"
+
     @property
     def _torchdynamo_wrapper_id(self) -> int:
         return id(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, where, write
-from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, recipe
+from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, call_text, recipe
 
 true_sizes: ContextVar[Mapping[str, Sequence[Tensor]] | None] = ContextVar("true_sizes", default=None)
 """While an optimizer's state is made for a padded model: by path, each member's own size along each axis, ``[M]``."""
@@ -51,6 +52,9 @@ class GradientTransformation(NamedTuple):
 
     def __reduce__(self) -> Any:
         return recipe(self)
+
+    def __repr__(self) -> str:
+        return call_text(self)
 
 
 def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformation:
@@ -191,6 +195,21 @@ def restrict(owner: type, **ranges: Range) -> None:
     _RANGES.setdefault(owner, {}).update(ranges)
 
 
+def _shorten(state: type) -> None:
+    """Have states of a NamedTuple class show what they hold instead of its values."""
+    plain: Any = state.__repr__
+
+    def text(self: Any) -> str:
+        if not (isinstance(self[0], Tensor) and self[0].dim()):
+            return plain(self)
+        held = [name for name in self._fields[1:] if name != "hyperparams" and len(getattr(self, name))]
+        return f"{type(self).__name__}({len(self[0])} members{': ' * bool(held)}{', '.join(held)})"
+
+    # Another text is its author's choice.
+    if plain.__module__ == namedtuple.__module__:
+        setattr(state, "__repr__", text)  # noqa: B010
+
+
 def range_of(owner: type, name: str) -> Range:
     """The range of a hyperparameter of an optimizer whose state is of class ``owner``."""
     return _RANGES.get(owner, {}).get(name) or _DEFAULT_RANGES.get(name, Range.FINITE)
@@ -210,6 +229,7 @@ class Hyperparams:
     def __init__(self, owner: type, /, **specs: PerModel):
         self.owner = owner
         self.specs = specs
+        _shorten(owner)
         for name, spec in specs.items():
             check(name, spec, range_of(owner, name))
 

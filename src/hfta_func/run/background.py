@@ -117,6 +117,9 @@ class BackgroundStep:
     def __reduce__(self) -> Any:
         return BackgroundStep, (self._step, self._steps)
 
+    def __repr__(self) -> str:
+        return f"BackgroundStep({self.status})"
+
     @property
     def is_compiled(self) -> bool:
         """Whether calls with the latest shapes run a compiled graph."""

@@ -224,7 +224,8 @@ class ArrayLoader:
 
     def __repr__(self) -> str:
         members = "shared" if self.shared else f"{len(self.keys)} members"
-        return f"{type(self).__name__}({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
+        count = f"{min(self.lengths)} to {len(self)}" if self.rests else len(self)
+        return f"{type(self).__name__}({members}, {self.rows} rows, {count} batches of {self.batch_size})"
 
     @property
     def epoch(self) -> int:

@@ -91,6 +91,9 @@ class EvalStep(Compiled):
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
 
+    def __repr__(self) -> str:
+        return f"EvalStep({self._name})"
+
     def of_batches(self, batch_dims: Tree) -> EvalStep:
         """The same step for batches with other ``batch_dims``."""
         model, metric_fn, options = self._made_from

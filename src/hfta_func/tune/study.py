@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import inspect
 import io
 import math
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, require
+from hfta_func._types import SIGNS, html_table, require
 from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
@@ -73,7 +74,19 @@ class Study:
         self.trajectory: list[tuple[float, int, float]] = []
 
     def __repr__(self) -> str:
-        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}>"
+        best = self._complete() if len(self.metrics) == 1 else []
+        best = [trial for trial in best if self.session.is_feasible(trial.number)][:1]
+        found = [
+            f"; best is trial {trial.number}, {self.metrics[0]} {next(iter(trial.values[-1])):.4g}" for trial in best
+        ]
+        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(found)}>"
+
+    def _repr_html_(self) -> str:
+        # The best ones; of several objectives, the first.
+        numbers = [trial.number for trial in (self._complete() if len(self.metrics) == 1 else self.trials)[:5]]
+        rows = [row for number in numbers for row in self._rows() if row["trial"] == number]
+        cells = [[f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values()] for row in rows]
+        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if rows else ''}"
 
     @property
     def counts(self) -> dict[str, int]:
