@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -147,6 +147,35 @@ def test_parameters_that_a_class_holds_are_refused(name, count, chunk_size):
         with pytest.raises(hfta.TraceError, match=f"uses '{path}' of a model itself"):
             call()
     assert torch.equal(before, models[-1].mean)
+
+
+class Resetting(nn.Module):
+    """A layer whose class resets all instances, as neurons of snntorch do."""
+
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.linear = nn.Linear(4, 4)
+        self.instances.append(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for instance in self.instances:
+            instance.total = torch.zeros_like(instance.total)
+        self.total = self.total + self.linear(x).mean(0)
+        return self.total
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_assigning_buffers_of_what_a_class_holds_is_refused(count):
+    models, x = [nn.Sequential(Resetting()) for _ in range(count)], torch.randn(5, 4)
+    stacked = hfta.stack_params(models)
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None)
+    evaluate = hfta.make_eval_step(models[0], loss)
+    for call in (lambda: step(step.init(*stacked, seeds=range(count)), x), lambda: evaluate(stacked, x)):
+        with pytest.raises(hfta.TraceError, match=r"assigns 'total' of a module \(Resetting\).*in self.modules\(\)"):
+            call()
 
 
 def test_what_a_class_holds_may_be_asked_for_its_shape_and_be_a_constant():

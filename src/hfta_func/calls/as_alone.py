@@ -7,6 +7,7 @@ with, which alone are those that train.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -81,14 +82,34 @@ _started: dict[int, tuple[weakref.ref[Tensor], str, bool]] = {}
 """The parameters and buffers of models that have become members, each with its path and whether it is trained."""
 
 
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""The modules with buffers of models that have become members, by their ids."""
+
+
 def remember(model: nn.Module) -> None:
     """Note what a model holds before it becomes a member."""
+    _modules.update({id(module): module for module in model.modules() if [*module.buffers(False)]})
     trained = {path: param for path, param in model.named_parameters() if param.requires_grad}
     for path, tensor in {**trained, **dict(model.named_buffers())}.items():
         if not tensor.is_meta:
             number = id(tensor)
             gone = weakref.ref(tensor, lambda _, number=number: _started.pop(number, None))
             _started[number] = gone, path, path in trained
+
+
+@contextlib.contextmanager
+def unreplaced() -> Iterator[None]:
+    """A block that raises an error if it gives a module that a model has started with another tensor as its buffer."""
+    before = [(module, dict(module.named_buffers(recurse=False))) for module in [*_modules.values()]]
+    yield
+    for module, buffers in before:
+        for name, tensor in module.named_buffers(recurse=False):
+            if tensor is not buffers.get(name):
+                raise TraceError(
+                    f"the model or the loss assigns '{name}' of a module ({type(module).__name__}) of a model itself, not of "
+                    f"the member that runs: a class attribute, a global or a variable holds it; assign that of the model "
+                    f"that is called, as for module in self.modules()"
+                )
 
 
 def _with_start(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from hfta_func._torch import (
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, TraceError, Tree
+from hfta_func.calls.as_alone import unreplaced
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
@@ -57,10 +59,12 @@ class Members:
 
         Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
         """
-        if self.is_first(keys):
+        first = self.is_first(keys)
+        if first:
             params = copied(params)
-        with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
-            return call(*params)
+        with unreplaced() if first else contextlib.nullcontext():
+            with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
+                return call(*params)
 
     def rehearse(self, *given: Tree) -> None:
         """Make the ``rehearsal`` while a compiler traces, once.
