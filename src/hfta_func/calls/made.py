@@ -102,11 +102,14 @@ class _Making(Mode):
         super().__init__()
         self._made = made
         self._true = batched.new_ones((), dtype=torch.bool)
+        self._level = _torch.depth()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         result = func(*args, **kwargs)
-        return _torch.pytree.tree_map(self._for_each, result) if self._made.make(func) else result
+        # One member alone, whose attributes are examined, runs outside of all transforms.
+        makes = self._made.make(func) and _torch.depth() >= self._level
+        return _torch.pytree.tree_map(self._for_each, result) if makes else result
 
     def _for_each(self, result: Any) -> Any:
         return torch.where(self._true, result, result) if isinstance(result, Tensor) else result
@@ -117,7 +120,6 @@ class _Seeking(_Making):
 
     def __init__(self, made: MadeCalls, batched: Tensor):
         super().__init__(made, batched)
-        self._level = _torch.depth()
         # The call that made each storage; the tensor keeps its number from being given to another one.
         self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
 
