@@ -307,7 +307,9 @@ def _with_attributes(body: Body) -> tuple[Body, Attributes]:
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
     """The paths of look-up tables that shorten rows in place when they read them."""
-    tables = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
+    # A parametrisation may have a largest norm and no weight.
+    limited = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    tables = {id(module.weight) for module in limited if hasattr(module, "weight")}
     return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 
