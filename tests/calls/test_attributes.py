@@ -182,7 +182,55 @@ class Collects(Keeps):
         return y * self.seen[0]
 
 
-ALLOWED = [Table, Auxiliary, Collects]
+class Filled(Table):
+    """A table in a buffer, of which an attribute says how much is there, as rotary embeddings keep it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("filled", torch.zeros(8, 2).double(), persistent=False)
+
+    def use(self, y):
+        if y.shape[0] > self.length:
+            self.filled[: y.shape[0]] = torch.outer(torch.arange(y.shape[0]), self.rates).cos()
+            self.length = y.shape[0]
+        return y * self.filled[: y.shape[0]]
+
+
+class WritesWhatItMakes(Keeps):
+    """A tensor made in the call, which is each member's own but not while one member is examined for its attributes."""
+
+    def use(self, y):
+        self.last = y.detach().mean()
+        made = torch.eye(2).double()
+        made[0] = y[0]
+        return y @ made
+
+
+ALLOWED = [Table, Auxiliary, Collects, Filled, WritesWhatItMakes]
+
+
+class CachesWeights(Keeps):
+    """What a weight gives is kept for evaluation until the modes are set, as LeViT of timm keeps its biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def train(self, mode=True):
+        self.cache = {}
+        return super().train(mode)
+
+    def use(self, y):
+        if self.training:
+            return y + self.layer.weight.sum(1)
+        if "cpu" not in self.cache:
+            self.cache["cpu"] = self.layer.weight.sum(1)
+        return y + self.cache["cpu"]
+
+
+class CachesInputs(CachesWeights):
+    def use(self, y):
+        return y + self.cache.setdefault("first", y.mean(0))
 
 
 def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -269,6 +317,20 @@ def test_evaluation_refuses_and_allows_the_same() -> None:
                 evaluate(hfta.stack_params(models), batches(3)[0])
         else:
             assert evaluate(hfta.stack_params(models), batches(3)[0])["loss_fn"].shape == (3,)
+
+
+def test_evaluation_may_cache_what_training_drops() -> None:
+    models, data = members(CachesWeights, 3), batches(3)
+    step, state = made(models)
+    evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
+    for batch in data:
+        state, _ = step(state, batch)
+        for member, model in enumerate(hfta.unstack_params(models[0], state.params, state.buffers)):
+            expected = loss_fn(model.eval(), (batch[0][member], batch[1][member]))
+            torch.testing.assert_close(evaluate(state, batch)["loss_fn"][member], expected, rtol=1e-10, atol=1e-12)
+    evaluate = hfta.make_eval_step(members(CachesInputs, 1)[0], loss_fn, batch_dims=0)
+    with pytest.raises(hfta.StateError, match=r"carries '0\.cache'"):
+        evaluate(hfta.stack_params(members(CachesInputs, 3)), data[0])
 
 
 def test_pure_functions_refuse_it_too() -> None:

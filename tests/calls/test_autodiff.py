@@ -68,6 +68,13 @@ def reads_requires_grad(model: nn.Module, batch: Batch) -> Tensor:
     return weight * scores.square().mean()
 
 
+def casts_to_its_own_dtype(model: nn.Module, batch: Batch) -> Tensor:
+    """An assignment that changes nothing, as losses of pytorch-metric-learning make it in each call."""
+    weight = model[-1].weight
+    weight.data = weight.data.to(batch[0].dtype)
+    return model(batch[0]).square().mean()
+
+
 LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, reads_requires_grad]
 
 
@@ -101,7 +108,7 @@ def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: 
 
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, casts_to_its_own_dtype])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None, shared: bool) -> None:
     torch.manual_seed(5)

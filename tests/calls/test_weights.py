@@ -156,3 +156,27 @@ def test_a_model_may_have_kept_what_it_computed() -> None:
     torch.testing.assert_close(hfta.vmap(apply)(params, buffers, x)[0], expected)
     again = hfta.unstack_params(models[0], params, buffers)
     torch.testing.assert_close(again[1](x[1]), expected[1])
+
+
+class LargestNorm(nn.Module):
+    """A parametrisation that limits norms, as EEGNet of braindecode has it; no look-up table, in spite of its attribute."""
+
+    max_norm = 0.5
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (self.max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1)
+
+
+def test_a_parametrization_with_a_largest_norm() -> None:
+    models = [nn.Linear(4, 2).double() for _ in range(3)]
+    for model in models:
+        torch.nn.utils.parametrize.register_parametrization(model, "weight", LargestNorm())
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+    x = torch.randn(3, 5, 4).double()
+    state, metrics = step(step.init(*hfta.stack_params(models), seeds=range(3)), x)
+    for member, model in enumerate(models):
+        loss = model(x[member]).square().mean()
+        loss.backward()
+        assert abs(metrics["loss"][member] - loss) < 1e-12
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach() - 0.1 * param.grad)

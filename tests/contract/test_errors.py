@@ -1134,6 +1134,34 @@ def test_state_of_another_model():
         step.init(named.params, named.buffers, seeds=[2, 0, 1])
 
 
+class Grows(nn.Module):
+    """A table that the first call makes as large as its input, as ConViT of timm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x):
+        if len(self.table) != len(x):
+            self.table = torch.arange(len(x)).to(x)
+        return self.layer(x) + self.table[:, None]
+
+
+def test_a_buffer_that_the_first_call_resizes():
+    batch = torch.randn(3, 8, 4)
+    step, state = linear_step(model=Grows())
+    state, _ = step(state, batch)
+    cure = "call every model once before stacking"
+    with refused(hfta.StateError, "'table' is [8] per member but [1] in the model", cure, spared=(state, batch)):
+        step(state, batch)
+    model = Grows()
+    model(batch[0])
+    step, state = linear_step(model=model)
+    for _ in range(2):
+        state, _ = step(state, batch)
+
+
 def test_evaluating_the_state_of_another_model():
     evaluate = hfta.make_eval_step(nn.Linear(4, 2), square)
     batch = torch.randn(8, 4)

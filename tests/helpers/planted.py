@@ -421,7 +421,7 @@ PLANTED = [
     ),
     Planted(
         "what an earlier call has left is never tried",
-        *("models/attributes.py", "for altered in (first, not first):", "for altered in (not first, first)[:1] * 2:"),
+        *("models/attributes.py", "others, after = _outcome(run, body, ", "others, after = _outcome(run, make(), "),
         "test_attributes.py::test_what_is_carried_is_refused",
     ),
     Planted(

@@ -120,13 +120,23 @@ def _data(tensor: Tensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    # A compiler knows no assignment, not even one that changes nothing.
-    if value is not tensor or rehearsing.get():
+    # A compiler knows no assignment, not even one that changes nothing, as does a cast of .data to its own dtype.
+    if rehearsing.get() or not _is_same(tensor, value):
         raise TraceError(
             "the model assigns to .data of a tensor (as module.to(dtype) does), which members that run as one cannot; "
             "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...); "
             "what only the first call of a module assigns, assign by calling each model once before stack_params"
         )
+
+
+def _is_same(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a value has the memory, dtype and layout of a tensor."""
+    while _torch.is_wrapped(tensor) and _torch.is_wrapped(value):
+        tensor, value = _torch.get_unwrapped(tensor), _torch.get_unwrapped(value)
+    if value is tensor or _torch.is_wrapped(tensor) or _torch.is_wrapped(value):
+        return value is tensor
+    layouts = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)]
+    return layouts[0] == layouts[1] and _torch.is_alias(tensor, value)
 
 
 def _refused(text: str) -> Callable[..., Any]:

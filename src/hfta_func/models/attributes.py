@@ -7,6 +7,7 @@ all attributes are restored, and a model whose results depend on what an earlier
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable
@@ -70,14 +71,13 @@ class Attributes:
 
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {path: held for path, held, before in self._containers if _differ(held, before)}
         for prefix, _, names, before in self._namespaces:
             # Most are unchanged, which this test finds out quickly.
             if len(names) != len(before) or (before and any(map(operator.is_not, names.values(), before.values()))):
                 for name in {**before, **names}:
                     if names.get(name, UNSET) is not before.get(name, UNSET):
                         changes[prefix + name] = names.get(name, UNSET)
-        changes |= {path: held for path, held, before in self._containers if _differ(held, before)}
         return changes | self.written()
 
     def written(self) -> dict[str, Tensor]:
@@ -116,23 +116,26 @@ def _differ(held: Any, before: Any) -> bool:
     return len(held) != len(before) or any(map(operator.is_not, _parts(held), _parts(before)))
 
 
-def check_no_carrying(run: Callable[[Body, bool], Any], make: Callable[[], Body]) -> None:
+def check_no_carrying(run: Callable[..., Any], make: Callable[[], Body], evaluates: bool) -> None:
     """Raise a StateError if results of a call depend on what an earlier call has assigned to attributes.
 
     Args:
-        run: ``run(body, altered)`` calls a model on one of two inputs and returns all results.
+        run: ``run(body, params_altered, inputs_altered, buffers)`` calls a model and returns its results and new buffers;
+            with None it uses the buffers given.
         make: Makes a body that has not been called.
+        evaluates: Whether all calls evaluate, so that the model trains in between if its parameters change.
     """
-    outcomes: dict[tuple[bool, bool], Any] = {}
-    for first in (False, True):
-        # Each input runs once on a new model, and once on a model that has already run the other input.
+    for first, retrained in itertools.product((False, True), (False, True) if evaluates else (True,)):
         body = make()
         attributes = Attributes(body.model)
-        for altered in (first, not first):
-            results = run(body, altered)
-            outcomes[altered, altered is first] = _copied((attributes.changed(), results))
-    for altered in (False, True):
-        (alone, results), (after, others) = outcomes[altered, True], outcomes[altered, False]
+        _, buffers = _copied(run(body, first, first, None))
+        if evaluates and retrained:
+            # Caches of what parameters give are dropped here.
+            body.model.train()
+            body.model.eval()
+        others, after = _outcome(run, body, attributes, first is not retrained, not first, buffers)
+        body = make()
+        results, alone = _outcome(run, body, Attributes(body.model), first is not retrained, not first, buffers)
         differing = {path for path in alone.keys() & after.keys() if not _agree(alone[path], after[path])}
         # Members that run as one cannot write different values into one tensor.
         carried = differing | (alone.keys() ^ after.keys()) | attributes.written().keys()
@@ -143,6 +146,11 @@ def check_no_carrying(run: Callable[[Body, bool], Any], make: Callable[[], Body]
                 f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that, or "
                 f"report it instead, as a metric of the loss or by self.log of a LightningModule"
             )
+
+
+def _outcome(run: Callable[..., Any], body: Body, attributes: Attributes, *given: Any) -> Any:
+    results = run(body, *given)
+    return _copied((results, attributes.changed()))
 
 
 def _copied(tree: Any) -> Any:

@@ -96,7 +96,7 @@ class Bound:
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
-        self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
+        self._func, self._checkpoint, self._renorms, self._evaluates = func, checkpoint, renorms, training is False
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
@@ -276,13 +276,15 @@ class Bound:
             leaf = first_member(leaf)
             return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
 
-        def run(body: Body, altered: bool) -> Any:
-            params, buffers, args, kwargs, key = given
-            factor = 0.5 if altered else 1
-            # Halved values are still valid as probabilities, variances and masks.
+        # Halved values are still valid as probabilities, variances and masks.
+        factors = {False: 1, True: 0.5}
+
+        def run(body: Body, retrained: bool, altered: bool, buffers: Params | None) -> Any:
+            params, start, args, kwargs, key = given
+            factor = factors[retrained]
             params = {path: part(param, factor if path in self.trained else 1) for path, param in params.items()}
-            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
-            buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
+            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factors[altered]), (args, kwargs))
+            buffers = {path: part(buffer, 1) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key, 1) + altered
             padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
@@ -290,7 +292,7 @@ class Bound:
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
-            check_no_carrying(run, self._make)
+            check_no_carrying(run, self._make, self._evaluates)
 
 
 def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
@@ -305,7 +307,9 @@ def _with_attributes(body: Body) -> tuple[Body, Attributes]:
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
     """The paths of look-up tables that shorten rows in place when they read them."""
-    tables = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
+    # A parametrisation may have a largest norm and no weight.
+    limited = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    tables = {id(module.weight) for module in limited if hasattr(module, "weight")}
     return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 

@@ -256,9 +256,10 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
             # Calls may fill a buffer that starts without entries.
-            is_filled = are_buffers and 0 in expected[path]
-            if leaves[path].shape[1:] != expected[path] and not is_filled:
-                return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
+            if leaves[path].shape[1:] != expected[path] and not (are_buffers and 0 in expected[path]):
+                called = "; if a call gives it this shape, call every model once before stacking" if are_buffers else ""
+                sizes = list(leaves[path].shape[1:]), list(expected[path])
+                return f"'{path}' is {sizes[0]} per member but {sizes[1]} in the model{called}"
     return ""
 
 

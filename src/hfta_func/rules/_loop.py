@@ -75,7 +75,7 @@ def _write(operator: Any, value: Any, dim: Any, parts: Sequence[Any]) -> None:
         if written.dim() != value.dim() or written.shape[1:] != value.select(dim, 0).shape:
             raise TraceError(
                 f"{operator.name()} gives a tensor another shape, which the members' tensors, made as one, cannot take; "
-                f"make a new tensor, or write into one of that shape"
+                f"make a new tensor, write into one of that shape, or call every model once before stacking if it is a buffer"
             )
         value.copy_(written.movedim(0, dim))
 
