@@ -192,8 +192,8 @@ class LightningArray:
         for member in members:
             member.trainer = TrainerFacts(**vars(facts))
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
-        own = isinstance(train, ArrayLoader) and not train.shared
-        batches = train.lengths if own else [operator.length_hint(train)] * len(members)
+        is_dealt = isinstance(train, ArrayLoader) and not train.shared
+        batches = train.lengths if is_dealt else [operator.length_hint(train)] * len(members)
         updates = [each // accumulate_grad_batches for each in batches]
         for member, each, count in zip(members, batches, updates, strict=True):
             if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
@@ -217,7 +217,7 @@ class LightningArray:
         models = self.models()
         hparams = share_hparams(models)
         step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
-        step_options.setdefault("batch_dims", 0 if own else None)
+        step_options.setdefault("batch_dims", 0 if is_dealt else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
         about = rows_of, batch_hooks(datamodule, self._base)
         self.step = make_train_step(models[0], functools.partial(loss_of, *about), optimizer, **step_options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -205,8 +204,7 @@ def _shorten(state: type) -> None:
         held = [name for name in self._fields[1:] if name != "hyperparams" and len(getattr(self, name))]
         return f"{type(self).__name__}({len(self[0])} members{': ' * bool(held)}{', '.join(held)})"
 
-    # Another text is its author's choice.
-    if plain.__module__ == namedtuple.__module__:
+    if plain.__module__ == "collections":  # Another text is its author's choice.
         setattr(state, "__repr__", text)  # noqa: B010
 
 

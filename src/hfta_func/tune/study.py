@@ -79,7 +79,7 @@ class Study:
         found = [
             f"; best is trial {trial.number}, {self.metrics[0]} {next(iter(trial.values[-1])):.4g}" for trial in best
         ]
-        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(found)}>"
+        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(shown)}>"
 
     def _repr_html_(self) -> str:
         # The best ones; of several objectives, the first.
