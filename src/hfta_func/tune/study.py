@@ -76,7 +76,7 @@ class Study:
     def __repr__(self) -> str:
         best = self._complete() if len(self.metrics) == 1 else []
         best = [trial for trial in best if self.session.is_feasible(trial.number)][:1]
-        found = [
+        shown = [
             f"; best is trial {trial.number}, {self.metrics[0]} {next(iter(trial.values[-1])):.4g}" for trial in best
         ]
         return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(shown)}>"
