@@ -322,9 +322,10 @@ def test_members_have_batches_of_their_own_and_train_on(tmp_path):
     array = hfta.lightning(ByEpoch, seeds=2)
     first = array.fit(datamodule=Data(), max_epochs=2, progress=False, resume=tmp_path / "run")
     assert len(first) == 2 and "val_loss" in first.epochs[-1] and repr(array).startswith("LightningArray(2 members of ")
-    # Zero is no limit, as for a Trainer, and one callback needs no list.
+    # Zero is no limit, as for a Trainer; what only shows something is left out.
     stop = lightning.callbacks.EarlyStopping("val_loss")
-    again = array.fit(datamodule=Data(), max_epochs=1, progress=False, gradient_clip_val=0.0, callbacks=stop)
+    shown = [lightning.callbacks.RichProgressBar(), lightning.callbacks.ModelSummary(max_depth=2)]
+    again = array.fit(datamodule=Data(), max_epochs=1, progress=False, gradient_clip_val=0.0, callbacks=[stop, *shown])
     other = hfta.lightning(ByEpoch, seeds=2)
     other.fit(datamodule=Data(), max_epochs=2, progress=False)
     continued = other.fit(datamodule=Data(), max_epochs=1, progress=False)

@@ -313,6 +313,9 @@ def _callback_of(callback: Any) -> Callback:
     kinds = [kind for kind in type(callback).__mro__ if "lightning" in kind.__module__]
     if not kinds:
         return callback
+    if {kind.__name__ for kind in kinds} & {"ProgressBar", "ModelSummary"}:
+        # These only show what fit shows by itself.
+        return lambda state, history: None
     if kinds[0].__name__ != "EarlyStopping":
         cure = "restore_best keeps best epochs, resume writes files, and callback(state, history) is called each epoch"
         raise StackError(f"{kinds[0].__name__} is a callback for one Trainer; pass fit none: {cure}")
