@@ -637,7 +637,7 @@ PLANTED = [
     ),
     Planted(
         "an epoch waits for members that are not trained",
-        *("run/resting.py", 'not later and position["batches"] < len(self._loader)', "False"),
+        *("run/resting.py", "default=done)", "default=longest)"),
         "test_resting.py::test_a_smaller_array_trains_those_who_have_a_batch",
     ),
     Planted(

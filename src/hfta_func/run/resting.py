@@ -21,9 +21,11 @@ _FEW = 0.75
 
 def resting(trainer: Trainer, loader: Any, compact: bool) -> Trainer:
     """A trainer by which members rest, where they may; with ``compact`` as a smaller array."""
-    return (
-        Resting(trainer, loader, compact) if compact or (isinstance(loader, ArrayLoader) and loader.rests) else trainer
-    )
+    return Resting(trainer, loader, compact) if compact or _rests(loader) else trainer
+
+
+def _rests(loader: Any) -> bool:
+    return isinstance(loader, ArrayLoader) and loader.rests
 
 
 class Resting(Trainer):
@@ -58,31 +60,34 @@ class Resting(Trainer):
             if self._active is None:
                 # A copy, because a step with donate=True writes the state.
                 self._active = state.active.clone()
-            lengths = _lengths(self._loader, state)
-            # A loader may have begun the first epoch somewhere else than at its first batch.
-            position = {"epoch": 0, "batches": 0} if lengths is None else self._loader.state_dict()
-            present = torch.ones_like(state.active) if lengths is None else lengths > position["batches"]
-            later = [] if lengths is None else lengths[present & (self._active | (not self._compact))].tolist()
-            if lengths is not None and not later and position["batches"] < len(self._loader):
-                # The batches that are left are for members that are not trained.
-                self._loader.load_state_dict({"epoch": position["epoch"] + 1, "batches": 0})
+            present, count = self._ahead(self._active)
+            if count:
+                state, ended = self._piece(state, running, min(until, running.batches + count), hooks, present)
+            else:
+                self._loader.load_state_dict({"epoch": self._loader.state_dict()["epoch"] + 1, "batches": 0})
                 self._trainer.follow(self._loader)
                 ended = True
-            else:
-                edge = min(later, default=END)
-                edge = END if edge == END or edge == len(self._loader) else edge - position["batches"] + running.batches
-                state, ended = self._piece(state, running, min(until, edge), hooks, present)
             if ended:
                 self._active = None
             if ended or hooks.stopped() or running.batches == until:
                 return state, ended
 
+    def _ahead(self, active: Tensor) -> tuple[Tensor, int]:
+        """Who has the next batch, and after how many batches one of those that are trained rests; 0 if these all do."""
+        if not _rests(self._loader):
+            return torch.ones_like(active), END
+        # A loader may have begun the first epoch elsewhere than at its first batch.
+        done, longest = self._loader.state_dict()["batches"], len(self._loader)
+        lengths = torch.tensor(self._loader.lengths, device=active.device)
+        present = lengths > done
+        edge = min(lengths[present & (active | (not self._compact))].tolist(), default=done)
+        return present, END if longest in (done, edge) else edge - done
+
     def _piece(
         self, state: TrainState, running: Running, until: int, hooks: SegmentHooks, present: Tensor
     ) -> SegmentEnd:
         """Train those that are ``present``, up to a batch before which nobody comes or goes."""
-        assert self._active is not None
-        kept = self._choose(self._active & present) if self._compact else None
+        kept = self._choose(self._active & present) if self._compact and self._active is not None else None
         if kept is not self._trainer.kept:
             self._trainer.kept = kept
             if running.batches > 0 and isinstance(self._loader, ArrayLoader):
@@ -111,10 +116,3 @@ class Resting(Trainer):
         ):
             return kept
         return chosen if len(chosen) <= _FEW * len(wanted) else None
-
-
-def _lengths(loader: Any, state: TrainState) -> Tensor | None:
-    """Batches in each member's epoch, if these differ."""
-    if not isinstance(loader, ArrayLoader) or not loader.rests:
-        return None
-    return torch.tensor(loader.lengths, device=state.active.device)
