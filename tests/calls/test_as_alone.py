@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -176,6 +177,24 @@ def test_assigning_buffers_of_what_a_class_holds_is_refused(count):
     for call in (lambda: step(step.init(*stacked, seeds=range(count)), x), lambda: evaluate(stacked, x)):
         with pytest.raises(hfta.TraceError, match=r"assigns 'total' of a module \(Resetting\).*in self.modules\(\)"):
             call()
+
+
+def test_another_thread_may_train_a_model_alone_meanwhile():
+    class Totals(Resetting):
+        instances: ClassVar[list[nn.Module]] = []
+
+    alone, x = Totals(), torch.randn(5, 4)
+    hfta.stack_params([alone])
+
+    def meanwhile(model: nn.Module, rows: Tensor) -> Tensor:
+        thread = threading.Thread(target=alone, args=(x,))
+        thread.start()
+        thread.join()
+        return loss(model, rows)
+
+    before, model = alone.total, nn.Linear(4, 4)
+    hfta.make_eval_step(model, meanwhile)(hfta.stack_params([model]), x)
+    assert alone.total is not before
 
 
 def test_what_a_class_holds_may_be_asked_for_its_shape_and_be_a_constant():

@@ -333,6 +333,45 @@ def test_evaluation_may_cache_what_training_drops() -> None:
         evaluate(hfta.stack_params(members(CachesInputs, 3)), data[0])
 
 
+class CountsModes(Auxiliary):
+    """Attributes that each change of the mode changes, and of which the results are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes, self.mask = [], torch.ones(2)
+
+    def train(self, mode=True):
+        self.modes.append(mode)
+        self.mask = torch.ones(2)
+        return super().train(mode)
+
+    def use(self, y):
+        return super().use(y) + len(self.modes) * self.mask
+
+
+class OnlyEvaluates(Auxiliary):
+    """A module that cannot train."""
+
+    def train(self, mode=True):
+        if mode:
+            raise RuntimeError("for inference only")
+        return super().train(mode)
+
+
+class NeedsMode(Auxiliary):
+    """A module whose mode has no default."""
+
+    def train(self, mode):
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("kind", [CountsModes, OnlyEvaluates, NeedsMode])
+def test_modes_that_are_set_meanwhile_carry_nothing(kind: type[Keeps]) -> None:
+    models, (batch, *_) = members(kind, 3), batches(3)
+    evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
+    assert evaluate(hfta.stack_params(models), batch)["loss_fn"].shape == (3,)
+
+
 def test_pure_functions_refuse_it_too() -> None:
     models = members(Hidden, 3)
     with pytest.raises(hfta.StateError, match=r"carries '0\.h'"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 import hfta_func as hfta
 from cases import FUNCTIONS
 from hfta_func import schedules
+from hfta_func.optim import extend
 
 
 def _defaults(func: Any) -> dict[str, Any]:
@@ -87,6 +88,17 @@ def test_a_table_of_numbers_is_refused(name: str) -> None:
         make([[accepted[0]], [accepted[0]]])
 
 
+class Momentum(NamedTuple):
+    """A state that holds more than trees."""
+
+    step: torch.Tensor
+    sums: dict[str, torch.Tensor]
+    none: torch.Tensor | None
+    scale: torch.Tensor
+    order: int
+    hyperparams: dict[str, torch.Tensor]
+
+
 def test_texts_are_short() -> None:
     """Of optimizers and schedules, what was called; of their states, what they hold."""
     adam = hfta.adamw(lr=[0.1, 0.2, 0.3])
@@ -103,5 +115,10 @@ def test_texts_are_short() -> None:
     assert repr(parts) == "PartitionState(groups={'all': SGDState(3 members: momentum)})"
     # Trees of the same classes that hold no members show what they hold.
     assert "exp_avg=" in repr(state[1]._replace(step=0))
+    of_users = Momentum(torch.zeros(3, dtype=torch.long), params, None, torch.ones(3), 2, {})
+    assert "hyperparams={}" in repr(of_users)
+    extend.Hyperparams(Momentum, lr=0.1)
+    assert repr(of_users) == "Momentum(3 members: sums, scale, order)"
+    extend.Hyperparams(object, lr=0.1)
     own = hfta.GradientTransformation(lambda params: (), lambda *state: state)
     assert repr(own) == "GradientTransformation(<lambda>, <lambda>, None)"

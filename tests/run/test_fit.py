@@ -212,6 +212,17 @@ def test_batches_of_members_are_not_shared(setting):
         hfta.fit(step, state, loader, epochs=1, progress=False)
 
 
+def test_a_data_set_that_iterates_over_batches_is_a_loader(setting):
+    step, state, loader = setting
+
+    class Batches(torch.utils.data.Dataset):
+        def __iter__(self):
+            return loader.batches(0)
+
+    expected = hfta.fit(step, state, list(loader.batches(0)), epochs=1, progress=False)
+    assert same(hfta.fit(step, state, Batches(), epochs=1, progress=False), expected)
+
+
 def test_batches_may_be_a_tuple(setting):
     step, state, loader = setting
     batches = list(loader.batches(0))

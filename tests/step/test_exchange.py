@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -301,10 +302,24 @@ def test_epochs_of_unequal_length() -> None:
         assert (-updates["w"][:, 0]).tolist() == [0.5 ** min(number // length, 3) for length in lengths]
     _, followers = hfta.to_torch(optimizer, state, models, schedulers)
     assert [follower.last_epoch for follower in followers] == [min(4 // length, 3) for length in lengths]
-    with pytest.raises(hfta.StackError, match=r"every is \[0, 1\]; give"):
-        hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, 1])
+    with pytest.raises(hfta.StackError, match=r"every is \[0, 1.*\]; give"):
+        hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, *[1] * (M - 1)])
     with pytest.raises(hfta.HyperparameterError, match="every"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[1] * (M + 1)).init(params)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), 2.0, torch.tensor(2)], ids=["numpy", "float", "tensor"])
+def test_numbers_of_steps_of_other_types(number: Any) -> None:
+    models = _models({"w": (2,)})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=number, every=number)
+    params, _ = hfta.stack_params(models)
+    state, rates = optimizer.init(params), []
+    for _ in range(5):
+        updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
+        rates.append(-updates["w"][0, 0].item())
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_the_last_value_is_kept() -> None:

@@ -8,12 +8,14 @@ with, which alone are those that train.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from hfta_func._torch import batch_dim, get_unwrapped, is_wrapped, outside_transforms, pytree
 from hfta_func._types import TraceError
@@ -100,16 +102,25 @@ def remember(model: nn.Module) -> None:
 @contextlib.contextmanager
 def unreplaced() -> Iterator[None]:
     """A block that raises an error if it gives a module that a model has started with another tensor as its buffer."""
-    before = [(module, dict(module.named_buffers(recurse=False))) for module in [*_modules.values()]]
-    yield
-    for module, buffers in before:
-        for name, tensor in module.named_buffers(recurse=False):
-            if tensor is not buffers.get(name):
-                raise TraceError(
-                    f"the model or the loss assigns '{name}' of a module ({type(module).__name__}) of a model itself, not of "
-                    f"the member that runs: a class attribute, a global or a variable holds it; assign that of the model "
-                    f"that is called, as for module in self.modules()"
-                )
+    thread, started = threading.get_ident(), {}
+
+    def note(module: nn.Module, name: str, _: Tensor | None) -> None:
+        # Other threads may train a model alone meanwhile.
+        if threading.get_ident() == thread and _modules.get(id(module)) is module:
+            started.setdefault((id(module), name), (module, getattr(module, name, None)))
+
+    hook = register_module_buffer_registration_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+    for (_, name), (module, tensor) in started.items():
+        if getattr(module, name) is not tensor:
+            raise TraceError(
+                f"the model or the loss assigns '{name}' of a module ({type(module).__name__}) of a model itself, not of the "
+                f"member that runs: a class attribute, a global or a variable holds it; assign that of the model that is "
+                f"called, as for module in self.modules()"
+            )
 
 
 def _with_start(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:

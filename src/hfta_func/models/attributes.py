@@ -7,6 +7,7 @@ all attributes are restored, and a model whose results depend on what an earlier
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import operator
 import types
@@ -130,9 +131,7 @@ def check_no_carrying(run: Callable[..., Any], make: Callable[[], Body], evaluat
         attributes = Attributes(body.model)
         _, buffers = _copied(run(body, first, first, None))
         if evaluates and retrained:
-            # Caches of what parameters give are dropped here.
-            body.model.train()
-            body.model.eval()
+            _retrain(body.model, attributes)
         others, after = _outcome(run, body, attributes, first is not retrained, not first, buffers)
         body = make()
         results, alone = _outcome(run, body, Attributes(body.model), first is not retrained, not first, buffers)
@@ -146,6 +145,17 @@ def check_no_carrying(run: Callable[..., Any], make: Callable[[], Body], evaluat
                 f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that, or "
                 f"report it instead, as a metric of the loss or by self.log of a LightningModule"
             )
+
+
+def _retrain(model: nn.Module, attributes: Attributes) -> None:
+    """Switch a model that evaluates to training and back, where caches of what parameters give are dropped."""
+    called = attributes.changed().keys()
+    for mode in (True, False):
+        # One that cannot train drops none.
+        with contextlib.suppress(Exception):
+            model.train(mode)
+    # What only switches change, such as a count of them, is as the array has it, whose models never switch.
+    undo(attributes.undoing(attributes.changed().keys() - called))
 
 
 def _outcome(run: Callable[..., Any], body: Body, attributes: Attributes, *given: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
-from hfta_func._tree import num_models, where, write
+from hfta_func._tree import leaves, num_models, where, write
 from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, call_text, recipe
 
 true_sizes: ContextVar[Mapping[str, Sequence[Tensor]] | None] = ContextVar("true_sizes", default=None)
@@ -199,12 +199,12 @@ def _shorten(state: type) -> None:
     plain: Any = state.__repr__
 
     def text(self: Any) -> str:
-        if not (isinstance(self[0], Tensor) and self[0].dim()):
+        if not (self and isinstance(self[0], Tensor) and self[0].dim()):
             return plain(self)
-        held = [name for name in self._fields[1:] if name != "hyperparams" and len(getattr(self, name))]
+        held = [name for name, part in [*self._asdict().items()][1:] if name != "hyperparams" and leaves(part)]
         return f"{type(self).__name__}({len(self[0])} members{': ' * bool(held)}{', '.join(held)})"
 
-    if plain.__module__ == "collections":  # Another text is its author's choice.
+    if getattr(plain, "__module__", None) == "collections":  # Another text is its author's choice.
         setattr(state, "__repr__", text)  # noqa: B010
 
 

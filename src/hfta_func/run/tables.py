@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import BatchError, Tree
@@ -27,7 +27,7 @@ def array_of(leaf: Any) -> Any:
 
 def is_dataset(data: Any) -> bool:
     """Whether data is a map-style data set of PyTorch, whose items are no batches."""
-    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    return isinstance(data, Dataset) and not hasattr(data, "__iter__")
 
 
 def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:

@@ -111,15 +111,15 @@ def from_torch(
     sizes = len(optimizers), len(named), len(followed)
     if min(sizes) < max(*sizes, 1):
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
-    stages = vector("steps", steps, len(named), torch.device("cpu")).long().tolist()
-    if schedulers is not None and min(*stages, *([every] if isinstance(every, int) else every)) < 1:
+    stages, gaps = (vector(*each, len(named), torch.device("cpu")) for each in (("steps", steps), ("every", every)))
+    if schedulers is not None and min(*stages, *gaps) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
             raise StackError(f"model {member}: {why}")
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
-    ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages, strict=True)]
+    ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages.long().tolist(), strict=True)]
     label: dict[str, str | None] = {}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
