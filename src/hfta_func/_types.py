@@ -55,8 +55,20 @@ def recipe(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return functools.partial(make, **kwargs), args
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxother = 120
+class _Short(reprlib.Repr):
+    """Texts of a few words, of tensors without their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = 120
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, Tensor):
+            return f"<{list(x.shape)} of {x.dtype}>"
+        return x.__name__ if isinstance(x, types.FunctionType) else super().repr1(x, level)
+
+
+_short = _Short().repr
 
 
 def call_text(value: Any) -> str:
@@ -70,14 +82,6 @@ def call_text(value: Any) -> str:
     kwargs = make.keywords if isinstance(make, functools.partial) else {}
     shown = [*map(_short, args), *(f"{name}={_short(each)}" for name, each in kwargs.items())]
     return f"{getattr(getattr(make, 'func', make), '__name__', make)}({', '.join(shown)})"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"<{list(value.shape)} of {value.dtype}>"
-    if isinstance(value, types.FunctionType):
-        return value.__name__
-    return _SHORT.repr(value)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

@@ -108,6 +108,8 @@ def test_texts_are_short() -> None:
         "sgd(cosine([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...], T_max=10))"
     )
     assert repr(hfta.sgd(lr=torch.ones(3))) == "sgd(lr=<[3] of torch.float32>)"
+    own = hfta.Schedule({"rates": [torch.ones(3)]}, lambda count, rates: rates)
+    assert repr(own) == "Schedule({'rates': [<[3] of torch.float32>]}, <lambda>)"
     params = {"weight": torch.ones(3, 2)}
     state = whole.init(params)
     assert repr(state) == "(HyperparamState(3 members), AdamState(3 members: exp_avg, exp_avg_sq))"

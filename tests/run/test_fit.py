@@ -1,6 +1,7 @@
 """The loop: what it records, what it shows, and what callbacks may change."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -209,7 +210,16 @@ def test_batches_of_members_are_not_shared(setting):
     with pytest.raises(
         hfta.BatchError, match=r"has a batch for each member, but .* share one; give the loader shared=True"
     ):
-        hfta.fit(step, state, loader, epochs=1, progress=False)
+        hfta.fit(torch.compile(step, backend="eager"), state, loader, epochs=1, progress=False)
+
+    # A function of one's own makes one batch of those of all members.
+    @functools.wraps(step)
+    def joined(state, batch):
+        return step(state, tuple(leaf.flatten(0, 1) for leaf in batch))
+
+    whole = [tuple(leaf.flatten(0, 1) for leaf in batch) for batch in loader.batches(0)]
+    expected = hfta.fit(step, state, whole, epochs=1, progress=False)
+    assert same(hfta.fit(joined, state, loader, epochs=1, progress=False), expected)
 
 
 def test_a_data_set_that_iterates_over_batches_is_a_loader(setting):

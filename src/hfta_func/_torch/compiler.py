@@ -49,6 +49,11 @@ def original(func: Callable[..., Any]) -> Callable[..., Any]:
     return func if isinstance(wrapped, types.FunctionType) else wrapped
 
 
+def is_compilable(func: Callable[..., Any]) -> bool:
+    """Whether a function is a :class:`Compiled`, or what the compiler made of one."""
+    return hasattr(func, "_torchdynamo_orig_callable")
+
+
 class Compiled:
     """An object with a ``__call__`` that ``torch.compile`` treats as a function with a separate code object.
 

@@ -305,7 +305,8 @@ class ArrayLoader:
         if self._is_stream:
             rows_of = self._rows_of or Rows([torch.arange(self.rows, device=self.keys.device)] * len(self.keys))
             lengths = self.lengths if resting else [self._length] * len(self.keys)
-            order = rows_of.order(key, epochs, lengths, self._length, self.batch_size, self._weights)
+            starts = (torch.tensor(lengths, device=self.keys.device) * self.batch_size * epochs).tolist()
+            order = rows_of.order(key, starts, self._length * self.batch_size, self._weights)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
-from hfta_func._torch import original
+from hfta_func._torch import is_compilable, original
 from hfta_func._types import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
@@ -224,6 +224,8 @@ def _summary(metrics: Metrics) -> str:
 
 def _refuse_dealt(loader: Any, step: Any) -> None:
     """Raise a BatchError if the loader deals batches to members that share one, who would see those of all."""
-    if isinstance(loader, ArrayLoader) and not loader.shared and getattr(original(step), "batch_dims", 0) is None:
+    # A function of a user's own, also one with the names of a step that it wraps, may make one batch of them.
+    dims = getattr(original(step), "batch_dims", 0) if is_compilable(step) else 0
+    if isinstance(loader, ArrayLoader) and not loader.shared and dims is None:
         cure = "give the loader shared=True, or leave out batch_dims=None"
         raise BatchError(f"the loader has a batch for each member, but all members of the step share one; {cure}")

@@ -37,21 +37,8 @@ class Rows:
                 members = [member for member, part in enumerate(parts) if len(part) == count]
                 yield number, members, torch.stack([parts[member] for member in members])
 
-    def order(
-        self,
-        keys: Tensor,
-        epochs: Tensor | int,
-        lengths: Sequence[int],
-        batches: int,
-        batch_size: int,
-        weights: Tensor | None,
-    ) -> Tensor:
-        """The rows ``[M, batches * batch_size]`` of one epoch: the next of a member's stream of passes, each in a new order.
-
-        ``lengths`` are batches of each member in every epoch before.
-        """
-        count = batches * batch_size
-        starts = (torch.tensor(lengths, device=keys.device) * batch_size * epochs).tolist()
+    def order(self, keys: Tensor, starts: Sequence[int], count: int, weights: Tensor | None) -> Tensor:
+        """``[M, count]`` rows of each member's stream of passes, each pass in a new order, from its start on."""
         chosen = []
         for member, (rows, start) in enumerate(zip(self.by_member, starts, strict=True)):
             size = len(rows)

@@ -105,6 +105,7 @@ class Run:
         """What a file holds of the run besides the state."""
         position = self.loader.state_dict() if _has_position(self.loader) else None
         held = {"history": self.history.state_dict(), "running": self.running.state_dict(), "loader": position}
+        held["epochs"] = "of each member"
         return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
 
     def load(self, path: PathLike) -> None:
@@ -132,6 +133,11 @@ class Run:
             raise StateError(
                 f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
                 f"every run, or remove this one to start again"
+            )
+        if isinstance(self.loader, ArrayLoader) and self.loader.rests and "epochs" not in held:
+            raise StateError(
+                f"{path} is of an earlier version, in which members with rows of unequal number had epochs of one length; "
+                f"start again with another file"
             )
         self.history.load_state_dict(held["history"])
         self.running.load_state_dict(held["running"], like.keys.device)

@@ -37,7 +37,7 @@ class Running:
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        return tree_map(lambda sums: sums[low:high].cpu() if isinstance(sums, Tensor) else sums, self.state_dict())
+        return tree_map(lambda sums: sums.cpu() if isinstance(sums, Tensor) else sums, self._of(slice(low, high)))
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
@@ -47,13 +47,13 @@ class Running:
     def take(self, members: Tensor) -> Running:
         """The sums so far of some members."""
         few = Running()
-        few.load_state_dict(
-            tree_map(
-                lambda sums: sums[members] if isinstance(sums, Tensor) and sums.dim() else sums, self.state_dict()
-            ),
-            members.device,
-        )
+        few.load_state_dict(self._of(members), members.device)
         return few
+
+    def _of(self, members: Tensor | slice) -> dict[str, Any]:
+        return tree_map(
+            lambda sums: sums[members] if isinstance(sums, Tensor) and sums.dim() else sums, self.state_dict()
+        )
 
     def put(self, few: Running, members: Tensor, trained: Tensor) -> None:
         """Take over the sums of ``members``, of which those ``trained``, ``bool[M]``, had the batches since :meth:`take`."""
@@ -114,11 +114,11 @@ class Running:
         """Restore the sums of :meth:`state_dict`."""
         self.batches = state_dict["batches"]
         # Older files have no counts.
-        self.counts = {**state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))}
+        counts = state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))
+        self.counts = {name: n.to(device) if isinstance(n, Tensor) else n for name, n in counts.items()}
         self.sums, self.failed = (
             {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
         )
-        self.counts = {name: n.to(device) if isinstance(n, Tensor) else n for name, n in self.counts.items()}
 
 
 def _over(value: Tensor, count: int | Tensor) -> Tensor:
