@@ -141,28 +141,47 @@ def same(a, b):
     )
 
 
-def kill_training(training, own, delay, aimed):
-    """Whether a forked training was killed, after a delay or, aimed, as soon as it writes a file after that."""
+def kill_training(training, own, delay, moment):
+    """Whether a forked training was killed after a delay or, given a moment, in the first save that begins after it."""
     child = os.fork()
     if child == 0:
         try:
+            if moment is not None:
+                die_in_a_save(os.path.realpath(own / training.saves), time.monotonic() + delay, moment)
             training.run(own)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    time.sleep(delay)
-    ended, saves = 0, own / training.saves
-    before = writing(saves)
-    while aimed and not ended and not writing(saves) - before:
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
+    if moment is None:
+        time.sleep(delay)
         os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status):
         assert os.WEXITSTATUS(status) == 0
         return False
     return True
+
+
+def die_in_a_save(folder, begin, moment):
+    """End this process in its first save to a folder from some time on.
+
+    The kernel ends it at a moment after the new file is there, however busy the machine is; at the latest, the process
+    ends itself before the file has its final name.
+    """
+
+    def watch(event, args):
+        if event not in ("open", "os.rename") or time.monotonic() < begin:
+            return
+        path = os.fspath(args[0]) if isinstance(args[0], str | os.PathLike) else ""
+        if not path.endswith(".tmp") or os.path.realpath(os.path.dirname(path)) != folder:
+            return
+        if event == "os.rename":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif args[2] & os.O_EXCL:
+            signal.setitimer(signal.ITIMER_REAL, moment)
+
+    sys.addaudithook(watch)
 
 
 def writing(folder):
@@ -188,9 +207,10 @@ def serve(training, folder, kills):
         own = folder / f"run {len(report['runs'])}"
         own.mkdir()
         steps, longest, before = [], seconds / 4, set()
-        # Every other kill comes at any moment, every other one is aimed at a save.
+        # Every other kill comes at any moment, every other one is aimed at a save, which takes some milliseconds.
         while report["kills"] < kills and kill_training(
-            training, own, chance.uniform(0, longest), aimed=report["kills"] % 2 == 1
+            *(training, own, chance.uniform(0, longest)),
+            moment=chance.uniform(1e-4, 0.004) if report["kills"] % 2 else None,
         ):
             report["kills"] += 1
             report["in a save"] += bool(writing(own / training.saves) - before)
