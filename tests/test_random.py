@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func import random
+from hfta_func._kernels import noise
 from hfta_func.calls import routing
 from hfta_func.calls.routing import REFUSED, ROUTED, routed
 
@@ -648,6 +649,40 @@ def test_dropout_rate_of_each_member_s_own():
         kept = member != 0
         assert abs(kept.double().mean() - (1 - p)) <= 5 * math.sqrt(p * (1 - p) / len(member))
         torch.testing.assert_close(member[kept], torch.full_like(member[kept], 1 / (1 - p) if p < 1 else 0))
+
+
+@pytest.mark.parametrize("layout", ["", "transposed", "expanded"])
+@pytest.mark.parametrize("rate", [0.4, "each"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_kernel_drops_what_several_operators_drop(dtype, rate, layout, monkeypatch):
+    if not noise.is_fast(random.keys([1])):
+        pytest.skip("needs a C compiler")
+    x = torch.randn(3, 5, 6, 7, dtype=dtype)
+    x = x.transpose(1, 3) if layout == "transposed" else x[:, :1].expand(-1, 2, -1, -1) if layout == "expanded" else x
+    rates, calls, run = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64), [], random.drop
+    monkeypatch.setattr(random, "drop", lambda *args: calls.append(1) or run(*args))
+
+    def draw(x, p, key):
+        with routed(key):
+            return F.dropout(x, p if rate == "each" else rate)
+
+    def drawn(few):
+        monkeypatch.setattr(noise, "_FEW", few)
+        given, weights = (
+            x.clone(memory_format=torch.preserve_format).requires_grad_(),
+            torch.ones_like(x).requires_grad_(),
+        )
+        output = torch.vmap(draw)(given, rates, random.keys([1, 2, 3]))
+        (grad,) = torch.autograd.grad(output, given, weights, create_graph=True)
+        tangent = torch.func.jvp(lambda x: torch.vmap(draw)(x, rates, random.keys([1, 2, 3])), (x,), (x,))[1]
+        sums = torch.func.grad(lambda x: torch.vmap(draw)(x, rates, random.keys([1, 2, 3])).square().sum())(x)
+        return output, grad, *torch.autograd.grad(grad.square().sum(), weights), tangent, sums
+
+    together, apart = drawn(0), drawn(1 << 40)
+    assert len(calls) == 2
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    assert 0 < (together[0] != 0).sum() < x.numel()
 
 
 def test_channels_are_dropped_as_a_whole():

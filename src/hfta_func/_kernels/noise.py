@@ -16,13 +16,19 @@ from torch import Tensor
 from hfta_func._kernels import native
 from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import (
+    SingleLevelFunction,
     VmapInterpreter,
     add_batch_dim,
+    below_autograd,
     below_batching,
+    has_tangents,
+    inside_vmap,
     num_dispatch_modes,
     num_recorders,
     peek_interpreter,
+    single_level_functions,
     unwrap_batched,
+    without_views,
 )
 
 _HEAD = """
@@ -59,14 +65,24 @@ _BELOW = native.shared_out(
     ),
 )
 _DROPPED = native.shared_out(
-    _HEAD,
-    f"{_KEYS}, float *out, const int64_t *limit, const float *x, const float *scale",
-    _DRAWN.format(
-        declarations="""float *restrict into = out + model * sizes[0]; const float *from = x + model * sizes[0], by = *scale;
-                    const int64_t most = *limit;""",
-        value=f"from[i] * (float)((int64_t){_WORD} >> 11 < most) * by",
-    ),
+    "typedef KIND number;" + _HEAD,
+    f"{_KEYS}, const int64_t *limit, const number *scale, const int64_t *width, const int64_t *row, const number *x, "
+    "number *out",
+    """{
+                    const uint64_t first = start[model], step = stride[model];
+                    number *restrict into = out + model * sizes[0];
+                    const number *from = x + model * sizes[0], by = scale[model];
+                    const int64_t most = limit[model], length = *row;
+                    for (int64_t i = low, end; i < high; i = end) {
+                        // Of rows of its own length, the word of an element.
+                        const int64_t before = i / length, at = before * (width[model] - length) + 1;
+                        end = (before + 1) * length < high ? (before + 1) * length : high;
+                        for (int64_t j = i; j < end; j++)
+                            into[j] = from[j] * (number)((int64_t)mix(first + step * (uint64_t)(j + at)) >> 11 < most) * by;
+                    }
+                }""",
 )
+_KINDS = {torch.float32: "float", torch.float64: "double"}
 _MIXED = native.shared_out(
     _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
 )
@@ -88,6 +104,18 @@ def is_fast(key: Tensor) -> bool:
     return not observed and key.device.type == "cpu" and _defined()
 
 
+_FEW = 1 << 16
+"""Up to this many elements of all members, several operators are as fast as one whose gradient is a call of Python."""
+
+
+def drops(input: Tensor, start: Tensor, always: bool) -> bool:
+    """Whether ``drop`` takes an input and, if not ``always``, is faster than several operators, as it is in a replay."""
+    is_plain = type(input) is Tensor and input.layout is torch.strided and input.device.type == "cpu"
+    if not (is_plain and input.dtype in _KINDS and is_fast(start)) or has_tangents():
+        return False
+    return always or num_recorders() > 0 or inside_vmap(input).numel() > _FEW
+
+
 def limit_of(p: float) -> int:
     """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
     return round(p * 2.0**53) - (1 << 52)
@@ -98,15 +126,13 @@ def _defined() -> bool:
     """Define the operators; False if the kernels cannot be compiled.
 
     ``mix`` is the mixer of every word. ``words`` are those of streams, and ``words_below`` says whether their 53 highest
-    bits, as a signed number, are below the stream's limit; ``drop`` multiplies by that and by a scale. ``streams`` are those
-    of a key folded with ``first``, ``first + 1`` and so on.
+    bits, as a signed number, are below the stream's limit. ``streams`` are those of a key folded with ``first``,
+    ``first + 1`` and so on.
     """
-    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS, _DROPPED)]
-    if None in programs:
+    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    if None in programs or native.program(_DROPPED.replace("KIND", "float")) is None:
         return False
-    mixed, words, below, streams, dropped = programs
-    # The same few numbers in every step; made here they cost more than a small kernel.
-    number: Any = functools.lru_cache(maxsize=256)(lambda value, dtype: torch.tensor(value, dtype=dtype))
+    mixed, words, below, streams = programs
 
     def draw_mixed(z: Tensor) -> Tensor:
         mixed([z.numel()], 1, [z.contiguous(), out := torch.empty(z.shape, dtype=torch.int64)])
@@ -126,13 +152,6 @@ def _defined() -> bool:
             run([math.prod(shape)], start.numel(), given)
         return out
 
-    def draw_dropped(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
-        out, most, by = torch.empty(x.shape, dtype=x.dtype), number(limit, torch.int64), number(scale, x.dtype)
-        if out.numel():
-            keys = [start.contiguous(), stride.contiguous()]
-            dropped([out.numel() // start.numel()], start.numel(), [*keys, out, most, x.contiguous(), by])
-        return out
-
     def draw_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         starts, strides = torch.empty((2, *key.shape, count), dtype=torch.int64)
         streams([count], key.numel(), [key.contiguous(), starts, strides, torch.tensor(first)])
@@ -147,9 +166,8 @@ def _defined() -> bool:
         arguments = f"{draws}, Tensor limit" if run is below else draws
         _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
     _define(
-        "drop(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor",
-        draw_dropped,
-        lambda x, *_: x.new_empty(x.shape),
+        "drop(Tensor x, Tensor start, Tensor stride, Tensor limit, Tensor scale, Tensor? width, SymInt row) -> Tensor",
+        *(_drop, lambda x, *_: torch.empty_like(x), _Drop.call),
     )
     _define(
         "streams(Tensor key, int first, int count) -> (Tensor, Tensor)",
@@ -161,7 +179,58 @@ def _defined() -> bool:
     return True
 
 
-def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _drop(
+    x: Tensor, start: Tensor, stride: Tensor, limit: Tensor, scale: Tensor, width: Tensor | None, row: int
+) -> Tensor:
+    """``x`` where the word of its element is below a limit, times a scale, and zeros; see :func:`_defined`.
+
+    ``width`` is how many elements of each ``row`` a member has, None for all; words are counted without those that it lacks.
+    """
+    run, out = native.program(_DROPPED.replace("KIND", _KINDS[x.dtype])), torch.empty(x.shape, dtype=x.dtype)
+    if out.numel():
+        length = torch.tensor(row)
+        given = [stride, limit, scale.to(x.dtype), length if width is None else width]
+        given = [start.contiguous(), *(one.expand(start.shape).contiguous() for one in given), length, x.contiguous()]
+        assert run is not None
+        run([out.numel() // start.numel()], start.numel(), [*given, out])
+    # As products are, the result is laid out like its factor.
+    return out if x.is_contiguous() else torch.empty_like(x).copy_(out)
+
+
+class _Drop(SingleLevelFunction):
+    """The gradient of ``drop``, for which the same words are drawn again."""
+
+    @classmethod
+    def call(cls, x: Tensor, *args: Any) -> Tensor:
+        """The operator at a level of autograd."""
+        if not x.requires_grad:
+            with below_autograd():
+                return torch.ops.hfta_func.drop(x, *args)
+        with single_level_functions():
+            return cls.apply(x, *args)
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        """The dropped input."""
+        # The function disables gradients for its body, but an outer gradient transform still needs them below.
+        with below_autograd(), without_views(), torch.enable_grad():
+            return torch.ops.hfta_func.drop(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Keep the streams, not the input."""
+        _, *keys, ctx.row = inputs
+        ctx.save_for_backward(*keys)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient, dropped alike."""
+        return torch.ops.hfta_func.drop(grad, *ctx.saved_tensors, ctx.row), *(None,) * 6
+
+
+def _define(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None = None
+) -> None:
     def batched(*args: Any) -> Any:
         """The batching rule: the model axis of every tensor moves to the front."""
         interpreter = peek_interpreter()
@@ -180,4 +249,5 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
             return add_batch_dim(outputs, 0, level)
         return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
-    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched}, fake=fake)
+    kernels = {"CPU": kernel, "FuncTorchBatched": batched, **({} if autograd is None else {"Autograd": autograd})}
+    operator = define_operator(schema, kernels, fake=fake)

@@ -22,10 +22,11 @@ from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
 
 class _Keys(Protocol):
     key: Tensor | None
+    redraws: bool
 
     def next_key(self, rate: Any = None) -> random.Stream: ...
 
-    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Any, scale: float) -> Tensor: ...
+    def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor: ...
 
 
 def _dropout(keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -50,11 +51,17 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     if not training or is_zero(p):
         return input
     stream, scale = keys.next_key(p), inverse(1 - checked(p))
-    if isinstance(p, Tensor):
-        dropped = input * random.bernoulli(stream, 1 - p, shape) * scale.to(input.dtype)
-    else:
-        dropped = keys.dropped(input, stream, p, shape, scale)
+    if isinstance(scale, Tensor):
+        scale = scale.to(input.dtype)
+    given: Any = random.dropped(stream, 1 - p, input, scale, keys.redraws) if input.shape == shape else None
+    if given is None:
+        given = _multiply, input, random.bernoulli(stream, 1 - p, shape), scale
+    dropped = keys.dropped(*given)
     return input.copy_(dropped) if inplace else dropped
+
+
+def _multiply(input: Tensor, keep: Tensor, scale: Any) -> Tensor:
+    return input * keep * scale
 
 
 def _channelwise(input: Tensor) -> list[int]:

@@ -56,6 +56,9 @@ class Recorder:
         """A draw of noise, or the beginning of one."""
         self.events.append(Event(name, tuple(shape), self.path))
 
+    def row(self, shape: Sequence[int]) -> None:
+        """No draw is made by rows, so that each is noted."""
+
     def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Note a function and call it."""
         if func in WATCHED:
@@ -126,6 +129,21 @@ class Padded:
             index = torch.arange(length, device=self.size.device).reshape([-1] + [1] * (len(shape) - axis - 1))
             position = position * true_length + index
         return position
+
+    def row(self, shape: Sequence[int]) -> tuple[Tensor | None, int] | None:
+        """For a draw, how many elements of each of its rows the member has, None for all, and the length of a row.
+
+        None if positions are not in order row by row; the draw is then still to be made.
+        """
+        axes = [axis for axis in self._next("draw").axes if axis]
+        if not axes:
+            return None, math.prod(shape)
+        if len(axes) > 1:
+            self.position -= 1
+            return None
+        width = self.of_member(self.events[self.position - 1].axes[axes[0]])
+        inner = math.prod(shape[axes[0] + 1 :])
+        return width * inner, shape[axes[0]] * inner
 
     def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Call a function for the member."""

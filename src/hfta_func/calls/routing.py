@@ -56,6 +56,9 @@ class routed(Mode):
         (True, False)
     """
 
+    # Whether noise is drawn again in the backward pass, also where it is faster to keep it.
+    redraws = False
+
     def __init__(self, key: Tensor | None, site: int = 0):
         if torch.compiler.is_compiling():
             _tell_compiler()
@@ -100,9 +103,9 @@ class routed(Mode):
         """Whether this tensor stands for a Python number of the model."""
         return False
 
-    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
-        """``input``, of which parts are kept with probability ``1 - p``, times ``scale``."""
-        return input * random.bernoulli(stream, 1 - p, shape) * scale
+    def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Dropout, ``func(*args)``."""
+        return func(*args)
 
     def _inside(
         self, stream: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]

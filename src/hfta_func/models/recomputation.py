@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func import _torch, random
-from hfta_func._kernels import noise
+from hfta_func import _torch
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.recompute import Recalls, recalls
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import numbered
-from hfta_func.rules._operator import Operator
 from hfta_func.rules.loss import cross_entropy_in_parts
 
 
@@ -35,6 +31,8 @@ def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = N
 
 
 class _Noting(routed):
+    redraws = True
+
     def __init__(self, key: Tensor | None, recalls: Recalls):
         super().__init__(key)
         self._recalls = recalls
@@ -53,31 +51,12 @@ class _Noting(routed):
             self._note(func, _in_batch(*given) if func is F.batch_norm else given, result, elementwise)
         return result
 
-    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
-        """See :class:`routed`; what is kept is drawn again in the backward pass where one kernel can do both."""
-        plain = self._of_one_kernel(input, stream, shape)
-        if plain is None:
-            keep = random.bernoulli(stream, 1 - p, shape)
-            result = input * keep * scale
-            self._note(lambda input, keep: input * keep * scale, ((input, keep), {}), result, True)
-            return result
-        func = functools.partial(_dropped, limit=noise.limit_of(1 - p), scale=scale)
-        with contextlib.nullcontext() if self._interpreter is None else self._interpreter.lower():
-            result = func(*plain)
-            if torch.is_grad_enabled():
-                self._recalls.note(func, plain, result)
-        return result if self._interpreter is None else _torch.add_batch_dim(result, 0, self.depth)
-
-    def _of_one_kernel(self, input: Tensor, stream: random.Stream, shape: Sequence[int]) -> list[Any] | None:
-        """Input, starts and strides ``[M, ...]``, if the kernel takes them."""
-        if input.shape != shape or stream.padding is not None or _torch.depth() != self.depth or self.depth > 1:
-            return None
-        plain, front = [input, *stream[:2]], 0 if self.depth else None
-        dims: list[int | None] = [None] * 3
-        if self.depth:
-            plain, dims = map(list, zip(*(_torch.unwrap_batched(leaf, 1) for leaf in plain), strict=True))
-        fits = dims == [front] * 3 and plain[0].dtype == torch.float32 and plain[0].is_contiguous()
-        return plain if fits and noise.is_fast(plain[1]) else None
+    def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+        """See :class:`routed`; the backward pass makes the result again."""
+        result = super().dropped(func, *args)
+        # A scale of each member's own is no number for all elements.
+        self._note(func, (args, {}), result, not isinstance(args[-1], Tensor))
+        return result
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
         if _torch.depth() != self.depth or not torch.is_grad_enabled():
@@ -91,8 +70,8 @@ class _Noting(routed):
             result, dim = _torch.unwrap_batched(result, self.depth)
             if dim is None:
                 return
-            # An elementwise function needs no level of vmap if all arguments have the model axis in one position.
-            tensors = (isinstance(leaf, Tensor) for leaf in leaves)
+            # An elementwise function needs no level of vmap if all arguments have the model axis in one position, or no axis.
+            tensors = (isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
             elementwise = elementwise and set(itertools.compress(dims, tensors)) == {dim}
 
         def call(*leaves: Any) -> Tensor:
@@ -120,25 +99,6 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
         return F.cross_entropy(*args, **kwargs)
     # As likelihoods of a single class, which PyTorch's operator sums in the same order.
     return F.nll_loss(-in_parts.unsqueeze(1), torch.where(target == ignore_index, -100, 0), reduction=reduction)
-
-
-def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, start, stride, *ctx.options = inputs
-    ctx.save_for_backward(start, stride)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    return _drop(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
-
-
-_drop = Operator(
-    "dropped(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor",
-    *(lambda *args: torch.ops.hfta_func.drop(*args), _setup, _backward),
-)
-
-
-def _dropped(input: Tensor, start: Tensor, stride: Tensor, *, limit: int, scale: float) -> Tensor:
-    return _drop(input, start, stride, limit, scale)
 
 
 def _in_batch(args: Any, kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ def marking(kind: str) -> Iterator[None]:
     if kind == "compiled":
         yield
         return
-    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
+    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli", "drop")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
     places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
     plain = train.commit
