@@ -134,7 +134,9 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
             raise
         given = called_with(error)
         named = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
-        if not named and ".item()" not in str(error) and not isinstance(error, TypeError):
+        # Other errors in types, such as of a call with an argument too many, are the user's own.
+        is_of_tensor = ".item()" in str(error) or (isinstance(error, TypeError) and "tensor" in str(error).lower())
+        if not named and not is_of_tensor:
             raise
         names, text = ", ".join(map(repr, named or numbers)), str(error).partition("\n")[0]
         raise TraceError(
