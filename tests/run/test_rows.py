@@ -161,6 +161,11 @@ def test_counts_may_be_integers_of_numpy():
 
 
 def test_bad_uses():
+    for seeds in ([], numpy.int64(3)):
+        with pytest.raises(
+            hfta.HyperparameterError, match=r"pass seeds=\[...\], one integer per model, or shared=True"
+        ):
+            hfta.ArrayLoader(DATA, 4, seeds=seeds)
     with pytest.raises(hfta.HyperparameterError, match="leave out shared=True"):
         hfta.ArrayLoader(DATA, 4, shared=True, bootstrap=True)
     with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):

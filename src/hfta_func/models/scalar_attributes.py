@@ -50,8 +50,10 @@ def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
     """Values by path, where a name such as ``"*.p"`` stands for all known paths that it matches; full paths come first.
 
     Raises:
-        HyperparameterError: if such a name matches none.
+        HyperparameterError: if such a name matches none, or there are no names.
     """
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise HyperparameterError(f"hparams is {named!r}; give a dict of numbers by name")
     values: dict[str, T] = {}
     patterns = [name for name in named if not {*"*?["}.isdisjoint(name)]
     for name in patterns:
