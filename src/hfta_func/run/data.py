@@ -84,7 +84,7 @@ class ArrayLoader:
                     "shared=True makes one batch for all members; pass one integer as seeds, or none"
                 )
             seeds = seeds or 0
-        elif seeds is None or isinstance(seeds, Integral) or len(seeds) == 0:
+        elif seeds is None or isinstance(seeds, int | Integral) or len(seeds) == 0:
             raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
         if not isinstance(batch_size, Integral) or batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
