@@ -150,6 +150,8 @@ def put(tree: T, index: Tensor, part: T) -> T:
 
 def indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
     """The indices, from 0 to ``count - 1``, of the members that :func:`take` selects."""
+    if index is None or isinstance(index, str):
+        raise StackError(f"index is {index!r}; pass an integer, a list of integers, a slice or a mask")
     if isinstance(index, slice):
         chosen = torch.arange(count)[index]
     else:

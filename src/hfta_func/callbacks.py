@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         tensor([ True, False])
     """
     sign = SIGNS[direction_of(mode)]
-    if patience < 1:
+    if not isinstance(patience, Integral) or patience < 1:
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
     def stop(state: TrainState, history: History) -> TrainState:
@@ -85,7 +86,7 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
         >>> import tempfile
         >>> callback = keep_checkpoints(tempfile.mkdtemp(), keep=2, every=5)
     """
-    if keep < 1 or every < 1:
+    if not all(isinstance(count, Integral) and count >= 1 for count in (keep, every)):
         raise ValueError(f"keep is {keep} and every is {every}; both must be at least 1")
     folder = pathlib.Path(directory)
 

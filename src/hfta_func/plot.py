@@ -169,6 +169,6 @@ def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) ->
 def _require_columns(frame: pandas.DataFrame, *names: str) -> None:
     if not hasattr(frame, "groupby"):
         raise ValueError(f"frame is a {type(frame).__qualname__}; pass a pandas frame, such as history.frame()")
-    missing = [name for name in names if name not in frame.columns]
+    missing = [name for name in names if name not in [*frame.columns]]
     if missing:
         raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")

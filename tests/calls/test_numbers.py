@@ -630,6 +630,19 @@ def test_what_is_computed_from_a_number_is_not_read_either():
     step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0), chunk_size=1)
 
 
+@pytest.mark.parametrize("hparams", [[0.1], {2: 0.1}])
+def test_hparams_have_names(hparams):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
+    step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    with pytest.raises(hfta.HyperparameterError, match=r"hparams is .*; give a dict of numbers by name"):
+        step.init(*hfta.stack_params([model]), seeds=[0], hparams=hparams)
+
+
+def test_an_error_that_has_nothing_to_do_with_numbers_is_told_as_alone():
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        step_of(lambda module, x: len(3) * module.number, (1.0, 2.0))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", [anneals, anneals_in_place])
 def test_a_model_that_changes_its_number_is_refused(change, compiled):

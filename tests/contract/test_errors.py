@@ -330,6 +330,8 @@ def test_unstacking_with_another_model():
         ([0, 3], ["member 3 does not exist", "members 0 to 2"]),
         (-4, ["member -4 does not exist", "members 0 to 2"]),
         ([], ["no member selected", "at least one"]),
+        (None, ["index is None", "pass an integer, a list of integers"]),
+        ("a", ["index is 'a'", "pass an integer, a list of integers"]),
         (slice(2, 2), ["no member selected", "at least one"]),
         (torch.zeros(3, dtype=torch.bool), ["no member selected", "at least one"]),
         (torch.tensor([True, False]), ["mask has shape [2]", "the array has 3 members", "pass [3]"]),

@@ -223,6 +223,11 @@ def optimize_in_turn(self):
         ({"configure_gradient_clipping": writes}, "configure_gradient_clipping, .*; pass gradient_clip_val"),
         ({"on_train_batch_end": writes}, "on_train_batch_end, which no member has for itself"),
         ({"on_validation_model_eval": writes}, "on_validation_model_eval, .*; call eval.. on a part in its train"),
+        (
+            {"training_step": lambda self, batch, _: {"outputs": self.body(batch[0])}},
+            "a dict of .'outputs'.; return the",
+        ),
+        ({"training_step": lambda self, batch, _: self.log("name", "a")}, "'name' is logged as 'a'; log one number"),
         ({"training_step": logs_a_vector}, r"'outputs' is logged with shape \[8, 3\]; log one number"),
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
@@ -260,6 +265,12 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
     with pytest.raises(hfta.StackError, match="Linear is no LightningModule; use Experiment"):
         hfta.lightning(lambda: nn.Linear(1, 1), seeds=2)
     array = hfta.lightning(Classifier, seeds=2)
+    with pytest.raises(hfta.StackError, match="got a list; pass its class"):
+        hfta.lightning([Classifier(), Classifier()], seeds=2)
+    with pytest.raises(hfta.HyperparameterError, match="max_epochs is None; give one number, at least 0"):
+        array.fit(TRAIN, max_epochs=None, progress=False)
+    with pytest.raises(hfta.StackError, match=r"is of 3 members, not 2; give it seeds=array\.seeds"):
+        array.fit(hfta.ArrayLoader(TRAIN.dataset.tensors, 8, seeds=[0, 1, 2]), max_epochs=1, progress=False)
     with pytest.raises(hfta.StackError, match="Timer is a callback for one Trainer"):
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
     with pytest.raises(hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has 5 batches; .*Subset"):

@@ -146,6 +146,9 @@ def test_each_trainer_needs_a_model_of_its_own(tmp_path):
         hfta.train_trainers([trainer, trainer], progress=False)
     with pytest.raises(hfta.StackError, match="Linear is no Trainer of transformers"):
         hfta.train_trainers([torch.nn.Linear(1, 1)])
+    for wrong in ([], trainer, None):
+        with pytest.raises(hfta.StackError, match="is no Trainer of transformers; pass a list of these"):
+            hfta.train_trainers(wrong)
 
 
 @pytest.mark.exhaustive

@@ -97,9 +97,11 @@ def test_members_that_were_stopped_stay_so(run):
     ("make", "message"),
     [
         (lambda: hfta.early_stopping("loss", 0), "patience is 0; it must be at least 1 epoch"),
+        (lambda: hfta.early_stopping("loss", None), "patience is None; it must be at least 1 epoch"),
         (lambda: hfta.early_stopping("loss", 1, mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
         (lambda: hfta.keep_best("best", "loss", "low"), "mode is 'low'; it must be 'min' or 'max'"),
         (lambda: hfta.keep_checkpoints("runs", keep=0), "keep is 0 and every is 1; both must be at least 1"),
+        (lambda: hfta.keep_checkpoints("runs", keep=1.5), "keep is 1.5 and every is 1; both must be at least 1"),
         (lambda: hfta.keep_checkpoints("runs", every=0), "keep is 3 and every is 0; both must be at least 1"),
     ],
 )

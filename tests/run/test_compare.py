@@ -153,6 +153,11 @@ def test_table_and_picture() -> None:
         ({"a": [1.0, 2.0], "b": [2.0, 1.0]}, {"level": 95}, "level is 95; it must be between 0 and 1"),
         (7, {}, "pass a dict of values or histories by name"),
         (
+            pandas.DataFrame({"seed": [0], "a": [1], "b": [1]}),
+            {"metric": "a", "by": ["a", "b"]},
+            "pass a dict of values or",
+        ),
+        (
             pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]}),
             {"metric": "loss", "by": "kind"},
             "several rows for kind a and seed 0; keep one of them, or pass a column",

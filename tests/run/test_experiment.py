@@ -110,8 +110,43 @@ def test_a_grid_is_the_product():
 
 
 @pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ((0.8, 0.7), [(0.8, 0.7)] * 2),
+        ([(0.8, 0.7), (0.6, 0.5)], [(0.8, 0.7), (0.6, 0.5)]),
+        ([[0.8, 0.7], [0.6, 0.5]], [(0.8, 0.7), (0.6, 0.5)]),
+        (([0.8, 0.6], 0.7), [(0.8, 0.7), (0.6, 0.7)]),
+        (hfta.grid(betas=[(0.8, 0.7), (0.6, 0.5)])["betas"], [(0.8, 0.7), (0.6, 0.5)]),
+    ],
+)
+def test_a_tuple_is_one_value(given, rates):
+    def make(size=(3, 2)):
+        return nn.Sequential(nn.Linear(4, size[0]), nn.Linear(size[0], size[1])).double()
+
+    found = hfta.Experiment(make, mse, hfta.adam, seeds=2, betas=given, size=(5, 1), lr=(0.1, 0.2))
+    numbers = found.state.opt_state.hyperparams
+    assert [*zip(numbers["beta1"].tolist(), numbers["beta2"].tolist(), strict=True)] == rates
+    assert found.state.params["0.weight"].shape == (2, 5, 4) and found.hyperparameters["size"] == [(5, 1)] * 2
+    assert numbers["lr"].tolist() == [0.1, 0.2] == found.hyperparameters["lr"]
+
+
+def test_a_loader_of_other_seeds_and_one_start_for_all():
+    one = hfta.Experiment(make_model, mse, hfta.sgd, seeds=2, init_seeds=3, lr=0.1)
+    two = hfta.Experiment(make_model, mse, hfta.sgd, seeds=[0, 1], init_seeds=[3, 3], lr=0.1)
+    loader = hfta.ArrayLoader(DATA, 8, seeds=[7, 8])
+    losses = [one.fit(DATA, 8, epochs=1, seeds=[7, 8], progress=False), two.fit(loader, epochs=1, progress=False)]
+    assert torch.equal(losses[0]["loss"], losses[1]["loss"])
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: {"make_model": []}, "got 0 models that exist for 4 seeds; give one each"),
+        (lambda: {"make_model": [make_model()] * 4, "init_seeds": 0}, "give one each, and no init_seeds"),
+        (lambda: {"init_seeds": [0, 1]}, "init_seeds has 2 values for 4 models; give one each"),
+        (lambda: {"optimizer": hfta.adam, "betas": [0.9, 0.8, 0.7, 0.6]}, "give a tuple for all models, or a list of"),
+        (lambda: {"optimizer": lambda lr: hfta.adam(betas=[(lr, lr)] * 2), "lr": 0.1}, "betas is .*; give a pair, each"),
+        (lambda: {"optimizer": lambda lr: hfta.lion(betas=lr), "lr": 0.1}, "betas is 0.1; give a pair, each of one"),
         (lambda: {"optimizer": hfta.adam, "decay": 0.1}, r"'decay'. would not be used: .*; the factory takes \['p'\] and "),
         (lambda: {"optimizer": hfta.adam(), "lr": LR}, r"'lr'. would .* the optimizer \[\]; pass adam, not "),
         (lambda: {"3.q": 0.1}, r"hparams \['3.q'\] would not .*: it has .*1.p, .*3.p"),

@@ -741,7 +741,28 @@ def test_epochs_that_are_no_number_of_epochs(setting, epochs):
         hfta.fit(step, state, loader, epochs=epochs, progress=False)
 
 
-@pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}])
+def test_arguments_that_are_none(setting):
+    step, state, loader = setting
+    for given, message in (
+        ({"restore_best": True}, "restore_best is True; pass a metric, or a pair of one and 'max'"),
+        ({"resume": True}, "True is no path; pass the name of a file"),
+        ({"resume": "run", "save_every": 1.5}, "save_every is 1.5 and resume is run; pass at least 1"),
+    ):
+        with pytest.raises((ValueError, hfta.CheckpointError), match=message):
+            hfta.fit(step, state, loader, epochs=1, progress=False, **given)
+
+
+def test_metrics_that_are_not_the_members_are_left_out_of_frames(setting):
+    step, state, loader = setting
+    score = {"three": torch.ones(1 + hfta.num_models(state)), "one": torch.tensor(2.0)}
+    _, history = hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: score, progress=False)
+    assert not {"three", "one"} & {*history.last().columns}
+    assert "three" in history and "four" not in history and [*history] == [*history.epochs[-1]]
+    with pytest.raises(ValueError, match="column width is 3; give one value per model"):
+        history.frame(width=3)
+
+
+@pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}, {3: torch.zeros(3)}])
 def test_evaluation_without_metrics(setting, metrics):
     step, state, loader = setting
     with pytest.raises(ValueError, match=r"evaluate returned .*; return a dict of tensors, one number per model each"):
@@ -758,6 +779,8 @@ def test_callbacks_that_are_none(setting):
     step, state, loader = setting
     with pytest.raises(ValueError, match=r"callbacks is a single function; pass a list of them, \[callback\]"):
         hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
+    with pytest.raises(ValueError, match=r"callbacks is \['early'\]; pass a list of them, \[callback\]"):
+        hfta.fit(step, state, loader, epochs=1, callbacks=["early"], progress=False)
     with pytest.raises(hfta.StateError, match=r"expected a TrainState, .* but got bool"):
         hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
 

@@ -129,5 +129,7 @@ def test_a_heat_map_has_the_mean_of_each_cell_in_the_last_epoch():
         assert "nan" in [text.get_text() for text in ax.texts]
         assert [label.get_text() for label in ax.get_xticklabels()] == ["0.01", "0.1"]
         assert [label.get_text() for label in ax.get_yticklabels()] == ["0.0", "0.2", "0.5"]
+    with pytest.raises(ValueError, match=r"the frame has no column '\['lr', 'p'\]'; it has member, seed, lr, p"):
+        bands(frame, "accuracy", by=["lr", "p"])
     with pytest.raises(ValueError, match="the frame has no column 'width'; it has member, seed, lr, p"):
         heatmap(frame, "accuracy", x="lr", y="width")

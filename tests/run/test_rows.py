@@ -2,6 +2,8 @@
 
 import itertools
 
+import numpy
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,6 +132,10 @@ def test_members_train_as_they_do_alone():
         ({"rows": [[0], [1], [-1], [2]]}, "model 2: row -1 does not exist"),
         ({"rows": [[0], [1.5], [1], [2]]}, r"model 1: rows\[1\] is torch.float32; give row numbers"),
         ({"rows": torch.ones(4, 11, dtype=torch.bool)}, "give row numbers, such as mask"),
+        ({"rows": [0, 1, 2, 3]}, r"model 0: rows\[0\] has shape \[\], which are no rows; give a list"),
+        ({"rows": ["a", [1], [1], [2]]}, r"model 0: rows\[0\] is 'a'; give row numbers"),
+        ({"bootstrap": 5}, "bootstrap is 5; it must be True or False"),
+        ({"rows": [[0]] * 4, "transform": "flip"}, "transform is 'flip'; pass a function of one member's batch"),
         ({"folds": 12}, "folds is 12 for 11 rows; it must be an integer from 2 to 11, so that every part has a row"),
         ({"folds": 1}, "from 2 to 11"),
         ({"folds": 2.0}, "it must be an integer"),
@@ -148,7 +154,18 @@ def test_bad_input(options, message):
         hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **options)
 
 
+def test_counts_may_be_integers_of_numpy():
+    count = numpy.int64(2)
+    one, two = (hfta.ArrayLoader(DATA, n, seeds=SEEDS, folds=n, batches_per_epoch=n) for n in (count, 2))
+    assert all(map(torch.equal, optree.tree_leaves([*one]), optree.tree_leaves([*two]))) and len(one) == 2
+
+
 def test_bad_uses():
+    for seeds in ([], numpy.int64(3)):
+        with pytest.raises(
+            hfta.HyperparameterError, match=r"pass seeds=\[...\], one integer per model, or shared=True"
+        ):
+            hfta.ArrayLoader(DATA, 4, seeds=seeds)
     with pytest.raises(hfta.HyperparameterError, match="leave out shared=True"):
         hfta.ArrayLoader(DATA, 4, shared=True, bootstrap=True)
     with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):

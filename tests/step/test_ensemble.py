@@ -330,7 +330,7 @@ def test_predictions_are_those_of_the_members():
 
 def test_bad_input_is_refused_with_a_cure():
     whole = ensemble()
-    with pytest.raises(hfta.BatchError, match=r"the input\['args'\]\[0\] is \[5, 4\] but the array has 3 models"):
+    with pytest.raises(hfta.BatchError, match=r"\[0\] is \[5, 4\] but the array .* share one batch by batch_dims=None"):
         whole(X[0], batch_dims=0)
     with pytest.raises(hfta.BatchError, match=r"\[2, 5, 4\] but the array has 3 models"):
         whole.predict(X[:2], batch_dims=0)

@@ -385,6 +385,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),
     (lambda: _refused(lambda m, o: {"optimizers": o[0]}), "optimizers is one SGD; pass a list of one per model"),
     (
+        lambda: _refused(lambda m, o: {"schedulers": lr_scheduler.ExponentialLR(o[0], 0.9)}, steps=3),
+        "schedulers is one ExponentialLR; pass a list of one per model",
+    ),
+    (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.SGD([m[2].weight], lr=0.1)]}),
         r"model 2: what not all hold in group 0 is \[\] but in model 0 it is \['bias'\]",
     ),

@@ -362,6 +362,11 @@ class Tied(GAN):
             ValueError,
             "'d' has shared_params, which joint does not train",
         ),
+        (
+            lambda: hfta.joint(d=make(), every=2),
+            ValueError,
+            "every is 2; give a dict of numbers by name, such as {'d': 2}",
+        ),
         (lambda: hfta.joint(d=make(), every={"h": 2}), ValueError, "every has 'h': 2; give d integers"),
         (lambda: hfta.joint(d=make(), every={"d": 0}), ValueError, "every has 'd': 0"),
         (lambda: hfta.joint(d=make(Tied()), g=make(Tied())), hfta.StackError, "'g.0.weight' is 'd.0.weight', too"),

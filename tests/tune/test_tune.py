@@ -515,6 +515,8 @@ BAD = {
     ),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
     "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
+    "scheduler": ({"scheduler": "halving"}, r"scheduler is 'halving'; pass one of hfta_func.tune"),
+    "sampler": ({"sampler": "tpe"}, "sampler is 'tpe'; pass one of optuna.samplers"),
     "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
     "pairs": ({"rank": "paired"}, "rank is 'paired' and seeds is 1; pass at least 2"),
     "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),

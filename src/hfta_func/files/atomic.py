@@ -59,8 +59,8 @@ def write(path: PathLike, content: bytes, durable: bool = True) -> None:
 @contextlib.contextmanager
 def holding(path: PathLike) -> Iterator[None]:
     """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse."""
-    name = f"{os.path.abspath(path)}.hfta-lock"
     with _writing(path):
+        name = f"{os.path.abspath(path)}.hfta-lock"
         file = _locked(name, "ab")
         if file is None:
             raise CheckpointError(
@@ -86,6 +86,8 @@ def holding(path: PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(path: PathLike) -> Iterator[None]:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"{path!r} is no path; pass the name of a file")
     try:
         with contextlib.suppress(FileNotFoundError):
             # An empty path is the current directory.

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class LightningArray:
     def __init__(self, module: Any, seeds: Any, options: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.seeds, columns = columns_of(seeds, arguments)
         rows = ({name: column[member] for name, column in columns.items()} for member in range(len(self.seeds)))
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) or not callable(module):
             raise StackError(
                 f"got a {type(module).__qualname__}; pass its class, so that every seed gets weights of its own"
             )
@@ -182,10 +183,12 @@ class LightningArray:
             raise TypeError(f"an array's fit has no argument {name}; leave it out, or see docs/howto/lightning.md")
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
         check_choice("precision", precision, (*_PRECISIONS,))
-        if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
-            raise HyperparameterError(
-                f"accumulate_grad_batches is {accumulate_grad_batches!r}; give one number, at least 1"
-            )
+        for name, count, least in (
+            ("max_epochs", max_epochs, 0),
+            ("accumulate_grad_batches", accumulate_grad_batches, 1),
+        ):
+            if not isinstance(count, Integral) or count < least:
+                raise HyperparameterError(f"{name} is {count!r}; give one number, at least {least}")
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
         facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         vars(facts).update(accumulate_grad_batches=accumulate_grad_batches)
@@ -280,6 +283,10 @@ class LightningArray:
         for loaders in (train, validation):
             if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and hasattr(loaders[0], "dataset")):
                 raise StackError("got several dataloaders; pass one for training and one for validation")
+        if isinstance(train, ArrayLoader) and not train.shared and len(train.keys) != len(members):
+            raise StackError(
+                f"the loader is of {len(train.keys)} members, not {len(members)}; give it seeds=array.seeds"
+            )
         return train, validation
 
     def _after_epoch(self, state: TrainState, history: History) -> None:

@@ -79,6 +79,8 @@ def record_into(model: Any, logged: Logged) -> None:
     def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: Any = None, **__: Any) -> None:
         if reduce_fx not in ("mean", torch.mean):
             raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
+        if not hasattr(value, "__float__"):
+            raise StackError(f"'{name}' is logged as {value!r}; log one number")
         value = torch.as_tensor(value).detach()
         if value.numel() != 1:
             raise StackError(f"'{name}' is logged with shape {list(value.shape)}; log one number, such as its mean")
@@ -121,6 +123,8 @@ def _call(name: str, hooks: Hooks, model: Any, batch: Any, hparams: Mapping[str,
 def loss_of(rows_of: Callable[[Any], int], hooks: Hooks, model: Any, batch: Any, hparams: Any) -> tuple[Any, Any]:
     """The loss of ``training_step``, and the sums over rows of what it logs."""
     loss, logged = _call("training_step", hooks, model, batch, hparams)
+    if isinstance(loss, Mapping) and "loss" not in loss:
+        raise StackError(f"training_step returns a dict of {[*loss]}; return the loss, or a dict with a 'loss'")
     sums: dict[str, Tensor] = {}
     for name, (value, size) in logged.items():
         sums[name + ROWS] = torch.as_tensor(rows_of(batch) if size is None else size, device=value.device).double()

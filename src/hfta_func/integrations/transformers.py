@@ -143,13 +143,13 @@ def _differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _check(trainers: Sequence[Any]) -> None:
     """Raise a StackError if the Trainers cannot be one array."""
-    base = [kind for kind in type(trainers[0]).__mro__ if kind.__module__ == "transformers.trainer"]
-    if not base:
-        raise StackError(f"{type(trainers[0]).__qualname__} is no Trainer of transformers; pass a list of these")
+    kind = type(trainers[0] if isinstance(trainers, Sequence) and trainers else None)
+    if not (base := [each for each in kind.__mro__ if each.__module__ == "transformers.trainer"]):
+        raise StackError(f"{kind.__qualname__} is no Trainer of transformers; pass a list of these")
     for name in _OVERRIDDEN:
-        if getattr(type(trainers[0]), name, None) is not getattr(base[0], name, None):
+        if getattr(kind, name, None) is not getattr(base[0], name, None):
             cure = "override compute_loss, prediction_step or what makes optimizers and data, or use make_train_step"
-            raise StackError(f"{type(trainers[0]).__qualname__} overrides {name}, which an array does not call; {cure}")
+            raise StackError(f"{kind.__qualname__} overrides {name}, which an array does not call; {cure}")
     settings = [trainer.args.to_dict() for trainer in trainers]
     for name, values in _differing(settings).items():
         if name not in _PER_MEMBER:

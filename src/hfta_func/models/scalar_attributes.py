@@ -50,8 +50,10 @@ def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
     """Values by path, where a name such as ``"*.p"`` stands for all known paths that it matches; full paths come first.
 
     Raises:
-        HyperparameterError: if such a name matches none.
+        HyperparameterError: if such a name matches none, or there are no names.
     """
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise HyperparameterError(f"hparams is {named!r}; give a dict of numbers by name")
     values: dict[str, T] = {}
     patterns = [name for name in named if not {*"*?["}.isdisjoint(name)]
     for name in patterns:
@@ -134,7 +136,9 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
             raise
         given = called_with(error)
         named = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
-        if not named and ".item()" not in str(error) and not isinstance(error, TypeError):
+        # Other errors in types, such as of a call with an argument too many, are the user's own.
+        is_of_tensor = ".item()" in str(error) or (isinstance(error, TypeError) and "tensor" in str(error).lower())
+        if not named and not is_of_tensor:
             raise
         names, text = ", ".join(map(repr, named or numbers)), str(error).partition("\n")[0]
         raise TraceError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
 
 AdamState = namedtuple("AdamState", [*FIELDS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 """Averages of the gradients and of their squares and, with ``amsgrad``, the maxima of the latter."""
@@ -49,7 +49,7 @@ def adam(
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
         Reddi et al., "On the convergence of Adam and beyond", ICLR 2018 (``amsgrad``).
     """
-    hyperparams = Hyperparams(AdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(AdamState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         # The bias correction of the root moves into numbers per member, outside the leaves.

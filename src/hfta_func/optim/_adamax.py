@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams
-from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, pair_of
 
 AdamaxState = namedtuple("AdamaxState", [*FIELDS, "exp_avg", "exp_inf"])
 """Averages of the gradients, and their decayed maximum magnitudes."""
@@ -44,7 +44,7 @@ def adamax(
     References:
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015, section 7.1.
     """
-    hyperparams = Hyperparams(AdamaxState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(AdamaxState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)

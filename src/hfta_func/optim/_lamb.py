@@ -11,7 +11,7 @@ from torch import Tensor
 from hfta_func._tree import per_model
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
 """Averages of the gradients and of their squares."""
@@ -46,7 +46,7 @@ def lamb(
     References:
         You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
     """
-    hyperparams = Hyperparams(LambState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(LambState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count

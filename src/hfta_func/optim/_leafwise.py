@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._torch import can_look, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._tree import per_model, where, write_leaf
-from hfta_func._types import Params
+from hfta_func._types import HyperparameterError, Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
 from hfta_func.optim._kernel import Kernel
 
@@ -22,6 +22,14 @@ _MEMBER_SIZE = 1 << 15
 
 _PIECE_SIZE = 1 << 20
 """A large member is updated in pieces of about this many elements, to keep the rule's temporary tensors small."""
+
+
+def pair_of(betas: Any) -> dict[str, PerModel]:
+    """The two decay rates by name; tuples in a list are those of members, which would be taken for rates of one kind."""
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or (isinstance(betas, list) and any(isinstance(each, tuple) for each in betas)):
+        raise HyperparameterError(f"betas is {betas!r}; give a pair, each of one number or one per model")
+    return {"beta1": betas[0], "beta2": betas[1]}
 
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:

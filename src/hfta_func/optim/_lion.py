@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams
-from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, pair_of
 
 LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
 """Averages of the gradients."""
@@ -43,7 +43,7 @@ def lion(
     References:
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
-    hyperparams = Hyperparams(LionState, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    hyperparams = Hyperparams(LionState, lr=lr, **pair_of(betas), weight_decay=weight_decay)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
         direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
 
 NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
 """Products of momenta ``[M]``, and averages of the gradients and of their squares."""
@@ -51,7 +51,7 @@ def nadam(
         Dozat, "Incorporating Nesterov momentum into Adam", ICLR workshop 2016.
     """
     numbers = {"eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
-    hyperparams = Hyperparams(NAdamState, lr=lr, beta1=betas[0], beta2=betas[1], **numbers)
+    hyperparams = Hyperparams(NAdamState, lr=lr, **pair_of(betas), **numbers)
 
     def prepare(at: dict[str, Tensor], count: Tensor, product: Tensor) -> tuple[Tensor]:
         mu, after = (at["beta1"] * (1 - 0.5 * 0.96 ** (t * at["momentum_decay"])) for t in (count, count + 1))

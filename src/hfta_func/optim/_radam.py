@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
 
 RAdamState = namedtuple("RAdamState", [*FIELDS, "exp_avg", "exp_avg_sq"])
 """Averages of the gradients and of their squares."""
@@ -48,7 +48,7 @@ def radam(
     References:
         Liu et al., "On the variance of the adaptive learning rate and beyond", ICLR 2020.
     """
-    hyperparams = Hyperparams(RAdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(RAdamState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         left = 1 - at["beta2"] ** count

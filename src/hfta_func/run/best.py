@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import concat, leaves, take, tree_map, where
-from hfta_func._types import SIGNS, CheckpointError, direction_of
+from hfta_func._types import SIGNS, CheckpointError, HyperparameterError, direction_of
 from hfta_func.run.history import History, Mode, present
 from hfta_func.step.state import TrainState
 
@@ -23,6 +23,8 @@ class Best:
     """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
 
     def __init__(self, metric: str | tuple[str, Mode]):
+        if not isinstance(metric, str) and not (isinstance(metric, tuple | list) and len(metric) == 2):
+            raise HyperparameterError(f"restore_best is {metric!r}; pass a metric, or a pair of one and 'max'")
         self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
         self._sign = SIGNS[direction_of(mode)]
         self._state: Any = None

@@ -209,7 +209,7 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
                 f"the configurations have {lengths} values; give each one value per seed, in the same order"
             )
         return values
-    missing = [name for name in ("seed", metric, by) if name is None or name not in getattr(runs, "columns", ())]
+    missing = [name for name in ("seed", metric, by) if name is None or name not in [*getattr(runs, "columns", ())]]
     if missing:
         raise ValueError(
             "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="

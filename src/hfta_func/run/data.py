@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -83,9 +84,9 @@ class ArrayLoader:
                     "shared=True makes one batch for all members; pass one integer as seeds, or none"
                 )
             seeds = seeds or 0
-        elif seeds is None or isinstance(seeds, int):
+        elif seeds is None or isinstance(seeds, int | Integral) or len(seeds) == 0:
             raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not isinstance(batch_size, Integral) or batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
         self.data = tensors_of(data, device)
         tensors = leaves(self.data)
@@ -94,12 +95,16 @@ class ArrayLoader:
         self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
         if not shared:
             refuse_model_axis(tensors, len(self.keys))
-        self.batch_size = batch_size
+        self.batch_size = batch_size = int(batch_size)
         self.shuffle = shuffle
         self.drop_last = drop_last
+        if transform is not None and not callable(transform):
+            raise HyperparameterError(f"transform is {transform!r}; pass a function of one member's batch")
         self.transform = transform
         self._position = self._next = (0, 0)
         self._ahead: Tensor | int = 0
+        if bootstrap not in (True, False):
+            raise HyperparameterError(f"bootstrap is {bootstrap!r}; it must be True or False")
         chosen = {"rows": rows is not None, "bootstrap": bootstrap, "folds": folds is not None}
         named = [name for name, is_given in {**chosen, "weights": weights is not None}.items() if is_given]
         if named and (shared or not shuffle):
@@ -116,7 +121,7 @@ class ArrayLoader:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
         count = batches_per_epoch
-        if count is not None and (not isinstance(count, int) or count < 1 or not shuffle):
+        if count is not None and (not isinstance(count, Integral) or count < 1 or not shuffle):
             raise HyperparameterError(
                 f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
             )
@@ -125,7 +130,7 @@ class ArrayLoader:
         batches = [size // batch_size if drop_last else -(-size // batch_size) for size in sizes]
         if self._rows_of is not None:
             batches = [max(1, each) for each in batches]
-        self._length = count or max(batches)
+        self._length = int(count or max(batches))
         # Of each member, where they may differ.
         self._lengths = batches if count is None and self._rows_of is not None else None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import indices, take
-from hfta_func._types import HyperparameterError, Params, Shared
+from hfta_func._types import HyperparameterError, Params, Shared, StackError
 from hfta_func.models.padding import padded
 from hfta_func.models.stack import build, init_params, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
@@ -66,10 +66,11 @@ class Experiment:
         optimizer: A function such as ``adam`` that takes hyperparameters by name, or what it returns.
         metric: A metric of ONE model, as of :func:`make_eval_step`; by default the loss, reported as ``val_loss``.
         seeds: Number of members, or one integer per member.
-        init_seeds: Seeds of initial parameters, by default ``seeds``: ``[0] * 8`` has eight members start alike.
+        init_seeds: Seeds of initial parameters, by default ``seeds``; one for all has them start alike.
         options: Further arguments of :func:`make_train_step`.
         pad: Whether models differ in size, see :func:`padded`.
-        hyperparameters: By name, a value for all members or a list of one per member, as :func:`grid` returns them. What
+        hyperparameters: By name, a value for all members or a list of one per member, as :func:`grid` returns them. A tuple
+            is one value, such as ``betas=(0.9, 0.99)``, where it is no number that an optimizer or model is to have. What
             neither factory nor optimizer takes is one of the ``hparams`` of :meth:`TrainStep.init`.
 
     Attributes:
@@ -101,18 +102,28 @@ class Experiment:
         metric: Callable[..., Any] | None = None,
         *,
         seeds: int | Sequence[int] | Tensor,
-        init_seeds: Sequence[int] | Tensor | None = None,
+        init_seeds: int | Sequence[int] | Tensor | None = None,
         options: Mapping[str, Any] | None = None,
         pad: bool = False,
         **hyperparameters: Any,
     ):
-        numbers, columns = columns_of(seeds, hyperparameters)
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
+        pairs = [name for name, default in optimizer_takes.items() if isinstance(default, tuple)]
+        hyperparameters = {
+            name: [*value] if isinstance(value, tuple) and name not in {*factory_takes, *pairs} else value
+            for name, value in hyperparameters.items()
+        }
+        numbers, columns = columns_of(seeds, hyperparameters)
         of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
         # The plain number 0 leaves momentum out; a list of zeros does not.
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
+        of_optimizer |= {name: _pair(name, of_optimizer[name], columns[name]) for name in pairs if name in of_optimizer}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
-        factory: Any = make_model if callable(make_model) else lambda: make_model[0]
+        exist = [] if callable(make_model) else [*make_model]
+        if not callable(make_model) and (len(exist) != len(numbers) or init_seeds is not None):
+            counts = f"got {len(exist)} models that exist for {len(numbers)} seeds"
+            raise StackError(f"{counts}; give one each, and no init_seeds")
+        factory: Any = make_model if callable(make_model) else lambda: exist[0]
         sizes = [{name: column[i] for name, column in of_model.items()} for i in range(len(numbers) if pad else 1)]
         models = [build(factory, numbers[0], size) for size in sizes]
         self.model = padded(models) if pad else models[0]
@@ -126,13 +137,14 @@ class Experiment:
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
         made_by |= {"pad": self.model} if pad else {}
         if callable(make_model):
-            params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+            starts = columns_of(numbers, {"init_seeds": numbers if init_seeds is None else init_seeds})[1]
+            params = init_params(make_model, starts["init_seeds"], **made_by)
         else:
-            params = stack_params(make_model, **made_by)
+            params = stack_params(exist, **made_by)
         try:
             self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
         except HyperparameterError as error:
-            takes = f"the factory takes {factory_takes} and the optimizer {optimizer_takes}"
+            takes = f"the factory takes {[*factory_takes]} and the optimizer {[*optimizer_takes]}"
             raise HyperparameterError(f"{error}; {takes}; pass adam, not adam(), to name its own") from error
         self.history, self._epochs = History(self.state.keys), 0
         self.history.columns = self.hyperparameters = columns
@@ -167,9 +179,9 @@ class Experiment:
         """The arguments of :func:`hfta_func.fit` for those of :meth:`fit`: its loader, ``evaluate`` and further options."""
         loader, names = data, options.keys() & inspect.signature(ArrayLoader).parameters
         if batch_size is not None:
-            seeds: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
-            given = {"device": self.state.keys.device, **{name: options.pop(name) for name in names}}
-            loader = ArrayLoader(data, batch_size, **seeds, **given)
+            given: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
+            given |= {"device": self.state.keys.device, **{name: options.pop(name) for name in names}}
+            loader = ArrayLoader(data, batch_size, **given)
             loader.load_state_dict({"epoch": self._epochs, "batches": 0})
         elif names or is_batch(data):
             raise HyperparameterError(
@@ -229,7 +241,11 @@ def columns_of(
     numbers = random.keys(_seeds(seeds)).tolist()
     if not numbers:
         raise HyperparameterError(f"seeds is {seeds!r}; give a number of models, or a list of one integer per model")
-    columns = {name: _column(value) or [value] * len(numbers) for name, value in values.items()}
+    # A tuple is one value, such as the size of an image.
+    columns = {
+        name: (() if isinstance(value, tuple) else _column(value)) or [value] * len(numbers)
+        for name, value in values.items()
+    }
     for name, column in columns.items():
         if len(column) != len(numbers):
             raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
@@ -248,11 +264,22 @@ def _column(values: Any) -> list[Any]:
     return [*values] if isinstance(values, Sequence) and not isinstance(values, str) else []
 
 
-def _arguments(func: Any) -> list[str]:
+def _pair(name: str, given: Any, column: Sequence[Any]) -> tuple[Any, ...]:
+    """A tuple for an optimizer, such as betas, of one number each or M: ``given`` for all members, or a column of tuples."""
+    if isinstance(given, tuple):
+        return given
+    if {len(_column(each)) for each in column} != {2}:
+        raise HyperparameterError(f"{name} is {given!r}; give a tuple for all models, or a list of one tuple each")
+    return tuple(map(list, zip(*column, strict=True)))
+
+
+def _arguments(func: Any) -> dict[str, Any]:
+    """The names of what a function takes, with their defaults."""
     if not callable(func):
-        return []
+        return {}
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return [name for name, parameter in inspect.signature(func).parameters.items() if parameter.kind in kinds]
+    parameters = inspect.signature(func).parameters.items()
+    return {name: parameter.default for name, parameter in parameters if parameter.kind in kinds}
 
 
 def _validation(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
@@ -125,12 +126,7 @@ def fit(
         >>> history["loss"].shape
         torch.Size([2, 3])
     """
-    if save_every is not None and (resume is None or save_every < 1):
-        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
-    if not isinstance(epochs, int) or epochs < 0:
-        raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
-    if callable(callbacks):
-        raise ValueError("callbacks is a single function; pass a list of them, [callback]")
+    _check(epochs, callbacks, resume, save_every)
     if profile and (executor is not None or workers not in (None, 1)):
         raise ValueError("profile is of steps in this process; leave out workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
@@ -220,6 +216,17 @@ def _summary(metrics: Metrics) -> str:
             value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
             shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
     return ", ".join(shown)
+
+
+def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
+    """Raise a ValueError for counts and callbacks that are none."""
+    if save_every is not None and (resume is None or not isinstance(save_every, Integral) or save_every < 1):
+        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
+    if not isinstance(epochs, Integral) or epochs < 0:
+        raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        what = "a single function" if callable(callbacks) else repr(callbacks)
+        raise ValueError(f"callbacks is {what}; pass a list of them, [callback]")
 
 
 def _refuse_dealt(loader: Any, step: Any) -> None:

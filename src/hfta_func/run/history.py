@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -65,6 +65,10 @@ class History:
 
     def __len__(self) -> int:
         return len(self.epochs)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the metrics of the last epoch."""
+        return iter(self.epochs[-1] if self.epochs else ())
 
     def __getitem__(self, name: str) -> Tensor:
         """One metric over all epochs: ``[epochs, M]``."""
@@ -141,14 +145,17 @@ class History:
         pandas = require("pandas", "plot")
         count = len(self.seeds)
         given = {**self.columns, **columns}
-        given = {name: each.tolist() if isinstance(each, Tensor) else list(each) for name, each in given.items()}
+        for name, values in given.items():
+            if not isinstance(values, Iterable):
+                raise ValueError(f"column {name} is {values!r}; give one value per model")
+        given = {name: each.tolist() if isinstance(each, Tensor) else [*each] for name, each in given.items()}
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
         frames = [
             pandas.DataFrame(
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
-                | {name: values.tolist() for name, values in metrics.items() if values.dim() == 1}
+                | {name: values.tolist() for name, values in metrics.items() if values.shape == (count,)}
             )
             for epoch, metrics in enumerate(self.epochs or [{}], start=1)
         ]

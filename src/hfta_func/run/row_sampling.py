@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -59,8 +60,11 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
     by_member = []
     for member, numbers in enumerate(rows):
-        index = torch.as_tensor(numbers, device=device)
-        what, wrong = "", index[:0]
+        try:
+            index = torch.as_tensor(numbers, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise HyperparameterError(f"model {member}: rows[{member}] is {numbers!r}; give row numbers") from None
+        what, wrong = "", index.flatten()[:0]
         if index.dim() != 1 or not len(index):
             what = f"rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
         elif index.dtype.is_floating_point or index.dtype == torch.bool:
@@ -75,7 +79,7 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
 
 def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
     """Member ``i`` has all rows but those of part ``i % folds``; the parts are the same whatever the members' seeds."""
-    if not isinstance(folds, int) or not 2 <= folds <= count:
+    if not isinstance(folds, Integral) or not 2 <= folds <= count:
         raise HyperparameterError(
             f"folds is {folds!r} for {count} rows; it must be an integer from 2 to {count}, so that every part has a row"
         )

@@ -87,7 +87,9 @@ class Running:
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
         means = {name: _over(value, self.counts[name]) for name, value in self.sums.items()}
-        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
+        if not isinstance(further, dict) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in further.items()
+        ):
             raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         hidden = means.keys() & further.keys()
         if hidden:

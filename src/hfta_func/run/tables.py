@@ -37,7 +37,7 @@ def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise BatchError(
             f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
-            f"make a DatasetLoader of a data set"
+            f"make a DatasetLoader of a data set; a loader is passed to fit itself, without a batch_size"
         ) from error
     tensors = leaves(data)
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]

@@ -129,8 +129,7 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
     elif tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
             f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "
-            f"[{count}, N, ...], or share one batch: make_train_step(..., batch_dims=None), "
-            f"Experiment(..., options={{'batch_dims': None}})"
+            f"[{count}, N, ...], or share one batch by batch_dims=None, in an Experiment by options={{'batch_dims': None}}"
         )
 
 

@@ -27,7 +27,6 @@ from hfta_func.step.state import without_memory
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
-
 _KEYS = {"momentum": "momentum_buffer"}
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
@@ -104,8 +103,9 @@ def from_torch(
         >>> state.hyperparams["lr"]["value"]
         tensor([0.1000, 0.2000, 0.3000], dtype=torch.float64)
     """
-    if isinstance(optimizers, Optimizer):
-        raise StackError(f"optimizers is one {type(optimizers).__name__}; pass a list of one per model")
+    for name, given in {"optimizers": optimizers, "schedulers": schedulers}.items():
+        if isinstance(given, Optimizer | LRScheduler):
+            raise StackError(f"{name} is one {type(given).__name__}; pass a list of one per model")
     optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
     sizes = len(optimizers), len(named), len(followed)

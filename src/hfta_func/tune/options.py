@@ -46,6 +46,8 @@ class StudyOptions:
                 raise ValueError(
                     f"the directions of metric '{name}' contradict each other: {first} and {value}; pass one"
                 )
+        if self.scheduler is not None and not isinstance(self.scheduler, Scheduler):
+            raise ValueError(f"scheduler is {self.scheduler!r}; pass one of hfta_func.tune, such as tune.halving(3)")
         if len(metrics) > 1 and self.scheduler is not None:
             raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
         for label, least in (("trials", 0), ("epochs", 1), ("seeds", 1)):

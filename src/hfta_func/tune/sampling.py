@@ -42,6 +42,8 @@ class SamplerSession:
         samplers = module.samplers
         # NumPy's seeds are not negative and have 32 bits.
         sampler = sampler or samplers.RandomSampler(seed=seed % 2**32)
+        if not isinstance(sampler, samplers.BaseSampler):
+            raise ValueError(f"sampler is {sampler!r}; pass one of optuna.samplers, such as TPESampler(seed=0)")
         fixed = samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler
         self.learns = not isinstance(sampler, fixed)
         if isinstance(sampler, samplers.QMCSampler) and self.space:
