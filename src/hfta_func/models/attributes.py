@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
-from hfta_func._types import StateError
+from hfta_func._types import RandomnessError, StateError
 from hfta_func.calls.as_alone import first_member as first_member
 from hfta_func.calls.body import Body
+from hfta_func.calls.draws import drawn_state
 from hfta_func.models.structure import UNSET, equal
 
 # Hooks, which no call changes, make up most of a module.
@@ -40,6 +41,7 @@ class Attributes:
         self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
+        self._generators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
@@ -67,11 +69,19 @@ class Attributes:
                 self._containers.append((path, value, value.copy()))
             for part in _parts(value):
                 self._hold(path, part)
+        elif (state := drawn_state(value)) is not None:
+            self._generators.append((path, value, state))
         elif hasattr(value, "__dict__"):
             self._hold_names(f"{path}.", value)
 
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
+        for path, generator, state in self._generators:
+            if not equal(drawn_state(generator), state, set(), {}):
+                raise RandomnessError(
+                    f"the model draws from its generator '{path}' ({type(generator).__name__}), which all members would "
+                    f"share; draw with torch.rand or torch.randn without a generator, which take the member's own key"
+                )
         changes: dict[str, Any] = {path: held for path, held, before in self._containers if _differ(held, before)}
         for prefix, _, names, before in self._namespaces:
             # Most are unchanged, which this test finds out quickly.
