@@ -119,9 +119,15 @@ def sparse_constants(model):
     model.call = lambda x: torch.sparse.mm(model.coo, model.layer(x)) + model.csr @ model.layer(x)
 
 
+def constants(model):
+    # A compiler learns only on its way that the first is a number, and begins again.
+    model.number, model.row = torch.tensor(0.5), torch.arange(4.0)
+    model.call = lambda x: model.layer(x) * model.number + model.row
+
+
 BUILDS = [
     by_attribute, by_child, by_hook, by_list, by_replaced_forward, by_functions_that_share_a_variable, by_recursion, traced,
-    compiled, scripted, generators, sparse_constants,
+    compiled, scripted, generators, sparse_constants, constants,
 ]  # fmt: skip
 
 
