@@ -172,7 +172,11 @@ def _run_twice(
         nonlocal out_spec
         key, skipped, size, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
         # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
-        run_buffers = buffers if out_spec is None else {name: buffer.clone() for name, buffer in buffers_before.items()}
+        run_buffers = buffers
+        if out_spec is not None:
+            # Selective checkpoints expect the operators of the first run.
+            with _torch.unobserved():
+                run_buffers = {name: buffer.clone() for name, buffer in buffers_before.items()}
         tensors = {**params, **run_buffers}
         # A backward pass may run in another thread.
         again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
