@@ -235,6 +235,7 @@ WRONG: dict[str, Call] = {
     "gather": lambda m, x: x.gather(1, torch.tensor([[9]])),
     "axis": lambda m, x: x.sum(3),
     "cat": lambda m, x: torch.cat([x, x[0]]),
+    "sparse": lambda m, x: x.detach()[0].to_sparse().relu6() + x,
     "view": lambda m, x: x.view(5, 5),
     "view of a transpose": lambda m, x: x.t().view(-1),
     "view of a part": lambda m, x: x[:, 1:3].view(-1),

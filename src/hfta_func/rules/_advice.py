@@ -56,7 +56,8 @@ _OTHERWISE = (
 
 def advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
-    text, where = str(error), user_code_location(error)
+    # What an operator cannot run on ends with a list of all that PyTorch knows.
+    text, where = str(error).partition("is only available for these backends")[0], user_code_location(error)
     if isinstance(error, HFTAError):
         # Rules and draws cannot name the line. An inner vmap, which raises from this file, has already named it.
         named = traceback.extract_tb(error.__traceback__)[-1].filename == _VMAP or where == "this function"

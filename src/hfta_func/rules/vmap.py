@@ -335,10 +335,14 @@ def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[
     """One member without ``vmap``, as fast as a solo run."""
     # With their history, in which a function may take gradients under no_grad, too.
     with torch.enable_grad():
-        alone = [leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        alone = [leaf if dim is None else _only(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
     outputs = func(*alone)
     _check_outputs(outputs)
     return tuple(output.unsqueeze(0) for output in outputs)
+
+
+def _only(leaf: Tensor, dim: int) -> Tensor:
+    return leaf.squeeze(dim) if leaf.layout == torch.strided else leaf.select(dim, 0)
 
 
 def _check_outputs(outputs: tuple[Any, ...]) -> None:
