@@ -88,9 +88,10 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
             raise StackError(
                 f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
             )
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise StackError(
-                f"{owner}'{path}' is a {str(tensor.layout).removeprefix('torch.')} tensor, and these cannot be stacked; "
+                f"{owner}'{path}' is a {kind} tensor, and these cannot be stacked; "
                 f"assign it to a plain attribute instead, which all models share"
             )
     trained = {storage_number(param): path for path, param in model.named_parameters() if param.requires_grad}
