@@ -31,6 +31,8 @@ _CURES = {
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
     r"aten::(_make_dual|_unpack_dual|_fw_primal|detach)\b": "differentiates in forward mode by hand (forward_ad, linearize, "
     "strategy='forward-mode'); call torch.func.jvp or torch.func.jacfwd, or make the step with chunk_size=1",
+    "while setting up backward hooks": "registers a hook for the backward pass of a module in a call, but the members have "
+    "one backward pass, which the step takes; take the gradient of an activation by torch.autograd.grad in the loss",
     "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
     "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
     "chunk_size=1",
