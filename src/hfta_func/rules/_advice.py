@@ -29,8 +29,8 @@ _CURES = {
     "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
     "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
-    r"aten::(_make_dual|_unpack_dual|_fw_primal|detach)\b": "differentiates in forward mode by hand (forward_ad, linearize, "
-    "strategy='forward-mode'); call torch.func.jvp or torch.func.jacfwd, or make the step with chunk_size=1",
+    r"aten::\w*(make_dual|unpack_dual|fw_primal|detach)\b": "differentiates in forward mode by hand (dual tensors, "
+    "linearize, strategy='forward-mode'); call torch.func.jvp or torch.func.jacfwd, or make the step with chunk_size=1",
     "while setting up backward hooks": "registers a hook for the backward pass of a module in a call, but the members have "
     "one backward pass, which the step takes; take the gradient of an activation by torch.autograd.grad in the loss",
     "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
