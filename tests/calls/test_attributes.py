@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -270,6 +273,83 @@ def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: i
             hfta.StateError, match=rf"the model carries {name}.* outside its buffers.* self\.register_buffer"
         ):
             step(state, batches(count)[0])
+
+
+GENERATORS = {
+    "Random": lambda: random.Random(0),
+    "RandomState": lambda: np.random.RandomState(0),
+    "Generator": lambda: np.random.default_rng(0),
+}
+
+
+class Drawing(Keeps):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.held = {"noise": GENERATORS[kind]()}
+
+    def use(self, y):
+        return y * self.held["noise"].random()
+
+
+@pytest.mark.parametrize("way", ["eager", "serial", "evaluated", "compiled"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_draws_from_a_generator_of_the_model_are_refused(kind: str, count: int, way: str) -> None:
+    models = members(lambda: Drawing(kind), count)
+    step, state = made(models, 1 if way == "serial" else None, way == "compiled")
+    if way == "evaluated":
+        step = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
+    for _ in range(2):
+        with pytest.raises(Exception, match=rf"draws from its generator '0\.held' \({kind}\).* draw with torch\.rand"):
+            step(state, batches(count)[0])
+
+
+class Hooked(Keeps):
+    removed = False
+
+    def forward(self, x):
+        handle = self.layer.register_forward_hook(lambda module, args, output: output * 2)
+        y = self.layer(x)
+        if self.removed:
+            handle.remove()
+        return y
+
+
+class HookedInACall(Hooked):
+    removed = True
+
+
+class HookedBehind(Keeps):
+    def forward(self, x):
+        self.layer.register_full_backward_hook(lambda *args: None)
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.parametrize("way", ["eager", "serial", "evaluated"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_hooks_that_calls_leave_are_refused(count: int, way: str) -> None:
+    for kind, match in {
+        Hooked: r"registers a hook on module '0\.layer' and leaves it there.* handle\.remove\(\)",
+        HookedInACall: "",
+        HookedBehind: r"registers a hook (for the backward pass of a module|on module '0\.layer')",
+    }.items():
+        models = members(kind, count)
+        step, state = made(models, 1 if way == "serial" else None)
+        if way == "evaluated":
+            step = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
+        with pytest.raises(hfta.HFTAError, match=match) if match else contextlib.nullcontext():
+            step(state, batches(count)[0])
+
+
+def test_a_generator_that_a_model_only_holds_is_none_of_its_state() -> None:
+    class Holding(Drawing):
+        def use(self, y):
+            return y
+
+    for kind in GENERATORS:
+        step, state = made(members(lambda: Holding(kind), 3))  # noqa: B023
+        step(state, batches(3)[0])
 
 
 @pytest.mark.sampled(every=4)

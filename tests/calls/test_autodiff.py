@@ -75,7 +75,19 @@ def casts_to_its_own_dtype(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, reads_requires_grad]
+def many_at_once(model: nn.Module, batch: Batch) -> Tensor:
+    """Gradients of several starts in one call, by autograd itself and by its Jacobians."""
+    x, other = batch[0].clone().requires_grad_(), batch[1].clone().requires_grad_()
+    starts = torch.stack([torch.ones(5, 1, dtype=torch.float64), torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]])
+    grads, none = torch.autograd.grad(
+        model(x), [x, other], starts, create_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    assert none is None and grads.shape == (2, 5, 4)
+    jacobian: Any = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, create_graph=True, vectorize=True)
+    return grads.square().sum() + jacobian.square().mean()
+
+
+LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, reads_requires_grad, many_at_once]
 
 
 def members(count: int) -> list[nn.Module]:

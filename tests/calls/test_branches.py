@@ -238,3 +238,16 @@ def test_vmap_alone_refuses_members_that_disagree() -> None:
     batch = torch.rand(M, 12, 4) * torch.arange(M)[:, None, None]
     with pytest.raises(hfta.TraceError, match=r"by_if \(.*\), branches on the value of a tensor"):
         run(*stacked, batch)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_branch_below_a_vmap_of_the_model_is_refused_in_chunks(count: int) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.vmap(lambda x, y: y if x.sum() > 0 else -y)(x, model(x)).square().mean()
+
+    step = hfta.make_train_step(nn.Linear(4, 4), loss, hfta.sgd(lr=0.1), chunk_size=1)
+    state = step.init(*hfta.init_params(lambda: nn.Linear(4, 4), range(count)), seeds=range(count))
+    with pytest.raises(
+        hfta.TraceError, match=r"below a vmap of the model's own, as vmap refuses alone.*\(torch\.where"
+    ):
+        step(state, torch.linspace(-9, 9, 20).reshape(5, 4).expand(count, 5, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import hfta_func as hfta
 from hfta_func import _torch
@@ -22,7 +23,7 @@ Wrap = Callable[..., Any]
 
 
 def plainly(function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-    for option in ("preserve_rng_state", "determinism_check", "early_stop"):
+    for option in ("preserve_rng_state", "determinism_check", "early_stop", "context_fn"):
         kwargs.pop(option, None)
     return function(*args, **kwargs)
 
@@ -118,7 +119,15 @@ class InSequence(Model):
         return checkpoint_sequential(self.part, 2, x, use_reentrant=False) if wrap is checkpoint else self.part(x)
 
 
-MODELS = [OfAModule, Reentrant, OfAClosure, OfAMethod, Nested, Repeated, ReadsAnAttribute, InSequence]
+class Selective(Model):
+    """Which keeps some results, and meets the operators of the first run again in a model with buffers."""
+
+    def inner(self, x, wrap):
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
+        return wrap(lambda x: self.part(self.norm(x)), x, use_reentrant=False, context_fn=contexts)
+
+
+MODELS = [OfAModule, Reentrant, OfAClosure, OfAMethod, Nested, Repeated, ReadsAnAttribute, InSequence, Selective]
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

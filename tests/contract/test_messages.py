@@ -194,7 +194,8 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "sparse gradient": ("sparse=False", lambda m, x: F.embedding(torch.tensor([0, 1]), x, sparse=True)),
     "as_strided_": ("as_strided_ reads memory outside", lambda m, x: x.clone().as_strided_((2, 2), (1, 2))),
     "pinned": ("no batching rule; write it with operators", lambda m, x: x.is_pinned() + x),
-    "forward mode": ("no batching rule; write it with operators", dual),
+    "forward mode": ("call torch.func.jvp", dual),
+    "linearize": ("call torch.func.jvp", lambda m, x: torch.func.linearize(torch.sin, x)[1](x)),
     "backward": (ONE_PASS, backwards),
     "autograd.backward": (ONE_PASS, lambda m, x: torch.autograd.backward([x.sum()], retain_graph=True) or x),
     "hook": (ONE_PASS, hooked),
@@ -235,6 +236,7 @@ WRONG: dict[str, Call] = {
     "gather": lambda m, x: x.gather(1, torch.tensor([[9]])),
     "axis": lambda m, x: x.sum(3),
     "cat": lambda m, x: torch.cat([x, x[0]]),
+    "sparse": lambda m, x: x.detach()[0].to_sparse().relu6() + x,
     "view": lambda m, x: x.view(5, 5),
     "view of a transpose": lambda m, x: x.t().view(-1),
     "view of a part": lambda m, x: x[:, 1:3].view(-1),
@@ -330,6 +332,15 @@ def test_a_derivative_in_what_is_recomputed(count: int) -> None:
         return torch.utils.checkpoint.checkpoint(derivative, x, use_reentrant=False)
 
     assert "takes a derivative by torch.func in what is recomputed" in told(lambda: array(func, "step", count))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_jacobian_in_forward_mode(count: int) -> None:
+    def func(m: Any, x: Tensor) -> Tensor:
+        jacobian: Any = torch.autograd.functional.jacobian
+        return jacobian(torch.sin, x.detach(), strategy="forward-mode", vectorize=True).sum() + x
+
+    assert "call torch.func.jvp or torch.func.jacfwd" in told(lambda: array(func, "step", count))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -119,9 +119,15 @@ def sparse_constants(model):
     model.call = lambda x: torch.sparse.mm(model.coo, model.layer(x)) + model.csr @ model.layer(x)
 
 
+def constants(model):
+    # A compiler learns only on its way that the first is a number, and begins again.
+    model.number, model.row, model.scale = torch.tensor(0.5), torch.arange(4.0), 1 / np.sqrt(3)
+    model.call = lambda x: model.scale * model.layer(x) * model.number + model.row / model.scale
+
+
 BUILDS = [
     by_attribute, by_child, by_hook, by_list, by_replaced_forward, by_functions_that_share_a_variable, by_recursion, traced,
-    compiled, scripted, generators, sparse_constants,
+    compiled, scripted, generators, sparse_constants, constants,
 ]  # fmt: skip
 
 
@@ -416,7 +422,12 @@ class Settings:
     noted: Any = dataclasses.field(default_factory=random.random, compare=False)
 
 
+class Own(Tensor):
+    """Whose ``new_empty`` makes plain tensors, so that PyTorch does not copy it."""
+
+
 SETTINGS: dict[str, Callable[[], Any]] = {
+    "tensor of a class of its own": lambda: torch.ones(4).as_subclass(Own),
     "dataclass": Settings,
     "namespace": lambda: types.SimpleNamespace(scale=torch.ones(4), rest=np.ones(3)),
     "deque": lambda: collections.deque([torch.ones(4)]),
@@ -480,3 +491,37 @@ def test_views_of_parameters_that_attributes_hold_are_refused(alias: Any, count:
 
     with pytest.raises(hfta.StackError, match=r"'0.alias' shares memory with parameter '0.weight'.*hold a clone"):
         hfta.stack_params([make() for _ in range(count)])
+
+
+class LeavesOut(Model):
+    """A model whose pickles leave out an attribute, as they do caches and open files."""
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "factor"}
+
+
+class Uncopied(Model):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("one is enough")
+
+
+def test_what_a_model_leaves_out_of_its_state_is_there():
+    def build(model):
+        model.factor = 3.0
+        model.call = lambda x: model.layer(x) * model.factor
+
+    assert_as_alone(lambda: LeavesOut(build), torch.randn(3, 5, 4), "together")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("count", [1, 3])
+def test_models_that_cannot_be_copied_or_stacked_are_refused(count):
+    with pytest.raises(hfta.StackError, match=r"cannot be copied \(RuntimeError: one is enough\)"):
+        assert_as_alone(lambda: Uncopied(lambda model: None), torch.randn(3, 5, 4), "together", count)
+
+    def build(model):
+        ones = torch.ones(4, dtype=torch.float32)
+        model.register_buffer("table", torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8))
+
+    with pytest.raises(hfta.StackError, match=r"'table' is a quantized tensor, and these cannot be stacked; assign"):
+        hfta.stack_params([Model(build) for _ in range(count)])

@@ -19,6 +19,7 @@ DRAWS = {
     "normal": lambda grad: torch.normal(torch.zeros_like(grad), 2.0),
     "bernoulli": lambda grad: torch.bernoulli(torch.full_like(grad, 0.5)),
     "dropout": nn.functional.dropout,
+    "rand of one number": lambda grad: torch.rand(len(grad)).view(-1, *[1] * (grad.dim() - 1)).expand_as(grad),
 }
 
 

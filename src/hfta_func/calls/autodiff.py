@@ -10,6 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -147,13 +148,31 @@ def _refused(text: str) -> Callable[..., Any]:
 
 
 def _grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, *args: Any, **options: Any
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
 ) -> Any:
     """``torch.autograd.grad`` of each member's outputs by its inputs."""
     # A tensor that torch.func differentiates has a history at its level.
     has_history = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
+    options: Any = {"create_graph": create_graph, "only_inputs": only_inputs, "allow_unused": allow_unused}
+    options |= {"materialize_grads": materialize_grads}
     if (has_history and _torch.inside_transform()) or not _must_unwrap():
-        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, *args, **options)
+        options["is_grads_batched"] = is_grads_batched
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, **options)
+    if is_grads_batched:
+        # The rows of the starts lie behind the model axis, where autograd does not look for them.
+        rows = zip(*map(torch.unbind, _sequence(grad_outputs)), strict=True)
+        grads = [_grad(outputs, inputs, row, True, **options) for row in rows]
+        return optree.tree_map(
+            lambda *parts: None if parts[0] is None else torch.stack(parts), *grads, none_is_leaf=True
+        )
     outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
     inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
@@ -164,7 +183,7 @@ def _grad(
     ]
 
     def vjp(outputs: Any, starts: Any, inputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(outputs, inputs, starts, retain_graph, *args, **options)
+        return torch.autograd.grad(outputs, inputs, starts, retain_graph, **options)
 
     grads = _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
     return grads if names is None else dict(zip(names, grads, strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import random as numbers
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,6 +19,15 @@ from hfta_func import random
 from hfta_func._types import RandomnessError
 from hfta_func.calls import distributions
 from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
+
+
+def drawn_state(value: Any) -> Any:
+    """The state of a generator of random numbers of PyTorch, Python or NumPy; None for anything else."""
+    if isinstance(value, torch.Generator | numbers.Random) or type(value).__module__.startswith("numpy.random"):
+        names = "get_state", "getstate", "bit_generator", "state"
+        state = next((getattr(value, name) for name in names if hasattr(value, name)), None)
+        return state() if callable(state) else getattr(state, "state", state)
+    return None
 
 
 class _Keys(Protocol):

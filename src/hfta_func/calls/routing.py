@@ -200,8 +200,8 @@ class routed_by_member(Mode):
         if func in (torch.rand, torch.randn):
             sizes = kwargs.pop("size") if "size" in kwargs else args
             sizes = [*(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)]
-            args = (*sizes[1:],)
-            dims, is_apart = [None] * len(args), sizes[:1] == [count]
+            # As one argument, which may be empty: one number per member.
+            args, dims, is_apart = (tuple(sizes[1:]),), [None], sizes[:1] == [count]
         else:
             dims = [0 if isinstance(arg, Tensor) and arg.shape[:1] == (count,) else None for arg in args]
             is_apart = 0 in dims

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
-from hfta_func._types import StateError
+from hfta_func._types import RandomnessError, StateError
 from hfta_func.calls.as_alone import first_member as first_member
 from hfta_func.calls.body import Body
+from hfta_func.calls.draws import drawn_state
 from hfta_func.models.structure import UNSET, equal
 
 # Hooks, which no call changes, make up most of a module.
 _MODULE = MODULE_ATTRIBUTES - {"training", "_flat_weights"}
+_HOOKS = {name for name in MODULE_ATTRIBUTES if name.endswith("_hooks")}
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _WHOLE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
@@ -40,10 +42,15 @@ class Attributes:
         self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
+        self._generators: list[tuple[str, Any, Any]] = []
+        # Compared after the first call only, because they are many.
+        self._hooks: list[tuple[str, Any, int]] = []
         self._seen: dict[int, Any] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             self._hold_names(prefix, module, _MODULE)
+            hooks = [held for name, held in vars(module).items() if name in _HOOKS]
+            self._hooks += [(path, held, len(held)) for held in hooks]
             members = [vars(module)[kind] for kind in _CHILDREN]
             self._namespaces += [(prefix, module, names, names.copy()) for names in members]
 
@@ -67,11 +74,27 @@ class Attributes:
                 self._containers.append((path, value, value.copy()))
             for part in _parts(value):
                 self._hold(path, part)
+        elif (state := drawn_state(value)) is not None:
+            self._generators.append((path, value, state))
         elif hasattr(value, "__dict__"):
             self._hold_names(f"{path}.", value)
 
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
+        hooks, self._hooks = self._hooks, []
+        for path, held, count in hooks:
+            if len(held) > count:
+                where = f"module '{path}'" if path else "the model"
+                raise StateError(
+                    f"a call registers a hook on {where} and leaves it there, for all later calls of all members; register "
+                    f"it in __init__, or remove it in the call: handle.remove()"
+                )
+        for path, generator, state in self._generators:
+            if not equal(drawn_state(generator), state, set(), {}):
+                raise RandomnessError(
+                    f"the model draws from its generator '{path}' ({type(generator).__name__}), which all members would "
+                    f"share; draw with torch.rand or torch.randn without a generator, which take the member's own key"
+                )
         changes: dict[str, Any] = {path: held for path, held, before in self._containers if _differ(held, before)}
         for prefix, _, names, before in self._namespaces:
             # Most are unchanged, which this test finds out quickly.

@@ -40,17 +40,28 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
     with contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms():
         try:
             made = copy.deepcopy(model, memo)
-        except TypeError:
+        except (TypeError, RuntimeError):
             # What Python cannot copy, such as a lock or an open file, is used as it is.
-            parts = (part for part in pytree.tree_leaves(held) if not isinstance(part, Tensor | nn.Module))
+            parts = (part for part in pytree.tree_leaves(held) if id(part) not in given)
             memo.clear()
-            memo |= given | {id(part): part for part in parts if not _is_copied(part)}
-            made = copy.deepcopy(model, memo)
+            memo |= given | {
+                id(part): part for part in parts if not isinstance(part, nn.Module) and not _is_copied(part)
+            }
+            try:
+                made = copy.deepcopy(model, memo)
+            except Exception as error:
+                raise StackError(
+                    f"the model cannot be copied ({type(error).__name__}: {error}), and members run on copies of it; mend "
+                    f"its __deepcopy__ or __getstate__, so that copy.deepcopy(model) works"
+                ) from error
     referring = _Referring(memo)
-    modes = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
+    originals = dict(model.named_modules(remove_duplicate=False))
     for path, module in made.named_modules(remove_duplicate=False):
         # A class whose __deepcopy__ makes a new module makes it in train mode, and may copy apart what modules share.
-        module.training = modes.get(path, module.training)
+        module.training = getattr(originals.get(path), "training", module.training)
+        if path in originals and type(module).__setstate__ is nn.Module.__setstate__:
+            # What its __getstate__ leaves out, and nothing makes again, is used as it is, too.
+            vars(module).update({k: v for k, v in vars(originals[path]).items() if k not in vars(module)})
     for module in made.modules():
         names = vars(module)
         for name, value in names.items():
@@ -127,7 +138,7 @@ def _source(value: Any, tensors: dict[int, Reference]) -> Any:
 def _is_copied(value: Any) -> bool:
     try:
         copy.deepcopy(value)
-    except TypeError:
+    except (TypeError, RuntimeError):
         return False
     return True
 

@@ -29,7 +29,7 @@ from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, explained, hold
+from hfta_func.models.scalar_attributes import changed, explained, hold, numbers_of_python
 from hfta_func.models.sharing import Base, check_device
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import skeleton
@@ -153,6 +153,10 @@ class Bound:
                 "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
                 "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
             )
+        if rehearsing.get():
+            # The compiler takes numbers of NumPy for arrays, and cannot guard on them below a derivative.
+            numbers_of_python(self._first[0].model)
+            self._first = _with_attributes(self._first[0])
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()

@@ -172,7 +172,7 @@ def _run_twice(
         nonlocal out_spec
         key, skipped, size, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
         # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
-        run_buffers = buffers if out_spec is None else {name: buffer.clone() for name, buffer in buffers_before.items()}
+        run_buffers = buffers if out_spec is None else _copies(buffers_before)
         tensors = {**params, **run_buffers}
         # A backward pass may run in another thread.
         again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
@@ -208,6 +208,12 @@ def _run_twice(
         owner, _, attribute = name.rpartition(".")
         setattr(part.get_submodule(owner), attribute, buffer)
     return output
+
+
+def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Unseen by selective checkpoints, which expect the operators of the first run.
+    with _torch.unobserved():
+        return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def _buffers_of(part: nn.Module, fixed: Fixed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -46,6 +46,15 @@ def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
+def numbers_of_python(model: nn.Module) -> None:
+    """Make numbers of NumPy, such as ``np.sqrt(8)``, in attributes of modules those of Python."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(value, "shape", None) == ():
+                vars(module)[name] = value.item()
+
+
 def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
     """Values by path, where a name such as ``"*.p"`` stands for all known paths that it matches; full paths come first.
 

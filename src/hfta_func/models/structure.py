@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import random
 import re
 import threading
 import types
@@ -27,6 +26,7 @@ from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, 
 from hfta_func._types import StackError
 from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents
+from hfta_func.calls.draws import drawn_state
 from hfta_func.models.references import check_references, check_same_marks
 from hfta_func.models.scalar_attributes import may_differ
 
@@ -88,9 +88,10 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
             raise StackError(
                 f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
             )
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise StackError(
-                f"{owner}'{path}' is a {str(tensor.layout).removeprefix('torch.')} tensor, and these cannot be stacked; "
+                f"{owner}'{path}' is a {kind} tensor, and these cannot be stacked; "
                 f"assign it to a plain attribute instead, which all models share"
             )
     trained = {storage_number(param): path for path, param in model.named_parameters() if param.requires_grad}
@@ -322,11 +323,8 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return {}
     if isinstance(value, torch.fx.Graph):
         return {"code": value.python_code("self").src}
-    if isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random"):
-        # What the generators of PyTorch, Python and NumPy, old and new, are made of.
-        names = "get_state", "getstate", "bit_generator", "state"
-        state = next(getattr(value, name) for name in names if hasattr(value, name))
-        return {"state": state() if callable(state) else state}
+    if (state := drawn_state(value)) is not None:
+        return {"state": state}
     if isinstance(value, weakref.ref):
         return {"referent": value()}
     if isinstance(value, functools.partial):

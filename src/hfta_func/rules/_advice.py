@@ -29,6 +29,10 @@ _CURES = {
     "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
     "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
+    r"aten::\w*(make_dual|unpack_dual|fw_primal|detach)\b": "differentiates in forward mode by hand (dual tensors, "
+    "linearize, strategy='forward-mode'); call torch.func.jvp or torch.func.jacfwd, or make the step with chunk_size=1",
+    "while setting up backward hooks": "registers a hook for the backward pass of a module in a call, but the members have "
+    "one backward pass, which the step takes; take the gradient of an activation by torch.autograd.grad in the loss",
     "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
     "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
     "chunk_size=1",
@@ -56,7 +60,8 @@ _OTHERWISE = (
 
 def advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
-    text, where = str(error), user_code_location(error)
+    # What an operator cannot run on ends with a list of all that PyTorch knows.
+    text, where = str(error).partition("is only available for these backends")[0], user_code_location(error)
     if isinstance(error, HFTAError):
         # Rules and draws cannot name the line. An inner vmap, which raises from this file, has already named it.
         named = traceback.extract_tb(error.__traceback__)[-1].filename == _VMAP or where == "this function"

@@ -100,7 +100,8 @@ def _vmap(
         if torch.compiler.is_compiling():
             return _traced(mapped, args, kwargs, routed and known.asks)
         install()
-        given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
+        tree: Any = () if routed else (args, kwargs)
+        given = [(x, writes(x)) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
         def is_written() -> bool:
             return any(writes(x) != before for x, before in given)
@@ -245,10 +246,6 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any, asks: bool) -> A
     return outputs
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _mapped_flat(
     func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, known: AliasFacts | None
 ) -> Any:
@@ -335,7 +332,10 @@ def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[
     """One member without ``vmap``, as fast as a solo run."""
     # With their history, in which a function may take gradients under no_grad, too.
     with torch.enable_grad():
-        alone = [leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        alone = [
+            leaf if dim is None else leaf.squeeze(dim) if leaf.layout == torch.strided else leaf.select(dim, 0)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
     outputs = func(*alone)
     _check_outputs(outputs)
     return tuple(output.unsqueeze(0) for output in outputs)

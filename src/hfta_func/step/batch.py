@@ -24,11 +24,12 @@ def plain(batch: Tree) -> Tree:
         _refuse_proxy()
     if isinstance(batch, Mapping):
         return {name: plain(child) for name, child in batch.items()}
-    if isinstance(batch, PackedSequence):
-        # Its class computes its parts from others.
-        return tuple(batch)
     if isinstance(batch, (tuple, list)):
-        return _with_parts(batch, [plain(child) for child in batch])
+        parts = [plain(child) for child in batch]
+        # Classes of users are leaves to those who take trees apart, and that of a PackedSequence computes parts from others.
+        if hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
+            return type(batch)(*parts)
+        return parts if isinstance(batch, list) else tuple(parts)
     if _is_record(batch):
         return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     return batch
@@ -45,7 +46,7 @@ def restored(tree: Tree, batch: Tree) -> Any:
         parts = {name: restored(tree[name], child) for name, child in batch.items()}
         if type(batch) is dict:
             return parts
-        if hasattr(batch, "batch_size"):
+        if hasattr(type(batch), "batch_size"):
             # Of the class TensorDict, whose tensors agree in their first axes, fewer of them inside ``vmap``.
             given: Any = batch
             filled: Any = type(given)(parts, batch_size=())
@@ -78,7 +79,8 @@ def is_plain(batch: Tree) -> bool:
     if isinstance(batch, Mapping):
         return type(batch) is dict and all([is_plain(child) for child in batch.values()])
     if isinstance(batch, (tuple, list)):
-        return not isinstance(batch, PackedSequence) and all([is_plain(child) for child in batch])
+        known = type(batch) in (tuple, list) or hasattr(batch, "_fields")
+        return known and not isinstance(batch, PackedSequence) and all([is_plain(child) for child in batch])
     return not _is_record(batch)
 
 
@@ -126,6 +128,13 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
             check_batch(dims if isinstance(dims, int) else dims[name], child, count, f"{path}[{name!r}]")
     elif not isinstance(tree, Tensor):
         raise BatchError(f"{path} is a {type(tree).__qualname__}; the leaves of a batch must be tensors")
+    elif tree.layout not in (torch.strided, torch.sparse_coo) or tree.is_nested:
+        kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.").strip("_")
+        raise BatchError(
+            f"{path} is a {kind} tensor, which has no parts for members; "
+            f"make it dense (x.to_dense(), or x.to_padded_tensor(0.0) of a nested one), or share it, batch_dims=None, in a "
+            f"step with chunk_size=1"
+        )
     elif tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
             f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "
@@ -135,7 +144,13 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
 
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     """The parts of a batch that belong to the members at ``index``, along axis 0 where ``dims`` is 0; the rest is shared."""
-    return restored(over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
+
+    def take(dim: int | None, leaf: Any) -> Any:
+        if dim is not None and leaf.layout == torch.sparse_coo:
+            return leaf.index_select(0, torch.arange(leaf.shape[0], device=leaf.device)[index])
+        return leaf if dim is None else leaf[index]
+
+    return restored(over(take, dims, plain(batch)), batch)
 
 
 def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:

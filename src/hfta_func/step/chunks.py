@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import LoopWarning, Tree
+from hfta_func._types import LoopWarning, TraceError, Tree
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.step.batch import take_batch
@@ -57,6 +57,11 @@ class Chunks:
             return run(members, batch)
         except Diverged as error:
             where, sides = user_code_location(error), error.sides
+            if members[0].shape[0] == 1:
+                raise TraceError(
+                    f"{where} branches on the value of a tensor below a vmap of the model's own, as vmap refuses alone; "
+                    f"compute with tensors instead (torch.where, masks)"
+                ) from error
         warnings.warn(
             f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
             f"compute with tensors instead (torch.where, masks), or silence this with "

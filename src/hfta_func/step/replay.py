@@ -85,8 +85,8 @@ class Replay:
         settings = self._settings(layout, state)
         try:
             key = *settings, *map(kind_of, inputs)
-        except AttributeError:
-            return self._step.eagerly(state, batch)  # which says what is no tensor
+        except (AttributeError, RuntimeError):
+            return self._step.eagerly(state, batch)  # which says what is no tensor, or has no strides
         shape = self._shapes.get(key)
         if shape is None:
             if len(self._shapes) == MOST_SHAPES:
