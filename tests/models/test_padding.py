@@ -299,6 +299,11 @@ def test_compiled(name):
     assert_alone(models_of(name), compiled=True)
 
 
+def test_biases_that_some_models_lack():
+    models = [nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)).double() for w in (3, 4)]
+    assert_alone(models)
+
+
 @pytest.mark.exhaustive(unless="lamb")
 @pytest.mark.parametrize("name", ["adam", "lamb", "lion", "adagrad", "adadelta", "radam", "rmsprop", "ademamix"])
 def test_optimizers(name):
@@ -494,6 +499,12 @@ def test_bad_input():
         hfta.padded(
             [nn.Sequential(nn.Conv1d(2, w, 3, padding_mode=mode)) for w, mode in ((2, "zeros"), (3, "circular"))]
         )
+    with pytest.raises(
+        hfta.StackError, match=r"model 1: '0\.weight' is torch.float32 but in model 0 it is torch.float64"
+    ):
+        hfta.padded([nn.Sequential(nn.Linear(2, w, dtype=d)) for w, d in ((2, torch.float64), (3, torch.float32))])
+    with pytest.raises(hfta.StackError, match=r"model 1: '1\.bias' is torch.float32 but in model 0 it is missing"):
+        hfta.padded([nn.Sequential(nn.Linear(2, w, bias=w < 3), nn.Linear(w, 2, bias=w > 2)) for w in (2, 3)])
     with pytest.raises(hfta.StackError, match=r"'attention' \(MultiheadAttention\) cannot be padded"):
         hfta.padded([Heads(4, 2, False), Heads(6, 1, False)])
     with pytest.raises(hfta.StackError, match=r"model 0: the model has the modules"):
