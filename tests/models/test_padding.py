@@ -299,6 +299,47 @@ def test_compiled(name):
     assert_alone(models_of(name), compiled=True)
 
 
+class Flattened(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.inner, self.outer = nn.Conv1d(2, channels, 3, padding=1), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.outer(F.dropout(self.inner(x).flatten(1), 0.5).logsumexp(1, keepdim=True))
+
+
+def test_compiled_for_inputs_of_each_shape():
+    torch._dynamo.reset()
+    models = [Flattened(channels).double() for channels in (2, 4)]
+    model = hfta.padded(models)
+    step = hfta.make_train_step(model, lambda model, batch: model(batch).sum(), hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.stack_params(models, pad=model), seeds=[0, 1])
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for length in (4, 7, 9):
+        batch = torch.randn(3, 2, length, dtype=torch.float64)
+        assert_trees_close({**run(state, batch)[1]}, {**step(state, batch)[1]}, TOLERANCE)
+
+
+def test_compiled_evaluation_and_exports_need_no_call_before():
+    torch._dynamo.reset()
+    models = [each.eval() for each in models_of("layer norms")]
+    model, x = hfta.padded(models), torch.randn(3, 5, dtype=torch.float64)
+    stacked, expected = hfta.stack_params(models, pad=model), torch.stack([each(x) for each in models]).detach()
+    evaluate = hfta.make_eval_step(model, lambda model, x: {"y": model(x)})
+    compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager")(stacked, x)
+    assert_trees_close({**compiled}, {"y": expected}, TOLERANCE)
+    mean, _ = hfta.Ensemble(model, *stacked).deploy().export(x).module()(x)
+    assert_trees_close({"y": mean}, {"y": expected.mean(0)}, TOLERANCE)
+    with pytest.raises(hfta.StackError, match=r"call this function of a padded model once before it is compiled"):
+        torch.export.export(hfta.Ensemble(hfta.padded(models), *stacked), (x,))
+    # Its true sizes were those of another length.
+    models = [Flattened(channels).eval() for channels in (2, 4)]
+    ensemble = hfta.Ensemble(hfta.padded(models), *hfta.stack_params(models, pad=True)).eval()
+    ensemble(torch.randn(3, 2, 4))
+    with pytest.raises(hfta.StackError, match=r"draw of a padded model depends on the shape of inputs; call this"):
+        torch.export.export(ensemble, (torch.randn(3, 2, 7),))
+
+
 def test_biases_that_some_models_lack():
     models = [nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)).double() for w in (3, 4)]
     assert_alone(models)

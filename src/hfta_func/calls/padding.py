@@ -32,12 +32,14 @@ class Event(NamedTuple):
 class Sizes(NamedTuple):
     """An event of a padded model: by axis where members differ, the size ``int64[K]`` for each of K true sizes.
 
-    ``absent`` is ``bool[K]``: whether models of that size have no such call; None if all have.
+    ``absent`` is ``bool[K]``: whether models of that size have no such call; None if all have. ``whole`` are the sizes of the
+    padded model.
     """
 
     name: str
     axes: Mapping[int, Tensor]
     absent: Tensor | None
+    whole: tuple[int, ...]
 
 
 class Recorder:
@@ -78,7 +80,7 @@ class Padded:
 
     def again(self, size: Tensor, position: int) -> Padded:
         """What computes the results of a second run from an event on."""
-        return Padded(size, self.events, position)
+        return type(self)(size, self.events, position)
 
     def _next(self, name: str) -> Sizes:
         if self.position >= len(self.events) or self.events[self.position].name != name:
@@ -134,6 +136,29 @@ class Padded:
         name, handler, _ = WATCHED[func]
         event = self._next(name)
         return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
+
+
+class Traced(Padded):
+    """For a compiler, which may trace inputs of other shapes than those that the sizes of these events are of."""
+
+    def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """As of :class:`Padded`."""
+        self._check(shape)
+        return super().draw(name, shape)
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """As of :class:`Padded`."""
+        if func in WATCHED:
+            self._check(WATCHED[func][2](*args, **kwargs))
+        return super().__call__(func, args, kwargs, call)
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        for event in self.events[self.position : self.position + 1]:
+            if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
+                raise StackError(
+                    f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
+                    f"this shape, before it is compiled"
+                )
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:

@@ -41,7 +41,7 @@ class Members:
     def __init__(self, rehearsal: Callable[..., Any], reads: bool = False):
         self._rehearsal = rehearsal
         self._facts = AliasFacts(reads=reads)
-        self._has_run = self._rehearsed = False
+        self._has_run = False
 
     def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``member`` for all members."""
@@ -67,18 +67,13 @@ class Members:
                 return call(*params)
 
     def rehearse(self, *given: Tree) -> None:
-        """Make the ``rehearsal`` while a compiler traces, once.
+        """Make the ``rehearsal`` while a compiler traces, of each shape anew, on which sizes of padded models depend.
 
         A compiler knows the values of a graph's inputs, in containers that it can take apart, and outside of transforms.
         """
         if torch.compiler.is_dynamo_compiling() and not inside_transform() and is_plain(given):
-            if not self._is_rehearsed():
-                layout, values = numbered(given)
-                self._rehearse(layout, *values)
-
-    @constant_to_compiler
-    def _is_rehearsed(self) -> bool:
-        return self._rehearsed
+            layout, values = numbered(given)
+            self._rehearse(layout, *values)
 
     @constant_to_compiler
     def _rehearse(self, layout: Tree, *values: Any) -> bool:
@@ -97,7 +92,6 @@ class Members:
                 "nn.Module.__call__ has been replaced, which a compiler may not see; restore it, or leave the step uncompiled"
             )
         self._rehearsal(*given)
-        self._rehearsed = True
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
