@@ -340,6 +340,30 @@ def test_compiled_evaluation_and_exports_need_no_call_before():
         torch.export.export(ensemble, (torch.randn(3, 2, 7),))
 
 
+def test_many_compiled_steps():
+    torch._dynamo.reset()
+    models = [Layer(width, normed) for width in (3, 5)]
+    step = hfta.make_train_step(hfta.padded(models), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models, pad=True), seeds=[0, 1])
+    stacked = tuple(torch.stack(each).float() for each in zip(*batches(2, 3), strict=True))
+    compiled, _ = torch.compile(step.many, fullgraph=True, backend="aot_eager")(state, stacked)
+    assert_trees_close(compiled, step.many(state, stacked)[0], 1e-5)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda width: nn.GroupNorm(2, width)])
+def test_autocast(norm):
+    models = [nn.Sequential(nn.Linear(5, w), norm(w), nn.Tanh(), nn.Linear(w, 2)) for w in (6, 10)]
+    step = hfta.make_train_step(hfta.padded(models), loss, hfta.sgd(lr=0.1), autocast=torch.bfloat16)
+    state = step.init(*hfta.stack_params(models, pad=True), seeds=[0, 1])
+    batch = [leaf.float() for leaf in batches(2, 1)[0]]
+    _, metrics = step(state, batch)
+    for i, alone in enumerate(models):
+        one = hfta.make_train_step(alone, loss, hfta.sgd(lr=0.1), autocast=torch.bfloat16)
+        _, expected = one(one.init(*hfta.stack_params([alone]), seeds=[i]), [leaf[i : i + 1] for leaf in batch])
+        torch.testing.assert_close(metrics["loss"][i : i + 1], expected["loss"], rtol=1e-3, atol=0)
+
+
 def test_biases_that_some_models_lack():
     models = [nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)).double() for w in (3, 4)]
     assert_alone(models)
