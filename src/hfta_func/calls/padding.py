@@ -283,6 +283,20 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     return call(*given, **kwargs)
 
 
+def _precise(handler: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute in float32 where precision is low, as kernels of norms sum, and return what they return."""
+
+    def compute(padded: Padded, event: Sizes, call: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_low = input.itemsize < 4 or torch.is_autocast_enabled(input.device.type)
+        if not (is_low and input.is_floating_point()):
+            return handler(padded, event, call, input, *args, **kwargs)
+        with torch.autocast(input.device.type, enabled=False):
+            wide = input.to(torch.promote_types(input.dtype, torch.float32))
+            return handler(padded, event, call, wide, *args, **kwargs).to(input.dtype)
+
+    return compute
+
+
 def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
@@ -297,9 +311,9 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{name: (_reduction(math.inf), _shape) for name in ("amin", "min", "argmin")},
     **{name: (_reduction(-math.inf, True), _shape) for name in ("softmax", "log_softmax")},
     **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
-    **{"var": (_variance, _shape), "std": (_deviation, _shape)},
-    **{"layer_norm": (_layer_norm, _shape), "rms_norm": (_rms_norm, _shape)},
-    **{"group_norm": (_group_norm, _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
+    **{"var": (_precise(_variance), _shape), "std": (_precise(_deviation), _shape)},
+    **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
+    **{"group_norm": (_precise(_group_norm), _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
 }
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},

@@ -277,7 +277,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return bool(torch.equal(a, b.to(a.dtype)))
     eps = torch.finfo(a.dtype).eps ** 0.5
     scale = float(a.detach().nan_to_num(0, 0, 0).abs().max()) if a.numel() else 0.0
-    return bool(torch.allclose(a, b, eps, eps * max(scale, 1e-3), equal_nan=True))
+    # Autocast leaves rounding that float64, to which it does not apply, has to judge.
+    return a.dtype == b.dtype and bool(torch.allclose(a, b, eps, eps * max(scale, 1e-3), equal_nan=True))
 
 
 def _shown(padding: Padding, number: int) -> str:
