@@ -299,6 +299,76 @@ def test_compiled(name):
     assert_alone(models_of(name), compiled=True)
 
 
+class Flattened(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.inner, self.outer = nn.Conv1d(2, channels, 3, padding=1), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.outer(F.dropout(self.inner(x).flatten(1), 0.5).logsumexp(1, keepdim=True))
+
+
+def test_compiled_for_inputs_of_each_shape():
+    torch._dynamo.reset()
+    models = [Flattened(channels).double() for channels in (2, 4)]
+    model = hfta.padded(models)
+    step = hfta.make_train_step(model, lambda model, batch: model(batch).sum(), hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.stack_params(models, pad=model), seeds=[0, 1])
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for length in (4, 7, 9):
+        batch = torch.randn(3, 2, length, dtype=torch.float64)
+        assert_trees_close({**run(state, batch)[1]}, {**step(state, batch)[1]}, TOLERANCE)
+
+
+def test_compiled_evaluation_and_exports_need_no_call_before():
+    torch._dynamo.reset()
+    models = [each.eval() for each in models_of("layer norms")]
+    model, x = hfta.padded(models), torch.randn(3, 5, dtype=torch.float64)
+    stacked, expected = hfta.stack_params(models, pad=model), torch.stack([each(x) for each in models]).detach()
+    evaluate = hfta.make_eval_step(model, lambda model, x: {"y": model(x)})
+    compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager")(stacked, x)
+    assert_trees_close({**compiled}, {"y": expected}, TOLERANCE)
+    mean, _ = hfta.Ensemble(model, *stacked).deploy().export(x).module()(x)
+    assert_trees_close({"y": mean}, {"y": expected.mean(0)}, TOLERANCE)
+    with pytest.raises(hfta.StackError, match=r"call this function of a padded model once before it is compiled"):
+        torch.export.export(hfta.Ensemble(hfta.padded(models), *stacked), (x,))
+    # Its true sizes were those of another length.
+    models = [Flattened(channels).eval() for channels in (2, 4)]
+    ensemble = hfta.Ensemble(hfta.padded(models), *hfta.stack_params(models, pad=True)).eval()
+    ensemble(torch.randn(3, 2, 4))
+    with pytest.raises(hfta.StackError, match=r"draw of a padded model depends on the shape of inputs; call this"):
+        torch.export.export(ensemble, (torch.randn(3, 2, 7),))
+
+
+def test_many_compiled_steps():
+    torch._dynamo.reset()
+    models = [Layer(width, normed) for width in (3, 5)]
+    step = hfta.make_train_step(hfta.padded(models), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models, pad=True), seeds=[0, 1])
+    stacked = tuple(torch.stack(each).float() for each in zip(*batches(2, 3), strict=True))
+    compiled, _ = torch.compile(step.many, fullgraph=True, backend="aot_eager")(state, stacked)
+    assert_trees_close(compiled, step.many(state, stacked)[0], 1e-5)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda width: nn.GroupNorm(2, width)])
+def test_autocast(norm):
+    models = [nn.Sequential(nn.Linear(5, w), norm(w), nn.Tanh(), nn.Linear(w, 2)) for w in (6, 10)]
+    step = hfta.make_train_step(hfta.padded(models), loss, hfta.sgd(lr=0.1), autocast=torch.bfloat16)
+    state = step.init(*hfta.stack_params(models, pad=True), seeds=[0, 1])
+    batch = [leaf.float() for leaf in batches(2, 1)[0]]
+    _, metrics = step(state, batch)
+    for i, alone in enumerate(models):
+        one = hfta.make_train_step(alone, loss, hfta.sgd(lr=0.1), autocast=torch.bfloat16)
+        _, expected = one(one.init(*hfta.stack_params([alone]), seeds=[i]), [leaf[i : i + 1] for leaf in batch])
+        torch.testing.assert_close(metrics["loss"][i : i + 1], expected["loss"], rtol=1e-3, atol=0)
+
+
+def test_biases_that_some_models_lack():
+    models = [nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)).double() for w in (3, 4)]
+    assert_alone(models)
+
+
 @pytest.mark.exhaustive(unless="lamb")
 @pytest.mark.parametrize("name", ["adam", "lamb", "lion", "adagrad", "adadelta", "radam", "rmsprop", "ademamix"])
 def test_optimizers(name):
@@ -494,6 +564,12 @@ def test_bad_input():
         hfta.padded(
             [nn.Sequential(nn.Conv1d(2, w, 3, padding_mode=mode)) for w, mode in ((2, "zeros"), (3, "circular"))]
         )
+    with pytest.raises(
+        hfta.StackError, match=r"model 1: '0\.weight' is torch.float32 but in model 0 it is torch.float64"
+    ):
+        hfta.padded([nn.Sequential(nn.Linear(2, w, dtype=d)) for w, d in ((2, torch.float64), (3, torch.float32))])
+    with pytest.raises(hfta.StackError, match=r"model 1: '1\.bias' is torch.float32 but in model 0 it is missing"):
+        hfta.padded([nn.Sequential(nn.Linear(2, w, bias=w < 3), nn.Linear(w, 2, bias=w > 2)) for w in (2, 3)])
     with pytest.raises(hfta.StackError, match=r"'attention' \(MultiheadAttention\) cannot be padded"):
         hfta.padded([Heads(4, 2, False), Heads(6, 1, False)])
     with pytest.raises(hfta.StackError, match=r"model 0: the model has the modules"):

@@ -140,6 +140,10 @@ def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
     assert history.members.tolist() == [3, 1, 4]
     with pytest.raises(hfta.StateError, match="holds a run with seeds"):
         Run([5, 3, 8, 10]).fit(7, resume=path)
+    with pytest.raises(
+        hfta.StateError, match=r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
+    ):
+        Run([5, 3]).fit(7, resume=path)
 
 
 def test_loaders_with_rows_of_their_own_follow_too():

@@ -189,6 +189,11 @@ def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
         tune.run(build, other, storage=storage, name="study", **options)
     with pytest.raises(ValueError, match="a storage keeps studies by name; pass name="):
         tune.run(build, SPACE, storage=storage, **options)
+    (folder / "members.json").write_bytes(b"{")
+    with pytest.raises(
+        hfta.CheckpointError, match=r"members\.json is damaged: truncated, or changed after it was saved"
+    ):
+        tune.run(build, SPACE, resume=folder, **options)
 
 
 def test_a_trial_that_raises_fails_alone() -> None:

@@ -162,6 +162,11 @@ def stays(tensor: Any) -> None:
     private("torch._dynamo", "mark_static_address")(tensor)
 
 
+def current_trace() -> Any:
+    """What tells the trace of a compiler that is under way from others; None outside of one."""
+    return private("torch._guards", "TracingContext").try_get()
+
+
 def traced_lines() -> list[tuple[str, int]]:
     """File and line of the code that the compiler is tracing and of its callers, innermost first."""
     stack = private("torch._guards", "TracingContext").extract_stack()

@@ -32,12 +32,14 @@ class Event(NamedTuple):
 class Sizes(NamedTuple):
     """An event of a padded model: by axis where members differ, the size ``int64[K]`` for each of K true sizes.
 
-    ``absent`` is ``bool[K]``: whether models of that size have no such call; None if all have.
+    ``absent`` is ``bool[K]``: whether models of that size have no such call; None if all have. ``whole`` are the sizes of the
+    padded model.
     """
 
     name: str
     axes: Mapping[int, Tensor]
     absent: Tensor | None
+    whole: tuple[int, ...]
 
 
 class Recorder:
@@ -81,7 +83,7 @@ class Padded:
 
     def again(self, size: Tensor, position: int) -> Padded:
         """What computes the results of a second run from an event on."""
-        return Padded(size, self.events, position)
+        return type(self)(size, self.events, position)
 
     def _next(self, name: str) -> Sizes:
         if self.position >= len(self.events) or self.events[self.position].name != name:
@@ -152,6 +154,29 @@ class Padded:
         name, handler, _ = WATCHED[func]
         event = self._next(name)
         return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
+
+
+class Traced(Padded):
+    """For a compiler, which may trace inputs of other shapes than those that the sizes of these events are of."""
+
+    def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """As of :class:`Padded`."""
+        self._check(shape)
+        return super().draw(name, shape)
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """As of :class:`Padded`."""
+        if func in WATCHED:
+            self._check(WATCHED[func][2](*args, **kwargs))
+        return super().__call__(func, args, kwargs, call)
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        for event in self.events[self.position : self.position + 1]:
+            if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
+                raise StackError(
+                    f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
+                    f"this shape, before it is compiled"
+                )
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
@@ -276,6 +301,20 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     return call(*given, **kwargs)
 
 
+def _precise(handler: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute in float32 where precision is low, as kernels of norms sum, and return what they return."""
+
+    def compute(padded: Padded, event: Sizes, call: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_low = input.itemsize < 4 or torch.is_autocast_enabled(input.device.type)
+        if not (is_low and input.is_floating_point()):
+            return handler(padded, event, call, input, *args, **kwargs)
+        with torch.autocast(input.device.type, enabled=False):
+            wide = input.to(torch.promote_types(input.dtype, torch.float32))
+            return handler(padded, event, call, wide, *args, **kwargs).to(input.dtype)
+
+    return compute
+
+
 def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
@@ -290,9 +329,9 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{name: (_reduction(math.inf), _shape) for name in ("amin", "min", "argmin")},
     **{name: (_reduction(-math.inf, True), _shape) for name in ("softmax", "log_softmax")},
     **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
-    **{"var": (_variance, _shape), "std": (_deviation, _shape)},
-    **{"layer_norm": (_layer_norm, _shape), "rms_norm": (_rms_norm, _shape)},
-    **{"group_norm": (_group_norm, _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
+    **{"var": (_precise(_variance), _shape), "std": (_precise(_deviation), _shape)},
+    **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
+    **{"group_norm": (_precise(_group_norm), _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
 }
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},

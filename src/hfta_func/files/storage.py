@@ -116,7 +116,7 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
         flat = torch.empty(0, dtype=dtype, device="cpu")
         if count := math.prod(shape):
             flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
-        with _damaged_if_it_raises(path):
+        with damaged_if_it_raises(path):
             tensors[name] = flat.reshape(shape)
         if name.startswith("metadata["):
             inner[name] = tensors.pop(name).clone()
@@ -124,7 +124,7 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     def resolve(value: dict[str, Any]) -> Any:
         return inner.pop(value["__tensor__"]) if "__tensor__" in value else value
 
-    with _damaged_if_it_raises(path):
+    with damaged_if_it_raises(path):
         about = json.loads(text, object_hook=resolve)
     if inner or not isinstance(about, dict):
         raise damaged(path)
@@ -160,7 +160,7 @@ def _header_length(file: BinaryIO, path: PathLike) -> int:
 
 def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tuple[torch.dtype, list[int], int]]]:
     """Metadata as JSON; dtype, shape and start of every tensor, which together fill the ``size`` bytes of data."""
-    with _damaged_if_it_raises(path):
+    with damaged_if_it_raises(path):
         entries = json.loads(header.decode(), object_pairs_hook=_unique)
         text = entries.pop("__metadata__")["hfta_func"]
         version = operator.index(json.loads(text)["format_version"])
@@ -183,7 +183,7 @@ def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tup
 
 
 @contextlib.contextmanager
-def _damaged_if_it_raises(path: PathLike) -> Iterator[None]:
+def damaged_if_it_raises(path: PathLike) -> Iterator[None]:
     """Turn errors of code that relies on a header of :func:`encode` into the error of a damaged file."""
     try:
         yield

@@ -47,8 +47,9 @@ def masked(params: Params, masks: Mapping[str, Mapping[int, Tensor]], size: Tens
 def kept(x: Tensor, mask: Tensor) -> Tensor:
     """The entries that a mask keeps, and zeros, which get no gradient, whatever the others and their gradients are."""
     integers = _INTEGERS.get(x.itemsize)
-    is_plain = is_batched(x) and is_batched(mask) and depth() == 1 and not (is_captured([x]) or has_tangents())
-    if integers is None or torch.compiler.is_compiling() or not is_plain:
+    is_plain = is_batched(x) and is_batched(mask) and depth() == 1 and not torch.compiler.is_compiling()
+    # Only what a compiler does not trace can ask what captures tensors.
+    if integers is None or not is_plain or is_captured([x]) or has_tangents():
         return torch.where(mask, x, 0.0)
     # The operator has the gradient that is written for it outside of vmap only.
     bits = -mask.expand(*x.shape[: x.dim() - mask.dim()], *mask.shape).to(integers)

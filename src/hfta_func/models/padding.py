@@ -27,6 +27,7 @@ from hfta_func.models.sizes import (
     Parts,
     aligned_modules,
     joined,
+    largest,
     mesh,
     modules_at,
     parts_of,
@@ -170,7 +171,7 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
         raise StackError("no models to pad; pass at least one of every size")
     for member, model in enumerate(models):
         check_materialised(model, f"model {member}: ")
-    base = max(models, key=lambda model: len([*model.modules()]))
+    base = largest(models)
     of_base = f"model {next(member for member, model in enumerate(models) if model is base)}"
     kinds: dict[Any, tuple[nn.Module, dict[str, str]]] = {}
     numbers: dict[str, set[Any]] = {}
@@ -188,7 +189,7 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
     # What blocks are whose was found out with the largest model, from whose shapes those of the template may differ.
-    base = max((size.model for size in padding.sizes), key=lambda each: len([*each.modules()]))
+    base = largest([size.model for size in padding.sizes])
     for path, module in template.named_modules():
         base.get_submodule(path).training = module.training
     aligned = aligned_modules(model, base, member, "the padded model")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfta_func._torch import outside_transforms, pytree, unwritten
 from hfta_func._types import HFTAError, Params, StackError
-from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
+from hfta_func.calls.padding import Event, Padded, Recorder, Sizes, Traced
 from hfta_func.models.attributes import first_member
 from hfta_func.models.padding import Padding
 from hfta_func.models.scalar_attributes import numbers_of
@@ -40,7 +40,7 @@ class Events:
             raise StackError(
                 "call this function of a padded model once before it is compiled, so that its sizes are known"
             )
-        return Padded(size, self._latest)
+        return Traced(size, self._latest)
 
     def __call__(self, run: Any, buffers: Params, args: Any, kwargs: Any, key: Tensor | None) -> Padded:
         """What computes the results of a member of the size that its buffers tell, for inputs of these shapes.
@@ -181,7 +181,7 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
             for axis, length in enumerate(event.sizes)
             if any(each[axis] != length for each in filled)
         }
-        joined.append(Sizes(event.name, axes, absent if bool(absent.any()) else None))
+        joined.append(Sizes(event.name, axes, absent if bool(absent.any()) else None, event.sizes))
     return joined
 
 
@@ -277,7 +277,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return bool(torch.equal(a, b.to(a.dtype)))
     eps = torch.finfo(a.dtype).eps ** 0.5
     scale = float(a.detach().nan_to_num(0, 0, 0).abs().max()) if a.numel() else 0.0
-    return bool(torch.allclose(a, b, eps, eps * max(scale, 1e-3), equal_nan=True))
+    # Autocast leaves rounding that float64, to which it does not apply, has to judge.
+    return a.dtype == b.dtype and bool(torch.allclose(a, b, eps, eps * max(scale, 1e-3), equal_nan=True))
 
 
 def _shown(padding: Padding, number: int) -> str:

@@ -23,6 +23,11 @@ Parts = tuple[tuple[int, ...], ...]
 _BLOCKS = nn.Sequential, nn.ModuleList
 
 
+def largest(models: Sequence[nn.Module]) -> nn.Module:
+    """The first of the models with the most modules and, of these, tensors, which has all that others have."""
+    return max(models, key=lambda model: (len([*model.modules()]), len(tensors_by_path(model))))
+
+
 def modules_at(model: nn.Module, aligned: Mapping[str, str]) -> dict[str, nn.Module]:
     """The modules of a model, by what :func:`aligned_modules` returns."""
     return {path: model.get_submodule(inner) for path, inner in aligned.items()}
@@ -94,6 +99,14 @@ def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, m
             raise StackError(
                 f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
                 f"integers, which are sizes, and floats, but share every other setting"
+            )
+    tensors, likes = _named({"": module})[""], _named({"": like})[""]
+    for name, leaf in tensors.items():
+        kind, expected = leaf.dtype, likes[name].dtype if name in likes else None
+        if kind != expected:
+            raise StackError(
+                f"model {member}: '{joined(path, name)}' is {kind} but in {other} it is {expected or 'missing'}; models of "
+                f"different size must share every dtype, and one must have all parameters and buffers of each module"
             )
 
 

@@ -128,7 +128,9 @@ class Run:
 
     def _load(self, held: Any, like: TrainState, path: PathLike) -> None:
         count = len(like.keys)
-        began = held["history"].get("seeds", self.state.keys)[:count].tolist()
+        seeds = held["history"].get("seeds", self.state.keys)
+        # Callbacks add members after an epoch only.
+        began = seeds[held["history"].get("since", torch.zeros_like(seeds)) == 0].tolist()
         if began != like.keys.tolist():
             raise StateError(
                 f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hfta_func._torch import (
     can_look,
     constant_to_compiler,
+    current_trace,
     inside_transform,
     is_call_replaced,
     is_walked,
@@ -42,7 +44,8 @@ class Members:
     def __init__(self, rehearsal: Callable[..., Any], reads: bool = False):
         self._rehearsal = rehearsal
         self._facts = AliasFacts(reads=reads)
-        self._has_run = self._rehearsed = False
+        self._has_run = False
+        self._rehearsed: Callable[[], Any] | None = None
 
     def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``member`` for all members."""
@@ -68,7 +71,7 @@ class Members:
                 return call(*params)
 
     def rehearse(self, *given: Tree) -> None:
-        """Make the ``rehearsal`` while a compiler traces, once.
+        """Make the ``rehearsal`` while a compiler traces, once in each trace, as padded sizes depend on shapes.
 
         A compiler knows the values of a graph's inputs, in containers that it can take apart, and outside of transforms.
         """
@@ -79,7 +82,7 @@ class Members:
 
     @constant_to_compiler
     def _is_rehearsed(self) -> bool:
-        return self._rehearsed
+        return self._rehearsed is not None and self._rehearsed() is current_trace()
 
     @constant_to_compiler
     def _rehearse(self, layout: Tree, *values: Any) -> bool:
@@ -101,7 +104,7 @@ class Members:
                 "nn.Module.__call__ has been replaced, which a compiler may not see; restore it, or leave the step uncompiled"
             )
         self._rehearsal(*given)
-        self._rehearsed = True
+        self._rehearsed = weakref.ref(trace) if (trace := current_trace()) is not None else None
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""

@@ -133,6 +133,8 @@ class Deployed(nn.Module):
             return {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() else None
 
         args, kwargs = tree_map(rows, (args, kwargs))
+        # Refuses what no array can do in its words, and finds out what true sizes padded members have in it.
+        self(*args, **kwargs)
         shapes = tree_map(dynamic, {"args": args, **({"kwargs": kwargs} if kwargs else {})})
         with warnings.catch_warnings():
             # PyTorch warns of what it calls itself.

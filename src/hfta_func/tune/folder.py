@@ -12,6 +12,7 @@ from typing import Any
 
 import hfta_func as hfta
 from hfta_func.files import atomic
+from hfta_func.files.storage import damaged_if_it_raises
 from hfta_func.tune.groups import Block
 
 _INDEX = "members.json"
@@ -63,7 +64,7 @@ class StudyFolder:
         """Read the members into an empty population; returns the index, or None if the folder has none."""
         if not os.path.exists(self._path(_INDEX)):
             return None
-        with open(self._path(_INDEX), "rb") as file:
+        with open(self._path(_INDEX), "rb") as file, damaged_if_it_raises(file.name):
             index = json.loads(file.read())
         for name, now in self._about.items():
             if index["about"].get(name) != now:
