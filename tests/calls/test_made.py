@@ -222,12 +222,34 @@ def kept(linear, x):
     return out
 
 
+@torch.library.custom_op("hfta_test_made::add_squares", mutates_args={"out"})
+def add_squares(x: Tensor, out: Tensor) -> None:
+    out.add_(x * x)
+
+
+def by_operators(linear, x):
+    y = linear(x)
+    out, other = torch.zeros(5, 4), torch.ones(5, 4)
+    add_squares(y.detach(), out)
+    torch.ops.aten.add_.Tensor(out, y)
+    torch.ops.aten.index_put_.default(other, [torch.tensor([0, 2])], y[:2])
+    return out * other
+
+
+def running_statistics(linear, x):
+    mean, var = torch.zeros(4), torch.ones(4)
+    y = F.batch_norm(linear(x), mean, var, training=True)
+    layer = nn.BatchNorm1d(4, affine=False)
+    z = layer(linear(x)) + F.instance_norm(y[..., None] * torch.arange(3), torch.zeros(4), torch.ones(4)).sum(-1)
+    return y * mean + var + z * layer.running_var
+
+
 CASES = [
     guarded,
     guarded_from_all,
     zeros, total, counted, cloned, views, transposed, many, by_out, scattered, reduced, masked, alike,
     whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner, kept,
-    differentiated, drawn, with_parameters,
+    differentiated, drawn, with_parameters, by_operators, running_statistics,
 ]  # fmt: skip
 
 

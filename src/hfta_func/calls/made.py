@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -32,6 +32,7 @@ class MadeCalls:
     def __init__(self) -> None:
         self._funcs: dict[Any, bool] = {}
         self._lines: set[Line] = set()
+        self.mode: _Seeking | None = None
 
     def within(self, func: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``func``, for a ``vmap`` with these ``in_dims``, in which the calls make a tensor for each member."""
@@ -66,6 +67,7 @@ class MadeCalls:
                 self._funcs[func] = True
                 self._lines.add(line)
         finally:
+            self.mode = None
             _seeking.reset(token)
 
     def make(self, func: Any) -> bool:
@@ -122,6 +124,7 @@ class _Seeking(_Making):
 
     def __init__(self, made: MadeCalls, batched: Tensor):
         super().__init__(made, batched)
+        made.mode = self
         # The call that made each storage; the tensor keeps its number from being given to another one.
         self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
 
@@ -130,7 +133,7 @@ class _Seeking(_Making):
         given = _tensors((args, kwargs))
         for target in targets(func, args, kwargs):
             if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
-                self.find(target)
+                self.find(target, TraceError(f"the model {REFUSAL}"))
         result = super().call(func, args, kwargs)
         # This package copies modules with their constants, which a model must not write.
         known = {
@@ -141,10 +144,10 @@ class _Seeking(_Making):
                 self._calls.setdefault(number, (func, _line(), tensor))
         return result
 
-    def find(self, target: Tensor) -> None:
-        """Raise the :class:`_Written` of the call that has made a tensor for all members."""
+    def find(self, target: Tensor, unknown: Exception) -> None:
+        """Raise the :class:`_Written` of the call that has made a tensor for all members, or ``unknown``."""
         if (number := _number(target)) not in self._calls:
-            raise TraceError(f"the model {REFUSAL}")
+            raise unknown
         if (seeking := _seeking.get()) is not None:
             seeking[1].append(self._calls[number][:2])
         raise _Written
@@ -165,12 +168,11 @@ REFUSAL = (
 )
 
 
-def refuse_write(target: Tensor) -> None:
+def refuse_write(target: Tensor, error: Exception) -> NoReturn:
     """Raise an error because a member's value is written, out of sight of modes, into a tensor for all members."""
-    for mode in reversed(_torch.function_modes()):
-        if isinstance(mode, _Seeking):
-            mode.find(target)
-    raise RuntimeError("vmap: inplace arithmetic into a tensor that all members share")
+    if (seeking := _seeking.get()) is not None and seeking[0].mode is not None:
+        seeking[0].mode.find(target, error)
+    raise error
 
 
 def _batched_argument(args: Any, kwargs: Any, in_dims: Any) -> Tensor | None:
@@ -196,7 +198,8 @@ def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes, by the names of PyTorch's functions."""
     yield from _tensors(kwargs.get("out"))
-    name = getattr(func, "__name__", "")
+    # An operator is called by its name and that of its overload, as is add_.Tensor.
+    name = getattr(func, "__name__", "").partition(".")[0]
     if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
         yield from _tensors(args[:1])
 

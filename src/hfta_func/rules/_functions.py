@@ -142,7 +142,7 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             elif all(torch.equal(x, rows[0]) for x in rows):
                 target.copy_(rows[0])
             else:
-                refuse_write(given[i])
+                refuse_write(given[i], RuntimeError("vmap: inplace arithmetic into a tensor that all members share"))
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(
