@@ -119,6 +119,28 @@ class _Making(Mode):
         return torch.where(self._true, result, result) if isinstance(result, Tensor) else result
 
 
+class made_for_each(Mode):
+    """Gives each member its own of every new tensor, in a pass of an autograd function whose rule PyTorch generates.
+
+    The pass may run out of sight of the mode that seeks what is written. Indices, which cost less if all members share
+    them, stay as they are.
+    """
+
+    def __init__(self, tensors: Any):
+        super().__init__()
+        batched = next((x for x in _tensors(tensors) if _torch.is_batched(x)), None)
+        self._true = None if batched is None else batched.new_ones((), dtype=torch.bool)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        result = func(*args, **kwargs)
+        if self._true is None or not isinstance(result, Tensor) or result.dtype == torch.long:
+            return result
+        name = getattr(func, "__name__", "")
+        is_new = name == "clone" or name.endswith("_like") or name.startswith("new_") or not _tensors((args, kwargs))
+        return torch.where(self._true, result, result) if is_new else result
+
+
 class _Seeking(_Making):
     """Raises :class:`_Written` where a member's value is about to be written into a tensor for all members."""
 

@@ -7,6 +7,7 @@ backward pass as for a model alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
-from hfta_func.calls.made import refuse_write
+from hfta_func.calls.made import made_for_each, refuse_write
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
 from hfta_func.rules._function_graphs import apply_to_all
@@ -79,8 +80,23 @@ def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: 
     if not _has_rule(function):
         return _one_by_one(function, args, kwargs)
     mode = _routing()
-    with contextlib.nullcontext() if mode is None or function.generate_vmap_rule else _Undrawn(mode.key):
+    if function.generate_vmap_rule:
+        return rule(interpreter, _writing(function), *args, **kwargs)
+    with contextlib.nullcontext() if mode is None else _Undrawn(mode.key):
         return rule(interpreter, function, *args, **kwargs)
+
+
+@functools.cache
+def _writing(function: Any) -> Any:
+    """A function with a generated rule, whose backward pass may write into tensors that it makes."""
+    if function.backward is Function.backward:
+        return function
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with made_for_each((grads, ctx.saved_tensors)):
+            return function.backward(ctx, *grads)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
 
 
 class _Undrawn(routed):
@@ -139,7 +155,7 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             target, rows = (plain[i], parts[i]) if counted[i] else (plain[i].data, [x.data for x in parts[i]])
             if dims[i] is not None:
                 target.copy_(torch.stack(rows).movedim(0, dims[i]))
-            elif all(torch.equal(x, rows[0]) for x in rows):
+            elif count > 1 and all(torch.equal(x, rows[0]) for x in rows):
                 target.copy_(rows[0])
             else:
                 refuse_write(given[i], RuntimeError("vmap: inplace arithmetic into a tensor that all members share"))
