@@ -917,6 +917,9 @@ def test_new_functions_under_derivatives():
     x = torch.randn(3, 4)
     assert_trees_close([run(x)], [6 * x], 1e-12)
     assert_trees_close([hfta.vmap(hfta.vmap(straight))(x)], [x.round()], 0)
+    y = torch.randn(3, 5, 4)
+    written = hfta.vmap(torch.func.grad(lambda y: Shifted.apply(y * y).sum()))(y)
+    assert_trees_close([written], [torch.cat([torch.zeros(3, 5, 1), 2 * y[..., 1:]], -1)], 1e-12)
 
 
 def test_uninstall_restores_pytorch():

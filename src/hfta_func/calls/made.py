@@ -7,6 +7,7 @@ known by its function and its line in the user's code, which are the same for ea
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ class MadeCalls:
                 return func(*args, **kwargs)
 
         return member
+
+    def again(self, args: Any) -> contextlib.AbstractContextManager[Any]:
+        """A block in which a part of the function runs once more, in the backward pass."""
+        batched = _batched_argument(args, {}, None) if self._funcs else None
+        return contextlib.nullcontext() if batched is None else _Making(self, batched)
 
     def find(self, run: Callable[[], Any]) -> Any:
         """``run()``, repeated with one more such call until it writes no member's value into a tensor for all members."""
@@ -128,7 +134,7 @@ class made_for_each(Mode):
 
     def __init__(self, tensors: Any):
         super().__init__()
-        batched = next((x for x in _tensors(tensors) if _torch.is_batched(x)), None)
+        batched = next((x for x in _tensors(tensors) if _has_level(x, None)), None)
         self._true = None if batched is None else batched.new_ones((), dtype=torch.bool)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,11 +182,16 @@ class _Seeking(_Making):
 
     def _is_batched(self, tensor: Tensor) -> bool:
         """Whether members have different values of a tensor."""
-        while _torch.is_wrapped(tensor):
-            if _torch.is_batched(tensor) and _torch.level_of(tensor) == self._level:
-                return True
-            tensor = _torch.get_unwrapped(tensor)
-        return False
+        return _has_level(tensor, self._level)
+
+
+def _has_level(tensor: Tensor, level: int | None) -> bool:
+    """Whether a tensor is mapped over at a level of ``vmap``, or at any."""
+    while _torch.is_wrapped(tensor):
+        if _torch.is_batched(tensor) and level in (None, _torch.level_of(tensor)):
+            return True
+        tensor = _torch.get_unwrapped(tensor)
+    return False
 
 
 REFUSAL = (

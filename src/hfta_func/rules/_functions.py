@@ -59,11 +59,14 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         return _torch.apply_at_level(function, *args, **kwargs)
     if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
         return apply_to_all(function, args, kwargs)
+    is_mapped = interpreter.key() == _torch.TransformType.Vmap
     if function.setup_context is not Function.setup_context:
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
+        if function.generate_vmap_rule or not is_mapped:
+            function = _writing(function)
         return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-    if interpreter.key() == _torch.TransformType.Vmap:
+    if is_mapped:
         return _one_by_one(function, args, kwargs)
     raise TraceError(
         f"{function.__qualname__} has no setup_context, which PyTorch needs under torch.func.grad and its like; write it, or "
@@ -80,15 +83,13 @@ def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: 
     if not _has_rule(function):
         return _one_by_one(function, args, kwargs)
     mode = _routing()
-    if function.generate_vmap_rule:
-        return rule(interpreter, _writing(function), *args, **kwargs)
-    with contextlib.nullcontext() if mode is None else _Undrawn(mode.key):
+    with contextlib.nullcontext() if mode is None or function.generate_vmap_rule else _Undrawn(mode.key):
         return rule(interpreter, function, *args, **kwargs)
 
 
 @functools.cache
 def _writing(function: Any) -> Any:
-    """A function with a generated rule, whose backward pass may write into tensors that it makes."""
+    """A function whose backward pass PyTorch calls for all members, which may write into tensors that it makes."""
     if function.backward is Function.backward:
         return function
 
@@ -96,7 +97,8 @@ def _writing(function: Any) -> Any:
         with made_for_each((grads, ctx.saved_tensors)):
             return function.backward(ctx, *grads)
 
-    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
+    members = {"backward": staticmethod(backward), "__qualname__": function.__qualname__}
+    return type(function.__name__, (function,), members)
 
 
 class _Undrawn(routed):
