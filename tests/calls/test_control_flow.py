@@ -148,6 +148,17 @@ def test_flows_in_one_program(flow: Any, count: int) -> None:
     assert_as_alone(lambda: Model(flow), rows(), "compiled", count)
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_side_without_a_gradient_has_one_of_zero(count: int, options: Any) -> None:
+    model = Model(lambda model, x: torch.cond(x.sum() > 0, model.layer, lambda x: x * 2, (x,)))
+    step = hfta.make_train_step(model, loss, hfta.sgd(lr=0.1), **options)
+    start, batch = step.init(*hfta.stack_params([model] * count), seeds=range(count)), -rows()[:count].abs()
+    state, metrics = step(start, batch)
+    assert_trees_close(state.params, start.params, 0)
+    torch.testing.assert_close(metrics["loss"], torch.stack([loss(lambda x: x * 2, row) for row in batch]))
+
+
 class Roots(nn.Module):
     """Takes roots until they are small, after which the next one has an infinite gradient or none."""
 

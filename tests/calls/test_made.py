@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hfta_func as hfta
 from hfta_func._torch import is_batched
@@ -222,12 +223,42 @@ def kept(linear, x):
     return out
 
 
+@torch.library.custom_op("hfta_test_made::add_squares", mutates_args={"out"})
+def add_squares(x: Tensor, out: Tensor) -> None:
+    out.add_(x * x)
+
+
+def by_operators(linear, x):
+    y = linear(x)
+    out, other = torch.zeros(5, 4), torch.ones(5, 4)
+    add_squares(y.detach(), out)
+    torch.ops.aten.add_.Tensor(out, y)
+    torch.ops.aten.index_put_.default(other, [torch.tensor([0, 2])], y[:2])
+    return out * other
+
+
+def running_statistics(linear, x):
+    mean, var = torch.zeros(4), torch.ones(4)
+    y = F.batch_norm(linear(x), mean, var, training=True)
+    layer = nn.BatchNorm1d(4, affine=False)
+    z = layer(linear(x)) + F.instance_norm(y[..., None] * torch.arange(3), torch.zeros(4), torch.ones(4)).sum(-1)
+    return y * mean + var + z * layer.running_var
+
+
+def recomputed(linear, x):
+    def part(x):
+        out = torch.zeros(5, 4).add_(linear(x).detach())
+        return F.batch_norm(linear(x), torch.zeros(4), torch.ones(4), training=True) * (out + linear(x)).sin()
+
+    return checkpoint(part, x, use_reentrant=False)
+
+
 CASES = [
     guarded,
     guarded_from_all,
     zeros, total, counted, cloned, views, transposed, many, by_out, scattered, reduced, masked, alike,
     whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner, kept,
-    differentiated, drawn, with_parameters,
+    differentiated, drawn, with_parameters, by_operators, running_statistics, recomputed,
 ]  # fmt: skip
 
 
@@ -251,7 +282,8 @@ def test_as_alone(case, shared, count, way):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = Writing(zeros), nn.Linear(8, 1)
+        # It keeps tensors for the backward pass behind the write, so that it is computed again as far as that.
+        self.inner, self.outer = Writing(lambda linear, x: zeros(linear, x).sin()), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.inner(x))

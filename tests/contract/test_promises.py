@@ -26,13 +26,14 @@ M, N, FEATURES = 3, 4, 3
 
 
 class WritesItsWeight(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, by_data: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, 2)
+        self.linear, self.by_data = nn.Linear(FEATURES, 2), by_data
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.linear.weight.mul_(0.9)
+            weight = self.linear.weight.data[0] if self.by_data else self.linear.weight
+            weight.mul_(0.9)
         return self.linear(x)
 
 
@@ -129,6 +130,11 @@ class Promise(NamedTuple):
 PROMISES = [
     Promise("a model that writes its input", WritesItsInput),
     Promise("a model that writes its weight", WritesItsWeight, refused="writes its parameter 'linear.weight'"),
+    Promise(
+        "a model that writes its weight by .data",
+        lambda: WritesItsWeight(by_data=True),
+        refused="writes its parameter 'linear.weight'",
+    ),
     Promise(
         "a hook on a parameter", hooked(lambda m: m[0].weight.register_hook(lambda g: 2 * g)), refused="'0.weight'"
     ),

@@ -268,6 +268,47 @@ class Picked(Function):
         return grad.new_zeros(ctx.shape).scatter_add(1, ctx.saved_tensors[0], grad), None
 
 
+class Padded(Function):
+    """Writes, in both passes, into tensors that it makes."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        out, sums = torch.zeros(x.shape[0], 6), torch.zeros_like(order, dtype=x.dtype)
+        out[:, order + 1] = x
+        sums += x.sum(0)
+        ctx.save_for_backward(order)
+        ctx.width = x.shape[1]
+        return out, sums
+
+    @staticmethod
+    def backward(ctx, grad, grad_sums):
+        (order,) = ctx.saved_tensors
+        dx = torch.zeros(len(grad), ctx.width)
+        dx[:, :] = grad.index_select(1, order + 1)
+        total = torch.zeros_like(order, dtype=grad.dtype).copy_(grad_sums)
+        return dx + total, None
+
+
+class Shifted(Function):
+    """Its backward pass, of which PyTorch writes the rule, writes into a tensor that it makes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x[:, 1:].clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.width = inputs[0].shape[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx = torch.zeros(len(grad), ctx.width)
+        dx[:, 1:] = grad
+        return dx
+
+
 class FixedPoint(Function):
     """A deep equilibrium: its backward pass differentiates a function that it was given."""
 
@@ -434,6 +475,11 @@ class Layer:
         return F.linear(x, self.weights["weight"], bias)
 
 
+def padded(model, y):
+    out, sums = Padded.apply(y, torch.tensor([2, 0, 1, 3]))
+    return out.sum(1, keepdim=True) * sums + Into.apply(torch.zeros(()), y)
+
+
 def holding(model, y):
     linear = functools.partial(Layer(model.inner.weight).linear, bias=model.inner.bias)
     if model is None:
@@ -492,6 +538,8 @@ MODELS = {
     "nested": after(kept(Outer)),
     "twice": lambda: Model(penalised),
     "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
+    "writing": lambda: Model(padded),
+    "generated, writing": lambda: Model(lambda model, y: Shifted.apply(y)),
     "fixed point": lambda: Model(fixed_point),
     "adjoint": lambda: Model(lambda model, y: Adjoint.apply(model.inner, 4, y, *model.inner.parameters())),
     "adjoint, method": lambda: Model(
@@ -869,6 +917,9 @@ def test_new_functions_under_derivatives():
     x = torch.randn(3, 4)
     assert_trees_close([run(x)], [6 * x], 1e-12)
     assert_trees_close([hfta.vmap(hfta.vmap(straight))(x)], [x.round()], 0)
+    y = torch.randn(3, 5, 4)
+    written = hfta.vmap(torch.func.grad(lambda y: Shifted.apply(y * y).sum()))(y)
+    assert_trees_close([written], [torch.cat([torch.zeros(3, 5, 1), 2 * y[..., 1:]], -1)], 1e-12)
 
 
 def test_uninstall_restores_pytorch():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import TraceError
-from hfta_func.calls.body import is_trained, running_body
+from hfta_func.calls.body import Body, is_trained, running_body
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""
@@ -79,7 +79,7 @@ def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
 def _sets_parameter(tensor: Tensor, requires_grad: bool) -> bool:
     """Whether this is a parameter of the model, for which that changes nothing; refuses a change."""
     body = running_body()
-    if body is None or all(param is not tensor for param in body.parameters()):
+    if body is None or not _is_parameter(tensor, body):
         return False
     # Of a joint step each loss trains one network, and takes the trained parameters of the others without gradients.
     has_grad = _torch.inside_vmap(tensor).requires_grad
@@ -89,6 +89,10 @@ def _sets_parameter(tensor: Tensor, requires_grad: bool) -> bool:
     if any(_torch.inside_vmap(param).requires_grad for param in trained):
         raise TraceError(_FREEZES)
     return False
+
+
+def _is_parameter(tensor: Tensor, body: Body | None) -> bool:
+    return body is not None and any(param is tensor for param in body.parameters())
 
 
 def _detach_(tensor: Tensor) -> Tensor:
@@ -117,7 +121,11 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _data(tensor: Tensor) -> Tensor:
-    return tensor.detach() if _torch.is_batched(tensor) else tensor.data
+    # A write into .data is not counted; one into a parameter, which a step refuses, must be, also of a member alone.
+    is_counted = _torch.is_batched(tensor) or (
+        not torch.compiler.is_compiling() and _is_parameter(tensor, running_body())
+    )
+    return tensor.detach() if is_counted else tensor.data
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:

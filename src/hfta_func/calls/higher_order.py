@@ -22,15 +22,25 @@ Call = Callable[..., Any]
 
 def _cond(call: Call, pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
     if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(pred)):
-        return call(0, true_func if pred else false_func, *operands)
+        side = call(0, true_func if pred else false_func, *operands)
+        if not isinstance(pred, Tensor) or _is_complete(side):
+            return side
     sides = _sides(call, (true_func, false_func), operands)
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
+
+
+def _is_complete(side: Any) -> bool:
+    """Whether the results of one side have a gradient if one is taken; alone, they have one if those of any side do."""
+    leaves = (x for x in pytree.tree_leaves(side) if isinstance(x, Tensor))
+    return not torch.is_grad_enabled() or any(_torch.inside_vmap(x).requires_grad for x in leaves)
 
 
 def _switch(call: Call, index: Any, branches: Any, operands: Any = (), **options: Any) -> Any:
     last = len(branches) - 1
     if not isinstance(index, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(index)):
-        return call(0, branches[max(0, min(int(index), last))], *operands)
+        side = call(0, branches[max(0, min(int(index), last))], *operands)
+        if not isinstance(index, Tensor) or _is_complete(side):
+            return side
     chosen, *sides = _sides(call, branches, operands)
     for i, side in enumerate(sides):
         chosen = pytree.tree_map(lambda a, b, i=i: torch.where(index > i, b, a), chosen, side)

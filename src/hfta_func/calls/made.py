@@ -7,10 +7,11 @@ known by its function and its line in the user's code, which are the same for ea
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -32,6 +33,7 @@ class MadeCalls:
     def __init__(self) -> None:
         self._funcs: dict[Any, bool] = {}
         self._lines: set[Line] = set()
+        self.mode: _Seeking | None = None
 
     def within(self, func: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``func``, for a ``vmap`` with these ``in_dims``, in which the calls make a tensor for each member."""
@@ -44,6 +46,11 @@ class MadeCalls:
                 return func(*args, **kwargs)
 
         return member
+
+    def again(self, args: Any) -> contextlib.AbstractContextManager[Any]:
+        """A block in which a part of the function runs once more, in the backward pass."""
+        batched = _batched_argument(args, {}, None) if self._funcs else None
+        return contextlib.nullcontext() if batched is None else _Making(self, batched)
 
     def find(self, run: Callable[[], Any]) -> Any:
         """``run()``, repeated with one more such call until it writes no member's value into a tensor for all members."""
@@ -66,6 +73,7 @@ class MadeCalls:
                 self._funcs[func] = True
                 self._lines.add(line)
         finally:
+            self.mode = None
             _seeking.reset(token)
 
     def make(self, func: Any) -> bool:
@@ -117,11 +125,34 @@ class _Making(Mode):
         return torch.where(self._true, result, result) if isinstance(result, Tensor) else result
 
 
+class made_for_each(Mode):
+    """Gives each member its own of every new tensor, in a pass of an autograd function whose rule PyTorch generates.
+
+    The pass may run out of sight of the mode that seeks what is written. Indices, which cost less if all members share
+    them, stay as they are.
+    """
+
+    def __init__(self, tensors: Any):
+        super().__init__()
+        batched = next((x for x in _tensors(tensors) if _has_level(x, None)), None)
+        self._true = None if batched is None else batched.new_ones((), dtype=torch.bool)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        result = func(*args, **kwargs)
+        if self._true is None or not isinstance(result, Tensor) or result.dtype == torch.long:
+            return result
+        name = getattr(func, "__name__", "")
+        is_new = name == "clone" or name.endswith("_like") or name.startswith("new_") or not _tensors((args, kwargs))
+        return torch.where(self._true, result, result) if is_new else result
+
+
 class _Seeking(_Making):
     """Raises :class:`_Written` where a member's value is about to be written into a tensor for all members."""
 
     def __init__(self, made: MadeCalls, batched: Tensor):
         super().__init__(made, batched)
+        made.mode = self
         # The call that made each storage; the tensor keeps its number from being given to another one.
         self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
 
@@ -130,7 +161,7 @@ class _Seeking(_Making):
         given = _tensors((args, kwargs))
         for target in targets(func, args, kwargs):
             if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
-                self.find(target)
+                self.find(target, TraceError(f"the model {REFUSAL}"))
         result = super().call(func, args, kwargs)
         # This package copies modules with their constants, which a model must not write.
         known = {
@@ -141,21 +172,26 @@ class _Seeking(_Making):
                 self._calls.setdefault(number, (func, _line(), tensor))
         return result
 
-    def find(self, target: Tensor) -> None:
-        """Raise the :class:`_Written` of the call that has made a tensor for all members."""
+    def find(self, target: Tensor, unknown: Exception) -> None:
+        """Raise the :class:`_Written` of the call that has made a tensor for all members, or ``unknown``."""
         if (number := _number(target)) not in self._calls:
-            raise TraceError(f"the model {REFUSAL}")
+            raise unknown
         if (seeking := _seeking.get()) is not None:
             seeking[1].append(self._calls[number][:2])
         raise _Written
 
     def _is_batched(self, tensor: Tensor) -> bool:
         """Whether members have different values of a tensor."""
-        while _torch.is_wrapped(tensor):
-            if _torch.is_batched(tensor) and _torch.level_of(tensor) == self._level:
-                return True
-            tensor = _torch.get_unwrapped(tensor)
-        return False
+        return _has_level(tensor, self._level)
+
+
+def _has_level(tensor: Tensor, level: int | None) -> bool:
+    """Whether a tensor is mapped over at a level of ``vmap``, or at any."""
+    while _torch.is_wrapped(tensor):
+        if _torch.is_batched(tensor) and level in (None, _torch.level_of(tensor)):
+            return True
+        tensor = _torch.get_unwrapped(tensor)
+    return False
 
 
 REFUSAL = (
@@ -165,12 +201,11 @@ REFUSAL = (
 )
 
 
-def refuse_write(target: Tensor) -> None:
+def refuse_write(target: Tensor, error: Exception) -> NoReturn:
     """Raise an error because a member's value is written, out of sight of modes, into a tensor for all members."""
-    for mode in reversed(_torch.function_modes()):
-        if isinstance(mode, _Seeking):
-            mode.find(target)
-    raise RuntimeError("vmap: inplace arithmetic into a tensor that all members share")
+    if (seeking := _seeking.get()) is not None and seeking[0].mode is not None:
+        seeking[0].mode.find(target, error)
+    raise error
 
 
 def _batched_argument(args: Any, kwargs: Any, in_dims: Any) -> Tensor | None:
@@ -196,7 +231,8 @@ def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes, by the names of PyTorch's functions."""
     yield from _tensors(kwargs.get("out"))
-    name = getattr(func, "__name__", "")
+    # An operator is called by its name and that of its overload, as is add_.Tensor.
+    name = getattr(func, "__name__", "").partition(".")[0]
     if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
         yield from _tensors(args[:1])
 

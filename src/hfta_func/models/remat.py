@@ -175,9 +175,11 @@ def _run_twice(
         run_buffers = buffers if out_spec is None else _copies(buffers_before)
         tensors = {**params, **run_buffers}
         # A backward pass may run in another thread.
-        again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
+        again = made = contextlib.nullcontext()
+        if alias_facts is not None:
+            again, made = watched(alias_facts.known), alias_facts.known.made.again(() if out_spec is None else leaves)
         given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
-        with again, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
+        with again, made, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)

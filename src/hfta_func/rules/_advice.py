@@ -53,8 +53,8 @@ _CURES = {
 
 
 _OTHERWISE = (
-    "; buffers that are equal in all models can be read with share_frozen=True, which makes them one, and all values in a "
-    "step with chunk_size=1, which runs one member after another"
+    "; buffers that are equal in all models, of modules that train no parameter, can be read with share_frozen=True, which "
+    "makes them one, and all values in a step with chunk_size=1, which runs one member after another"
 )
 
 

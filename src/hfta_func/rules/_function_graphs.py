@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._types import TraceError
+from hfta_func.calls.made import made_for_each
 
 
 @contextlib.contextmanager
@@ -110,11 +111,12 @@ def _with_rule(function: Any) -> Any:
         args = tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
         ctx: Any = FunctionCtx()
         ctx.needs_input_grad = tuple(isinstance(x, Tensor) and x.dtype.is_floating_point for x in args)
-        if function.setup_context is Function.setup_context:
-            output = function.forward(ctx, *args)
-        else:
-            output = function.forward(*args)
-            function.setup_context(ctx, args, output)
+        with made_for_each(args):
+            if function.setup_context is Function.setup_context:
+                output = function.forward(ctx, *args)
+            else:
+                output = function.forward(*args)
+                function.setup_context(ctx, args, output)
         outputs = output if isinstance(output, tuple) else (output,)
         # What is kept is an argument or a result, so that it has a history if the backward pass is differentiated.
         positions = {id(x): i for i, x in reversed([*enumerate((*outputs, *args))])}

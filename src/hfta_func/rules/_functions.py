@@ -7,6 +7,7 @@ backward pass as for a model alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
-from hfta_func.calls.made import refuse_write
+from hfta_func.calls.made import made_for_each, refuse_write
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
 from hfta_func.rules._function_graphs import apply_to_all
@@ -58,11 +59,14 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         return _torch.apply_at_level(function, *args, **kwargs)
     if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
         return apply_to_all(function, args, kwargs)
+    is_mapped = interpreter.key() == _torch.TransformType.Vmap
     if function.setup_context is not Function.setup_context:
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
+        if function.generate_vmap_rule or not is_mapped:
+            function = _writing(function)
         return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-    if interpreter.key() == _torch.TransformType.Vmap:
+    if is_mapped:
         return _one_by_one(function, args, kwargs)
     raise TraceError(
         f"{function.__qualname__} has no setup_context, which PyTorch needs under torch.func.grad and its like; write it, or "
@@ -81,6 +85,20 @@ def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: 
     mode = _routing()
     with contextlib.nullcontext() if mode is None or function.generate_vmap_rule else _Undrawn(mode.key):
         return rule(interpreter, function, *args, **kwargs)
+
+
+@functools.cache
+def _writing(function: Any) -> Any:
+    """A function whose backward pass PyTorch calls for all members, which may write into tensors that it makes."""
+    if function.backward is Function.backward:
+        return function
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with made_for_each((grads, ctx.saved_tensors)):
+            return function.backward(ctx, *grads)
+
+    members = {"backward": staticmethod(backward), "__qualname__": function.__qualname__}
+    return type(function.__name__, (function,), members)
 
 
 class _Undrawn(routed):
@@ -139,10 +157,10 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             target, rows = (plain[i], parts[i]) if counted[i] else (plain[i].data, [x.data for x in parts[i]])
             if dims[i] is not None:
                 target.copy_(torch.stack(rows).movedim(0, dims[i]))
-            elif all(torch.equal(x, rows[0]) for x in rows):
+            elif count > 1 and all(torch.equal(x, rows[0]) for x in rows):
                 target.copy_(rows[0])
             else:
-                refuse_write(given[i])
+                refuse_write(given[i], RuntimeError("vmap: inplace arithmetic into a tensor that all members share"))
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(

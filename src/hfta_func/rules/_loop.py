@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hfta_func._torch import written_by
 from hfta_func._types import TraceError
+from hfta_func.calls.made import refuse_write
 
 
 def one_by_one(
@@ -61,7 +62,8 @@ def _unbind(operator: Any, value: Any, dim: Any, num_models: int, is_written: bo
         return list(zip(*columns, strict=True))
     if dim is None:
         if is_written and isinstance(value, Tensor):
-            raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share")
+            text = f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share"
+            refuse_write(value, RuntimeError(text))
         return [value] * num_models
     return [x.clone() for x in value.unbind(dim)] if is_written else value.unbind(dim)
 
