@@ -19,7 +19,6 @@ from hfta_func._torch import (
     is_call_replaced,
     is_walked,
     set_compiling,
-    until_compiled,
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, TraceError, Tree
@@ -92,9 +91,6 @@ class Members:
             context.run(self.rehearse_eagerly, *tree_map(values.__getitem__, layout))
         finally:
             set_compiling(compiling)
-        # A compiler that begins again must meet the same calls.
-        self._rehearsed = False
-        until_compiled(lambda: setattr(self, "_rehearsed", True))
         return True
 
     def rehearse_eagerly(self, *given: Tree) -> None:
