@@ -659,8 +659,8 @@ def test_one_kernel_drops_what_several_operators_drop(dtype, rate, layout, monke
         pytest.skip("needs a C compiler")
     x = torch.randn(3, 5, 6, 7, dtype=dtype)
     x = x.transpose(1, 3) if layout == "transposed" else x[:, :1].expand(-1, 2, -1, -1) if layout == "expanded" else x
-    rates, calls, run = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64), [], random.drop
-    monkeypatch.setattr(random, "drop", lambda *args: calls.append(1) or run(*args))
+    rates, calls, run = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64), [], noise.drop
+    monkeypatch.setattr(noise, "drop", lambda *args: calls.append(1) or run(*args))
 
     def draw(x, p, key):
         with routed(key):

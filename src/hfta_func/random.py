@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import noise
-from hfta_func._torch import constant_to_compiler, inside_vmap, num_dispatch_modes, outside_transforms
+from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
 from hfta_func._types import HyperparameterError
 
 # SplitMix64's constants as signed integers, because torch's uint64 lacks most operators.
@@ -187,44 +187,13 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
         >>> bernoulli(keys([1, 2]), 1.0, (2,))
         tensor([[True, True], [True, True]])
     """
-    limit = _limit(p)
+    limit = noise.limit_of(p)
     start, stride, padding = key = stream(key) if isinstance(key, Tensor) else key
     if noise.is_fast(start) and not (isinstance(p, Tensor) and (p.dim() or start.dim())):
         position = None if padding is None else padding.draw("draw", shape)
         below = _kernels.words_below(start, stride, shape, limit if isinstance(p, Tensor) else torch.tensor(limit))
         return below if position is None else _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
-
-
-def _limit(p: float | Tensor) -> Any:
-    """The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches."""
-    return (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52) if isinstance(p, Tensor) else noise.limit_of(p)
-
-
-def dropped(key: Stream, p: float | Tensor, x: Tensor, scale: Any, redraws: bool) -> tuple[Any, ...] | None:
-    """A function and its arguments for ``x * bernoulli(key, p, x.shape) * scale``, which keeps nothing for the gradient.
-
-    None if several operators are faster, unless it ``redraws`` in any case, and where there is no such function.
-    """
-    start, stride, padding = key
-    is_each = isinstance(scale, Tensor)
-    # The kernel has no gradient for rates.
-    if (
-        start.dim()
-        or (is_each and (scale.dim() or inside_vmap(scale).requires_grad))
-        or not noise.drops(x, start, redraws)
-    ):
-        return None
-    row = (None, x.numel()) if padding is None else padding.row(x.shape)
-    if row is None:
-        return None
-    limit, scale = (_limit(p), scale) if is_each else (torch.tensor(_limit(p)), torch.tensor(scale, dtype=x.dtype))
-    return drop, x, start, stride, limit, scale, *row
-
-
-def drop(*args: Any) -> Tensor:
-    """Drop by a kernel."""
-    return _kernels.drop(*args)
 
 
 def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> Tensor:

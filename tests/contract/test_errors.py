@@ -1019,8 +1019,11 @@ def sparse(model, batch):
     return rows.mean()
 
 
+STATISTICS = torch.zeros(4), torch.ones(4)
+
+
 def shared_statistics(model, batch):
-    y = F.batch_norm(model(batch), torch.zeros(4), torch.ones(4), training=True)  # at fault: shared_statistics
+    y = F.batch_norm(model(batch), *STATISTICS, training=True)  # at fault: shared_statistics
     return y.mean()
 
 

@@ -174,6 +174,9 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "storage": (MEMORY, lambda m, x: x * x.untyped_storage().size()),
     "share_memory_": (MEMORY, lambda m, x: x.detach().share_memory_() + x),
     "set_": ("gives a tensor the memory of another one", lambda m, x: torch.zeros(3, 4).set_(x.detach()) + x),
+    "set_ of members": (
+        *("gives a tensor the memory of another one", lambda m, x: x.detach().clone().set_(x.detach().clone()) + x),
+    ),
     "resize_": ("the model resizes a tensor", lambda m, x: x.detach().clone().resize_(2).sum() + x),
     "out of another shape": (
         "gives a tensor another shape",

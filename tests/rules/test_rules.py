@@ -114,8 +114,10 @@ def test_a_shared_input_is_not_repeated() -> None:
 
 
 def test_running_statistics_shared_by_members_are_refused() -> None:
+    mean, var = torch.zeros(3), torch.ones(3)
+
     def norm(x: Tensor) -> Tensor:
-        return torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3), training=True)
+        return torch.nn.functional.batch_norm(x, mean, var, training=True)
 
     with pytest.raises(hfta.TraceError, match="running statistics that all members share"):
         hfta.vmap(norm)(torch.randn(M, 4, 3))

@@ -108,17 +108,42 @@ _FEW = 1 << 16
 """Up to this many elements of all members, several operators are as fast as one whose gradient is a call of Python."""
 
 
-def drops(input: Tensor, start: Tensor, always: bool) -> bool:
-    """Whether ``drop`` takes an input and, if not ``always``, is faster than several operators, as it is in a replay."""
-    is_plain = type(input) is Tensor and input.layout is torch.strided and input.device.type == "cpu"
-    if not (is_plain and input.dtype in _KINDS and is_fast(start)) or has_tangents():
-        return False
-    return always or num_recorders() > 0 or inside_vmap(input).numel() > _FEW
+def dropped(
+    start: Tensor, stride: Tensor, padding: Any, x: Tensor, p: float | Tensor, scale: Any, redraws: bool
+) -> tuple[Any, ...] | None:
+    """A function and its arguments for an ``x`` kept with probability ``p`` times a scale, without a mask for the gradient.
+
+    None where several operators do it, or are faster and ``redraws`` does not forbid that they keep masks.
+    """
+    is_each = isinstance(scale, Tensor)
+    is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and x.dtype in _KINDS
+    if not is_plain or start.dim() or not is_fast(start) or has_tangents():
+        return None
+    # In a replay, gradients call no Python. Rates have no gradient here.
+    is_faster = redraws or num_recorders() > 0 or inside_vmap(x).numel() > _FEW
+    if not is_faster or (is_each and (scale.dim() or inside_vmap(scale).requires_grad)):
+        return None
+    row = (None, x.numel()) if padding is None else padding.row(x.shape)
+    if row is None:
+        return None
+    limit: Any = limit_of(p)
+    limit, scale = (limit, scale) if is_each else (torch.tensor(limit), torch.tensor(scale, dtype=x.dtype))
+    return drop, x, start, stride, limit, scale, *row
 
 
-def limit_of(p: float) -> int:
+def drop(*args: Any) -> Tensor:
+    """The operator ``drop``, see :func:`_drop`."""
+    return torch.ops.hfta_func.drop(*args)
+
+
+def limit_of(p: float | Tensor) -> Any:
     """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
-    return round(p * 2.0**53) - (1 << 52)
+    # -2^52 stands for 0 and 2^52 for 1, which no word reaches.
+    return (
+        round(p * 2.0**53) - (1 << 52)
+        if not isinstance(p, Tensor)
+        else (p.double() * 2.0**53).round().long() - (1 << 52)
+    )
 
 
 @functools.cache

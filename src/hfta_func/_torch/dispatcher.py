@@ -25,6 +25,8 @@ set_fallback_enabled = private("torch._C._functorch", "_set_vmap_fallback_enable
 _TorchDispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
 num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
+# A context in which no TorchFunctionMode sees what is called.
+out_of_sight = private("torch._C", "DisableTorchFunction")
 # The TorchFunctionModes in force, outermost first.
 function_modes = private("torch.overrides", "_get_current_function_mode_stack")
 # Calls operators below autograd.

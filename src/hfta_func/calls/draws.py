@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import random as numbers
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,18 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import random
+from hfta_func._kernels import noise
 from hfta_func._types import RandomnessError
 from hfta_func.calls import distributions
 from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
-
-
-def drawn_state(value: Any) -> Any:
-    """The state of a generator of random numbers of PyTorch, Python or NumPy; None for anything else."""
-    if isinstance(value, torch.Generator | numbers.Random) or type(value).__module__.startswith("numpy.random"):
-        names = "get_state", "getstate", "bit_generator", "state"
-        state = next((getattr(value, name) for name in names if hasattr(value, name)), None)
-        return state() if callable(state) else getattr(state, "state", state)
-    return None
 
 
 class _Keys(Protocol):
@@ -63,7 +54,7 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     stream, scale = keys.next_key(p), inverse(1 - checked(p))
     if isinstance(scale, Tensor):
         scale = scale.to(input.dtype)
-    given: Any = random.dropped(stream, 1 - p, input, scale, keys.redraws) if input.shape == shape else None
+    given: Any = noise.dropped(*stream, input, 1 - p, scale, keys.redraws) if input.shape == shape else None
     if given is None:
         given = _multiply, input, random.bernoulli(stream, 1 - p, shape), scale
     dropped = keys.dropped(*given)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
+from hfta_func._torch import out_of_sight, outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
 from hfta_func._types import StackError, StateError
 
 
@@ -124,7 +124,8 @@ class Base:
                     raise _written(path)
             return
         # Some operators, such as batch normalisation, do not declare what they write; they write floating-point buffers only.
-        copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
+        with out_of_sight():
+            copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
         read = {**tensors, **copies}
         with refusing_writes(read, _written):
             yield read

@@ -23,6 +23,8 @@ def one_by_one(
     """
     values, axes = {**dict(enumerate(args)), **kwargs}, {**dict(enumerate(dims)), **named_dims}
     writes, results = written_by(operator)
+    if operator.name().startswith("aten::set_"):
+        raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()}, which is none of a member alone")
     # One unbind, because the gradients of M separate selections would be M arrays.
     parts = {
         key: _unbind(operator, value, axes[key], num_models, is_written=key in writes) for key, value in values.items()

@@ -18,6 +18,7 @@ from torch.autograd.profiler import profile as profiler
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hfta_func import random
+from hfta_func._kernels import noise
 from hfta_func._torch import marker, original, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func.calls.body import Body, path_in
@@ -87,7 +88,8 @@ def marking(kind: str) -> Iterator[None]:
     if kind == "compiled":
         yield
         return
-    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli", "drop")]
+    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
+    places += [(noise, "drop", "noise")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
     places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
     plain = train.commit
