@@ -1226,4 +1226,14 @@ PLANTED = [
         *("_torch/recorded.py", "torch.Tag.nondeterministic_seeded not in func.tags", "True"),
         "test_replay.py::test_fixed_values_that_an_operator_writes_or_draws_from_are_not_made_once",
     ),
+    Planted(
+        "padded units are dropped by words of the padded width",
+        *("_kernels/noise.py", "at = before * (width[model] - length) + 1", "at = 1"),
+        "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
+    ),
+    Planted(
+        "a kernel drops by another scale than operators",
+        *("_kernels/noise.py", "< most) * by;", "< most) / by;"),
+        "test_random.py::test_one_kernel_drops_what_several_operators_drop",
+    ),
 ]
