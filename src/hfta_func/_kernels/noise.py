@@ -14,21 +14,17 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
-from hfta_func._kernels.operators import define_operator
+from hfta_func._kernels.operators import define_operator, with_backward
 from hfta_func._torch import (
-    SingleLevelFunction,
     VmapInterpreter,
     add_batch_dim,
-    below_autograd,
     below_batching,
     has_tangents,
     inside_vmap,
     num_dispatch_modes,
     num_recorders,
     peek_interpreter,
-    single_level_functions,
     unwrap_batched,
-    without_views,
 )
 
 _HEAD = """
@@ -139,11 +135,9 @@ def drop(*args: Any) -> Tensor:
 def limit_of(p: float | Tensor) -> Any:
     """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
     # -2^52 stands for 0 and 2^52 for 1, which no word reaches.
-    return (
-        round(p * 2.0**53) - (1 << 52)
-        if not isinstance(p, Tensor)
-        else (p.double() * 2.0**53).round().long() - (1 << 52)
-    )
+    if isinstance(p, Tensor):
+        return (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
+    return round(p * 2.0**53) - (1 << 52)
 
 
 @functools.cache
@@ -192,7 +186,7 @@ def _defined() -> bool:
         _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
     _define(
         "drop(Tensor x, Tensor start, Tensor stride, Tensor limit, Tensor scale, Tensor? width, SymInt row) -> Tensor",
-        *(_drop, lambda x, *_: torch.empty_like(x), _Drop.call),
+        *(_drop, lambda x, *_: torch.empty_like(x), with_backward("drop", drop, _keep_streams, _drop_again)),
     )
     _define(
         "streams(Tensor key, int first, int count) -> (Tensor, Tensor)",
@@ -207,7 +201,7 @@ def _defined() -> bool:
 def _drop(
     x: Tensor, start: Tensor, stride: Tensor, limit: Tensor, scale: Tensor, width: Tensor | None, row: int
 ) -> Tensor:
-    """``x`` where the word of its element is below a limit, times a scale, and zeros; see :func:`_defined`.
+    """``x`` where the word of its element is below a limit, times a scale, and zeros.
 
     ``width`` is how many elements of each ``row`` a member has, None for all; words are counted without those that it lacks.
     """
@@ -222,35 +216,13 @@ def _drop(
     return out if x.is_contiguous() else torch.empty_like(x).copy_(out)
 
 
-class _Drop(SingleLevelFunction):
-    """The gradient of ``drop``, for which the same words are drawn again."""
+def _keep_streams(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, *keys, ctx.row = inputs
+    ctx.save_for_backward(*keys)
 
-    @classmethod
-    def call(cls, x: Tensor, *args: Any) -> Tensor:
-        """The operator at a level of autograd."""
-        if not x.requires_grad:
-            with below_autograd():
-                return torch.ops.hfta_func.drop(x, *args)
-        with single_level_functions():
-            return cls.apply(x, *args)
 
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        """The dropped input."""
-        # The function disables gradients for its body, but an outer gradient transform still needs them below.
-        with below_autograd(), without_views(), torch.enable_grad():
-            return torch.ops.hfta_func.drop(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Keep the streams, not the input."""
-        _, *keys, ctx.row = inputs
-        ctx.save_for_backward(*keys)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient, dropped alike."""
-        return torch.ops.hfta_func.drop(grad, *ctx.saved_tensors, ctx.row), *(None,) * 6
+def _drop_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.hfta_func.drop(grad, *ctx.saved_tensors, ctx.row), *(None,) * 6
 
 
 def _define(

@@ -6,8 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hfta_func._torch import DIRECT, PREPARED, taken_apart
+from hfta_func._torch import (
+    DIRECT,
+    PREPARED,
+    SingleLevelFunction,
+    below_autograd,
+    single_level_functions,
+    taken_apart,
+    without_views,
+)
 
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
@@ -61,3 +70,27 @@ def define_operator(
     if is_new and decomposition is not None:
         taken_apart(operator, decomposition)
     return operator
+
+
+def with_backward(
+    title: str, call: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The kernel for autograd of an operator, ``call(*args)``, by a backward pass that is written for it."""
+
+    def below(*args: Any) -> Any:
+        # The function disables gradients for its body, but an outer gradient transform still needs them below.
+        with below_autograd(), without_views(), torch.enable_grad():
+            return call(*args)
+
+    methods = {"forward": below, "setup_context": setup_context, "backward": backward}
+    function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
+
+    def autograd(*args: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            # As in every compiled graph, whose gradients are written out: calls are twice as fast without the function.
+            with below_autograd():
+                return call(*args)
+        with single_level_functions():
+            return function.apply(*args)
+
+    return autograd

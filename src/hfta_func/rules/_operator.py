@@ -12,16 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hfta_func._kernels.operators import DEFINITIONS, define_operator
-from hfta_func._torch import (
-    SingleLevelFunction,
-    below_autograd,
-    has_tangents,
-    single_level_functions,
-    without_views,
-)
+from hfta_func._kernels.operators import DEFINITIONS, define_operator, with_backward
+from hfta_func._torch import has_tangents
 from hfta_func.rules._registry import fingerprint
 
 
@@ -55,24 +48,11 @@ class Operator:
         title, _, signature = self.schema.partition("(")
         forward = self.forward
 
-        def below(*args: Any) -> Any:
-            # The function disables gradients for its body, but an outer gradient transform still needs them below.
-            with below_autograd(), without_views(), torch.enable_grad():
-                return op(*args)
-
-        methods = {"forward": below, "setup_context": self.setup_context, "backward": self.backward}
-        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
+        differentiated = with_backward(title, lambda *args: op(*args), self.setup_context, self.backward)
 
         def autograd(*args: Any) -> Any:
-            if has_tangents():
-                # Forward mode differentiates the operations inside.
-                return forward(*args)
-            if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-                # As in every compiled graph, whose gradients are written out: calls are twice as fast without the function.
-                with below_autograd():
-                    return op(*args)
-            with single_level_functions():
-                return function.apply(*args)
+            # Forward mode differentiates the operations inside.
+            return (forward if has_tangents() else differentiated)(*args)
 
         kernels = {
             "CompositeExplicitAutograd": forward,
