@@ -54,7 +54,7 @@ def test_pictures_name_the_extra_that_they_need():
 
 def test_tensorboard_names_the_extra_that_it_needs(tmp_path):
     with pytest.raises(ImportError, match=r"pip install '?hfta_func\[tensorboard\]"):
-        hfta.tensorboard(str(tmp_path))
+        hfta.callbacks.tensorboard(str(tmp_path))
 
 
 def test_a_model_is_trained():

@@ -75,7 +75,7 @@ class Array:
     def __init__(self, job: Job, shared: bool = True, compile: bool = False, chunk_size: Any = None):
         self.base = make_base(job)
         count = range(job.adapters)
-        found = hfta.stack_adapters(self.base, [make_config(job)] * job.adapters, seeds=count)
+        found = hfta.models.stack_adapters(self.base, [make_config(job)] * job.adapters, seeds=count)
         step = hfta.make_train_step(
             *(found.model, loss_fn, hfta.adamw(lr=1e-3)), donate=True, share_frozen=shared, chunk_size=chunk_size
         )
@@ -136,7 +136,7 @@ class Loop:
 
 def measure(job: Job, ways: list[str], rounds: int) -> dict[str, Any]:
     """Seconds, bytes and agreement of every way to train the adapters."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     tokens = torch.randint(job.vocabulary, (job.adapters, job.batch, job.length))
     make: dict[str, Callable[[], Array | Loop]] = {
         "loop": lambda: Loop(job),

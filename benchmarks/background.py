@@ -27,7 +27,7 @@ WAYS = ("eager", "compiled", "hfta.compile")
 
 def seconds(way: str, spec: Spec, steps: int) -> dict[str, Any]:
     """From before the first call to after the last, and how many calls ran a graph."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     job = make(spec)
     step, state = job.array()
     run: Callable[..., Any] = step

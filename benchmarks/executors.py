@@ -90,7 +90,7 @@ def queue(trials: int, pool: Pool | None, max_models: int) -> float:
 def crew(kind: str, workers: int) -> Pool:
     """Workers of a kind."""
     if kind == "processes":
-        return hfta.WorkerPool(workers)
+        return hfta.workers.WorkerPool(workers)
     from hfta_func import cluster
 
     return cluster.ray(workers)

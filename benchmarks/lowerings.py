@@ -28,7 +28,7 @@ CONVOLUTION_SAMPLES = 8
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Median times in seconds, by row, operator and lowering; what the table chooses now stands under ``"chosen"``."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     results: dict[str, Any] = {}
     for row in ROWS:
         if args.filter and args.filter not in f"{row.family} {row.name}":

@@ -37,7 +37,7 @@ STEPS, WARM, TURN = 3, 6, 0.3
 
 def measure(spec: Spec, compile: bool, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds, bytes and agreement of every way, relative to the array that keeps everything."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     job = make(spec)
     runs = {name: array(job, steps=RUN, **own) for name, own in WAYS.items()}
     differences = _differences(spec)

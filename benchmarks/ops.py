@@ -367,7 +367,7 @@ def like(output: Tensor) -> Tensor:
 def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, Any]:
     row = ROWS[number]
     torch.set_num_threads(threads)
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     warnings.filterwarnings("ignore", "There is a performance drop")
     members, stacks = tensors(row, device)
     dims = row.dims()

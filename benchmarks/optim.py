@@ -157,7 +157,7 @@ def one(title: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every optimizer over both arrays."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     found = {}
     with torch.device(args.device):
         for title in titles():

@@ -22,7 +22,7 @@ EXAMPLES = ("mlp", "resnet", "mobilenet-v2", "mobilenet-v3s", "pointnet-cls", "d
 MOST_DISTURBED, MOST_BIAS = 0.03, 0.05
 
 
-def measure(name: str, models: int, turns: int, show: bool) -> tuple[float, float, hfta.Profile]:
+def measure(name: str, models: int, turns: int, show: bool) -> tuple[float, float, hfta.run.Profile]:
     """The medians over several profiles of what lines leave of the step, and of the bias; and the last profile."""
     spec = Spec(name, "small", models, batch_size(name, "small", "cpu"))
     job = make(spec)

@@ -82,7 +82,7 @@ class Array:
             keys = hfta.random.fold_in(state.keys, state.step)
             return running, rl.minibatches(keys, rows, MINIBATCHES, epochs=EPOCHS), rl.episode_metrics(running)
 
-        lr = hfta.Schedule(
+        lr = hfta.schedules.Schedule(
             {"value": LR}, lambda count, value: value * (1 - count // (EPOCHS * MINIBATCHES) / ITERATIONS)
         )
         optimizer = hfta.chain(hfta.clip_grad_norm(0.5), hfta.adam(lr=lr, eps=1e-5))

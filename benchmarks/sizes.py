@@ -154,7 +154,7 @@ class Loop:
 
 def measure(chosen: list[Config], ways: dict[str, Callable[[], Any]], batch: int, rounds: int) -> dict[str, Any]:
     """Seconds and agreement of every way to train the models."""
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     inputs, classes = data()
     batches = [*zip(inputs.split(batch), classes.split(batch), strict=True)][: len(inputs) // batch]
     # Noise is the members' own, not PyTorch's, so losses are compared without it.

@@ -193,7 +193,7 @@ def alone(mode: str, spec: Spec, work: Callable[[Measured], T]) -> T:
 
 def room(device: str) -> int:
     """Free bytes; less than nothing, so that one mode starts at a time, where they cannot be read."""
-    with contextlib.suppress(hfta.StateError):
+    with contextlib.suppress(hfta.errors.StateError):
         return free_bytes(torch.device(device))
     return -1
 

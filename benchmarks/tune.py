@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each way is run, in turns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     args = parser.parse_args(argv)
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     torch.manual_seed(0)
 
     def study() -> tune.Study:

@@ -151,7 +151,7 @@ class Desk:
         job = make(self.spec)
         step, state = job.array()
         if self.spec.device == "cuda":
-            return hfta.max_models(step, state, job.batches[0], limit=4096)
+            return hfta.run.max_models(step, state, job.batches[0], limit=4096)
         return hfta.plan(step, state, job.batches[0], limit=100_000).num_models
 
     def _step(self) -> None:
@@ -168,7 +168,7 @@ def main(argument: str) -> None:
             Path("/proc/self/oom_score_adj").write_text("500")
     torch.set_num_threads(threads)
     if "default allocator" not in mode:
-        hfta.keep_memory()
+        hfta.step.keep_memory()
     serve(Desk(mode, Spec(*spec)))
 
 

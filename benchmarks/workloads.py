@@ -189,7 +189,7 @@ class GANJob:
 
         return both, state
 
-    def _joint(self) -> tuple[JointGAN, hfta.TrainState]:
+    def _joint(self) -> tuple[JointGAN, hfta.step.TrainState]:
         make, seeds, autocast = (
             (self.discriminator, self.generator),
             self.flags.seeds,
@@ -223,10 +223,10 @@ class GANJob:
 class JointGAN:
     """A joint step, both of whose losses have the same latent vectors, as :class:`examples.dcgan.main.Pair` has."""
 
-    def __init__(self, step: hfta.JointStep, noise: int):
+    def __init__(self, step: hfta.step.JointStep, noise: int):
         self.step, self.noise = step, noise
 
-    def __call__(self, state: hfta.TrainState, batch: Batch) -> tuple[hfta.TrainState, dict[str, Tensor]]:
+    def __call__(self, state: hfta.step.TrainState, batch: Batch) -> tuple[hfta.step.TrainState, dict[str, Tensor]]:
         """Train both networks, and report the sum of their losses."""
         keys, real = hfta.random.fold_in(state.keys, state.step), batch[0]
         latent = hfta.random.normal(keys, (real.shape[1], self.noise, 1, 1), dtype=real.dtype)
@@ -234,7 +234,7 @@ class JointGAN:
         return state, {"loss": metrics["d.loss"] + metrics["g.loss"]}
 
     def replayed(self, steps: int) -> JointGAN:
-        """As :meth:`hfta.JointStep.replayed`."""
+        """As :meth:`hfta.step.JointStep.replayed`."""
         return JointGAN(self.step.replayed(steps), self.noise)
 
 

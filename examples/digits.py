@@ -117,11 +117,11 @@ def draw(frame: pandas.DataFrame, path: Path) -> None:
 
 
 def compare(
-    step: Callable[..., Any], state: hfta.TrainState, lr: Sequence[float], batches: list[Batch], how: str
+    step: Callable[..., Any], state: hfta.step.TrainState, lr: Sequence[float], batches: list[Batch], how: str
 ) -> str:
     """The time of a member's step in the array, and in an ordinary loop that trains members one after another."""
     # One member of each learning rate, on its own batches. The allocator is the process's, so both sides share it.
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     rates = sorted(set(lr))
     members = [lr.index(rate) for rate in rates]
     models = hfta.unstack_params(CNN(), *hfta.take((state.params, state.buffers), members))

@@ -16,22 +16,11 @@ from cases import FUNCTIONS
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOPICS = (
-    "callbacks",
-    "cluster",
-    "optim",
-    "optim.extend",
-    "plot",
-    "random",
-    "rl",
-    "rules",
-    "schedules",
-    "signals",
-    "sklearn",
-    "step.mixing",
-    "testing",
-    "tune",
+    *("callbacks", "calls", "cluster", "errors", "files", "integrations", "models", "optim", "optim.extend", "plot"),
+    *("random", "rl", "rules", "run", "schedules", "signals", "sklearn", "step", "step.mixing", "testing", "tune"),
+    "workers",
 )
-"""The modules that users reach into; others hold what ``hfta_func`` itself exports."""
+"""The modules that users reach into; others hold what these export."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs a checkout")

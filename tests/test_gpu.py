@@ -314,7 +314,7 @@ def test_the_largest_array_that_runs(one_gib):
     step, state, batch = _wide(2)
     before = _clean()
     # Without a budget that it knows of, it has to find out.
-    most = hfta.max_models(step, state, batch, limit=256, free=2**60)
+    most = hfta.run.max_models(step, state, batch, limit=256, free=2**60)
     assert _clean() == before
     # A state alone is 24 MiB, a step takes its gradients, updates and the new state beside it.
     assert 4 <= most <= 42
@@ -331,7 +331,7 @@ def test_a_plan_where_large_sizes_run_out_of_memory(one_gib):
     assert found.sizes == (1, 2, 4) and 4 <= found.num_models <= 42
     assert found.memory(found.num_models) <= found.free <= 2**30
     # Blocks of the allocator that are too small for what is asked lie idle, which no prediction knows.
-    assert found.num_models / 2 <= hfta.max_models(step, state, batch) <= found.num_models + 2
+    assert found.num_models / 2 <= hfta.run.max_models(step, state, batch) <= found.num_models + 2
     with pytest.raises(MemoryError, match="with M = 128, the smallest of sizes"):
         hfta.plan(step, state, batch, sizes=[128, 256])
     assert _clean() == before
@@ -355,7 +355,7 @@ def test_memory_is_predicted():
         assert found.memory(count) == pytest.approx(torch.cuda.max_memory_allocated() - beside, rel=0.15)
 
 
-@pytest.mark.parametrize("find", [hfta.plan, hfta.max_models])
+@pytest.mark.parametrize("find", [hfta.plan, hfta.run.max_models])
 def test_other_errors_are_no_lack_of_memory(find):
     step, state, batch = _wide(2)
 

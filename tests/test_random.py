@@ -100,7 +100,7 @@ def test_keys():
 
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 1.0, True, "1", None])
 def test_seeds_that_are_no_words(seed):
-    with pytest.raises(hfta.HyperparameterError, match="model 1: seed"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="model 1: seed"):
         random.keys([0, seed])
 
 
@@ -926,7 +926,7 @@ def test_an_inner_vmap_has_its_own_randomness(num_models, backend):
 
     def draw(randomness, inner=torch.func.vmap):
         def member(x, key):
-            with hfta.routed(key):
+            with hfta.calls.routed(key):
                 return inner(lambda row: F.dropout(row, 0.5), randomness=randomness)(x), F.dropout(x[0], 0.5)
 
         mapped = lambda x, keys: hfta.vmap(member)(x, keys)  # noqa: E731

@@ -35,7 +35,7 @@ def test_tested_releases_say_nothing(version):
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20261101+cpu", "3.0.0"])
 def test_newer_releases_are_warned_of(version):
-    with pytest.warns(hfta.VersionWarning) as told:
+    with pytest.warns(hfta.errors.VersionWarning) as told:
         _torch.check_version(version)
     assert [str(one.message) for one in told] == [
         f"hfta_func is tested with PyTorch 2.9 to 2.15, and this is PyTorch {version}: when the batching rules are first "

@@ -272,7 +272,7 @@ def _options(name: str) -> dict[str, Any]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "freeze": {"nonfinite": "freeze"},
-    "loss scale": {"loss_scale": hfta.LossScale(init_scale=8.0)},
+    "loss scale": {"loss_scale": hfta.step.LossScale(init_scale=8.0)},
     "in groups": {"chunk_size": 2},
     "one by one": {"chunk_size": 1},
     "checkpoint": {"checkpoint": True},
@@ -337,7 +337,7 @@ def blind(monkeypatch: pytest.MonkeyPatch, on_cuda: list[_lowering.Case]) -> Non
 
 MIXED = {
     "bfloat16": {"autocast": torch.bfloat16},
-    "float16": {"autocast": torch.float16, "loss_scale": hfta.LossScale(growth_interval=1)},
+    "float16": {"autocast": torch.float16, "loss_scale": hfta.step.LossScale(growth_interval=1)},
 }
 
 
@@ -375,7 +375,7 @@ def test_models_are_made_without_a_word_on_several_gpus(monkeypatch: pytest.Monk
 
 def test_a_history_is_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
-        history = hfta.History(torch.tensor([7, 8], device="cpu"))
+        history = hfta.run.History(torch.tensor([7, 8], device="cpu"))
         history.epochs = [{"loss": torch.tensor([1.0, 2.0], device="cpu")}]
         history.follow(torch.tensor([8, 9], device="cpu"))
     assert history.members.tolist() == [1, 2] and history.since.tolist() == [0, 0, 1]

@@ -73,11 +73,11 @@ def _compiled(func: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(func, backend="openxla", fullgraph=True)
 
 
-def _runner(mode: str, step: hfta.TrainStep) -> Callable[..., Any]:
+def _runner(mode: str, step: hfta.step.TrainStep) -> Callable[..., Any]:
     """The step, followed by the execution of what it recorded."""
     run = _compiled(step) if mode == "compiled" else step
 
-    def synced(state: hfta.TrainState, batch: Any) -> Any:
+    def synced(state: hfta.step.TrainState, batch: Any) -> Any:
         result = run(state, batch)
         torch_xla.sync()
         return result
@@ -86,7 +86,7 @@ def _runner(mode: str, step: hfta.TrainStep) -> Callable[..., Any]:
     return synced
 
 
-def _array(name: str, case: OptimizerCase, dropout: float = 0.0) -> tuple[list[nn.Module], Any, hfta.TrainState]:
+def _array(name: str, case: OptimizerCase, dropout: float = 0.0) -> tuple[list[nn.Module], Any, hfta.step.TrainState]:
     members = models(name, M, dropout)
     step = hfta.make_train_step(members[0], loss_fn, ours(case))
     return members, step, step.init(*_on("xla", hfta.stack_params(members)), seeds=SEEDS)
@@ -288,7 +288,7 @@ def test_noise_is_that_of_the_cpu(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_is_that_of_the_cpu(mode: str) -> None:
     def dropped(x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             return F.dropout(x, 0.3), F.dropout2d(x.reshape(4, 25, 2, 5), 0.5)
 
     func = hfta.vmap(dropped)

@@ -43,7 +43,7 @@ def error(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"error": (model(inputs) - targets).abs().mean()}
 
 
-def halve(state: hfta.TrainState, history: hfta.History) -> hfta.TrainState | None:
+def halve(state: hfta.step.TrainState, history: hfta.run.History) -> hfta.step.TrainState | None:
     if len(history) == 1:
         return hfta.with_hyperparams(state, lr=[0.01, 0.02, 0.03, 0.04])
     return None
@@ -54,7 +54,7 @@ def jitter(batch: Batch) -> Batch:
     return inputs + 0.01 * torch.randn_like(inputs), targets
 
 
-def build() -> tuple[hfta.TrainStep, hfta.TrainState, hfta.EvalStep]:
+def build() -> tuple[hfta.step.TrainStep, hfta.step.TrainState, hfta.step.EvalStep]:
     """Optimizers, schedules, and the two ways to make parameters."""
     models = [MLP(16) for _ in range(4)]
     params, buffers = hfta.stack_params(models)
@@ -91,25 +91,25 @@ def train(folder: Path) -> list[nn.Module]:
         epochs=2,
         evaluate=lambda state: evaluate(state, data),
         callbacks=[
-            hfta.early_stopping("error", patience=3),
-            hfta.keep_checkpoints(folder, keep=3),
-            hfta.keep_best(folder / "best.safetensors", "error"),
+            hfta.callbacks.early_stopping("error", patience=3),
+            hfta.callbacks.keep_checkpoints(folder, keep=3),
+            hfta.callbacks.keep_best(folder / "best.safetensors", "error"),
             halve,
         ],
         resume=folder / "run.safetensors",
     )
     curve: Tensor = history["error"]
     failed = [(failure.member, failure.cause) for failure in history.failures]
-    print(curve.shape, failed, hfta.Failure.NONE.name)
+    print(curve.shape, failed, hfta.step.Failure.NONE.name)
     bands(history.frame(width=[16] * 4), "error", by="seed")
     hfta.save(state, folder / "state.safetensors")
     best = hfta.load(folder / "state.safetensors", like=state, members=[2, 0])
     pair = hfta.take(hfta.concat([state, best]), [0, 1])
-    print(hfta.rules.explain(step, pair, data), hfta.read_metadata(folder / "state.safetensors"))
+    print(hfta.rules.explain(step, pair, data), hfta.files.read_metadata(folder / "state.safetensors"))
     with hfta.rules.override(modules=["head"], linear="loop"):
         state, metrics = step(state, data)
     single = hfta.export_model(MLP(16), state, 3)
-    again = hfta.import_models(MLP(16), [single.state_dict()])
+    again = hfta.files.import_models(MLP(16), [single.state_dict()])
     return hfta.unstack_params(MLP(16), again.params, again.buffers)
 
 
@@ -127,11 +127,11 @@ def by_hand(model: MLP, inputs: Tensor) -> Tensor:
     return outputs + noise.mean() + params["head.bias"]
 
 
-def advise(step: hfta.TrainStep, state: hfta.TrainState, batch: Batch) -> int:
+def advise(step: hfta.step.TrainStep, state: hfta.step.TrainState, batch: Batch) -> int:
     """Plans, checks and errors."""
     try:
-        found: hfta.Plan = hfta.plan(step, state, batch, limit=64)
+        found: hfta.run.Plan = hfta.plan(step, state, batch, limit=64)
         assert_matches_solo(step, state, [batch])
-    except (hfta.StackError, hfta.HFTAError) as problem:
+    except (hfta.errors.StackError, hfta.HFTAError) as problem:
         raise SystemExit(str(problem)) from None
-    return min(found.num_models, hfta.max_models(step, state, batch, limit=64))
+    return min(found.num_models, hfta.run.max_models(step, state, batch, limit=64))

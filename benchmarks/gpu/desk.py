@@ -33,5 +33,5 @@ class Desk:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    hfta.keep_memory()
+    hfta.step.keep_memory()
     serve(Desk(*json.loads(sys.argv[1])))

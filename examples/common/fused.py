@@ -31,7 +31,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
         model, lambda model, batch: task.metric_fn(model, task.prepare(batch)), autocast=autocast
     )
 
-    def test(state: hfta.TrainState) -> Metrics:
+    def test(state: hfta.step.TrainState) -> Metrics:
         # Every batch gets different noise.
         numbers = itertools.count()
 
@@ -46,7 +46,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
 
 def prepare(
     task: Task, flags: Flags, device: torch.device, **options: Any
-) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
+) -> tuple[hfta.step.TrainStep, hfta.step.TrainState, hfta.ArrayLoader]:
     """The step of an array, made with further ``options``, the initial state, and the loader."""
     try:
         loader = make_loader(task.train, task.training_batch, flags, device)
@@ -63,10 +63,10 @@ def prepare(
         raise BadInput(str(error)) from None
 
 
-def initial(factory: Callable[[], nn.Module], seeds: Sequence[int], device: torch.device) -> hfta.Stacked:
+def initial(factory: Callable[[], nn.Module], seeds: Sequence[int], device: torch.device) -> hfta.models.Stacked:
     """The models that ``torch.manual_seed(seed); factory()`` makes for the seeds, stacked, on the device."""
     stacked = hfta.init_params(factory, seeds)
-    return hfta.Stacked(*({path: leaf.to(device) for path, leaf in tree.items()} for tree in stacked))
+    return hfta.models.Stacked(*({path: leaf.to(device) for path, leaf in tree.items()} for tree in stacked))
 
 
 def make_loader(data: Batch, transform: Callable[[Batch], Batch], flags: Flags, device: torch.device) -> Any:
@@ -87,7 +87,7 @@ def fit(
         last = test(state) if flags.eval else {}
         return {**last, "seconds": seconds}
 
-    def report(state: Any, history: hfta.History) -> None:
+    def report(state: Any, history: hfta.run.History) -> None:
         finished[:] = history.epochs
         print_epoch(len(history), history.epochs[-1])
         clock.restart()
@@ -101,7 +101,7 @@ def fit(
         return state, history.epochs, last or test(state)
     except KeyboardInterrupt:
         raise Interrupted(finished) from None
-    except (hfta.CheckpointError, hfta.StateError) as error:
+    except (hfta.errors.CheckpointError, hfta.errors.StateError) as error:
         raise BadInput(first_line(error)) from None
 
 
@@ -118,7 +118,7 @@ def adadelta(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.Grad
     return hfta.adadelta(lr=_rate(hyperparams, batches))
 
 
-def _rate(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.PerModel:
+def _rate(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.schedules.PerModel:
     if "gamma" not in hyperparams:
         return hyperparams["lr"]
     # Schedules count updates, the flag counts epochs.

@@ -22,8 +22,8 @@ from examples.dcgan.model import on_fake, on_real
 class GANState(NamedTuple):
     """Everything that training changes, for M pairs of models; every leaf is ``[M, ...]``."""
 
-    generator: hfta.Stacked
-    discriminator: hfta.Stacked
+    generator: hfta.models.Stacked
+    discriminator: hfta.models.Stacked
     generator_opt: Any
     discriminator_opt: Any
     keys: Tensor
@@ -34,7 +34,7 @@ class GANState(NamedTuple):
 def make_step(
     generator: nn.Module, discriminator: nn.Module, optimizer: hfta.GradientTransformation, noise: int, amp: bool
 ) -> Callable[[GANState, Batch], tuple[GANState, Metrics]]:
-    """``step(state, batch) -> (state, metrics)`` like a :class:`hfta.TrainStep` that is donated its state."""
+    """``step(state, batch) -> (state, metrics)`` like a :class:`hfta.step.TrainStep` that is donated its state."""
     # Functions of one model; vmap makes them functions of all. Members do not meet, so that the gradient of the summed
     # losses, taken outside of vmap, holds every member's own.
     generate = hfta.vmap(hfta.functional(generator))
@@ -71,7 +71,9 @@ def make_step(
         (grads,) = pull_back(on_images)
         hfta.update_(optimizer, grads, state.generator_opt, g)
         state = state._replace(
-            generator=hfta.Stacked(g, g_buffers), discriminator=hfta.Stacked(d, d_buffers), step=state.step + 1
+            generator=hfta.models.Stacked(g, g_buffers),
+            discriminator=hfta.models.Stacked(d, d_buffers),
+            step=state.step + 1,
         )
         return state, {"loss_d": of_real + of_fake, "loss_g": g_losses}
 
@@ -89,7 +91,7 @@ def prepare(
         )
     if device.type == "cpu":
         # As TrainStep.init does by itself.
-        hfta.keep_memory()
+        hfta.step.keep_memory()
     try:
         optimizer = adam(flags.per_model(), 1)
         g, d = initial(generator, seeds, device), initial(discriminator, seeds, device)

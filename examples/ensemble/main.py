@@ -90,7 +90,7 @@ def train(
         *(step, state, loader),
         epochs=flags.epochs,
         evaluate=lambda state: evaluate(state, data[1]),
-        callbacks=[hfta.early_stopping("nll", patience=flags.patience)],
+        callbacks=[hfta.callbacks.early_stopping("nll", patience=flags.patience)],
         restore_best="nll",
         compact=True,
         progress=False,

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples]'") from None
 
 import hfta_func as hfta
-from hfta_func import mixing
+from hfta_func.step import mixing
 
 
 def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[Tensor]]) -> tuple[Tensor, list[int]]:
@@ -44,7 +44,7 @@ def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[T
     measure = hfta.make_eval_step(Classifier(), accuracy)
     accuracies: list[Tensor] = []
     callbacks = [
-        hfta.averaging(seeds, weights=[len(each) for each in shares]),
+        hfta.callbacks.averaging(seeds, weights=[len(each) for each in shares]),
         lambda state, history: accuracies.append(
             measure(hfta.take(state, range(0, count, flags.clients)), test)["accuracy"]
         ),
@@ -114,7 +114,7 @@ def peers(flags: argparse.Namespace) -> None:
     for name, groups in ways.items():
         state, shown, formula = begin, [], 1.0
         for turn in range(4):
-            state = hfta.average(state, mixing.matrix(groups(turn)))
+            state = hfta.step.average(state, mixing.matrix(groups(turn)))
             formula *= (_count(groups(turn)) - 1) / (flags.peers - 1)
             expected = f" ({formula:.1e})" if name.startswith("at random") else ""
             shown.append(f"{distance(state) / distance(begin):.1e}{expected}")
@@ -134,14 +134,16 @@ def peers(flags: argparse.Namespace) -> None:
     for name, groups in trained.items():
         loader = hfta.ArrayLoader(data, flags.batch_size, seeds=range(flags.peers), rows=shares)
         start = time.perf_counter()
-        state, _ = hfta.fit(step, same, loader, epochs=flags.rounds, callbacks=[hfta.averaging(groups)], progress=False)
+        state, _ = hfta.fit(
+            step, same, loader, epochs=flags.rounds, callbacks=[hfta.callbacks.averaging(groups)], progress=False
+        )
         seconds = time.perf_counter() - start
-        middle = measure(hfta.take(hfta.average(state), [0]), test)["accuracy"].item()
+        middle = measure(hfta.take(hfta.step.average(state), [0]), test)["accuracy"].item()
         worst = measure(state, test)["accuracy"].min().item()
         print(f"  {name:20s}{middle:.3f}  {worst:.3f}  {distance(state):.2e}  {seconds:.1f} s")
 
 
-def distance(state: hfta.TrainState) -> float:
+def distance(state: hfta.step.TrainState) -> float:
     """The mean-square distance of members to the average of all."""
     return sum(float((leaf - leaf.mean(0)).square().sum()) / len(leaf) for leaf in state.params.values())
 

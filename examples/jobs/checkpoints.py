@@ -26,7 +26,7 @@ def error(model, batch):
 
 rate = hfta.schedules.warmup(hfta.schedules.cosine(1e-2, T_max=20 * 18), steps=19)
 study = hfta.Experiment(make_model, loss, hfta.adamw(rate), error, seeds=8, options={"autocast": torch.bfloat16})
-options = {"callbacks": [hfta.early_stopping("error", 4)], "restore_best": "error", "resume": sys.argv[1]}
+options = {"callbacks": [hfta.callbacks.early_stopping("error", 4)], "restore_best": "error", "resume": sys.argv[1]}
 history = study.fit(train, 64, epochs=20, evaluate=test, progress=False, **options)
 best = history.best("error")
 print(f"error {best.error.mean():.4f} after {best.epoch.mean():.2f} epochs")

@@ -27,5 +27,5 @@ def accuracy(model, batch):
 federation = hfta.Experiment(make_model, loss, hfta.sgd(0.1), accuracy, seeds=16, init_seeds=[0] * 16)
 for turn in range(1, 31):
     federation.fit(train, 16, rows=clients, epochs=1, progress=False)
-    federation.state = hfta.average(federation.state, weights=[len(rows) for rows in clients])
+    federation.state = hfta.step.average(federation.state, weights=[len(rows) for rows in clients])
     print(f"round {turn}: accuracy {federation.evaluate(test)['accuracy'][0]:.3f}")

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{_alone(base, code_test):.2f} on code")  # fmt: skip
     # One seed for all: they differ in rank, mix and learning rate alone.
     seeds = [args.seed] * len(grid)
-    adapters = hfta.stack_adapters(base, configs, seeds=seeds)
+    adapters = hfta.models.stack_adapters(base, configs, seeds=seeds)
     step = hfta.make_train_step(
         adapters.model, next_token, hfta.adamw(lr=[lr for _, _, lr in grid]), donate=True, share_frozen=True
     )

@@ -112,7 +112,7 @@ def by_array(flags: argparse.Namespace, data: Data, make_model: Callable[[], nn.
         batches_per_epoch=flags.batches,
         epochs=flags.epochs,
         evaluate=(metric, data.batch, data.val),
-        callbacks=[hfta.early_stopping("val_loss", flags.patience)],
+        callbacks=[hfta.callbacks.early_stopping("val_loss", flags.patience)],
         restore_best="val_loss",
         compact=True,
         progress=False,

@@ -90,7 +90,7 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
 def check_resumed(file, state, rates, refuse):
     """Refuse to go on with a run that was begun with other settings, of which its file would keep its own."""
     try:
-        begun = hfta.read_metadata(file)
+        begun = hfta.files.read_metadata(file)
         held = [("--lr", rates, value) for path, value in begun["hyperparameters"].items() if path.endswith("['lr']")]
         for flag, given, before in (("--seeds", [len(rates)], [begun["num_models"]]), *held):
             if given != before:
@@ -98,9 +98,9 @@ def check_resumed(file, state, rates, refuse):
                     f"{flag} is {given}, but the run in {file} was begun with {before}; give the same, or another file"
                 )
         hfta.load(file, like=state)
-    except hfta.StateError:
+    except hfta.errors.StateError:
         refuse(f"the run in {file} is of another example or --env; give the same, or another file")
-    except hfta.CheckpointError as error:
+    except hfta.errors.CheckpointError as error:
         refuse(error)
 
 

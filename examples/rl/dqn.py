@@ -60,7 +60,7 @@ def make(env, lr, discount=0.99, every=10, exploring=100, capacity=10_000, steps
                   for path, param in state.params.items()}  # fmt: skip
         key = hfta.random.fold_in(state.keys, turn)
         batch, _ = rl.sample(buffer, key, UPDATES * BATCH)
-        after, _ = values(hfta.Stacked(target, {}), batch["next_observation"], key)
+        after, _ = values(hfta.models.Stacked(target, {}), batch["next_observation"], key)
         batch["target"] = batch["reward"] + batch["discount"] * torch.where(batch["terminated"], 0, after.amax(-1))
         carry = {"running": running, "buffer": buffer, "target": target}
         return carry, common.updates(batch, UPDATES), rl.episode_metrics(running)
@@ -69,7 +69,7 @@ def make(env, lr, discount=0.99, every=10, exploring=100, capacity=10_000, steps
 
     def start(params, seeds):
         running = rl.start(env, hfta.random.keys(seeds), N)
-        buffer = rl.replay(rows(greedy, hfta.Stacked(params, {}), running)[1], capacity)
+        buffer = rl.replay(rows(greedy, hfta.models.Stacked(params, {}), running)[1], capacity)
         return step.init(params, seeds=seeds, carry={"running": running, "buffer": buffer, "target": params})
 
     return step, start

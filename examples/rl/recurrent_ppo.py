@@ -75,7 +75,7 @@ def make(env, lr, discount=0.99, minibatches=2, epochs=4):
             # An episode begins without memories.
             return (after, torch.where(done.unsqueeze(-1), 0, more["after"])), {**seen, **more, **outcome}
 
-        carry, steps = hfta.scan(turn, state.carry, length=T)
+        carry, steps = hfta.calls.scan(turn, state.carry, length=T)
         steps = {name: leaf.transpose(0, 1) for name, leaf in steps.items()}
         given = [steps[name].flatten(1, 2) for name in ("next_observation", "after")]
         next_value = value(state, tuple(given), state.keys)[0].unflatten(1, (T, N))

@@ -86,7 +86,7 @@ def make(env, lr, discount=0.99, tau=0.005, capacity=50_000):
         buffer = rl.written(carry["buffer"], common.transitions(steps))
         target = {path: old.lerp(state.params[path], 1 - (1 - tau) ** UPDATES) for path, old in carry["target"].items()}
         batch, _ = rl.sample(buffer, key, UPDATES * BATCH)
-        value, _ = after(hfta.Stacked({**state.params, **target}, {}), batch["next_observation"], key)
+        value, _ = after(hfta.models.Stacked({**state.params, **target}, {}), batch["next_observation"], key)
         batch["target"] = batch["reward"] + discount * torch.where(batch["terminated"], 0, value)
         carry = {"running": running, "buffer": buffer, "target": target}
         return carry, common.updates(batch, UPDATES), rl.episode_metrics(running)
@@ -96,7 +96,9 @@ def make(env, lr, discount=0.99, tau=0.005, capacity=50_000):
     def start(params, seeds):
         """Agents that have wandered for some steps."""
         running = rl.start(env, hfta.random.keys(seeds), N)
-        running, steps = rl.rollout(env, rl.make_policy(agent, wander), hfta.Stacked(params, {}), running, WARMUP)
+        running, steps = rl.rollout(
+            env, rl.make_policy(agent, wander), hfta.models.Stacked(params, {}), running, WARMUP
+        )
         buffer = rl.written(rl.replay(common.transitions(steps), capacity), common.transitions(steps))
         target = {path: param for path, param in params.items() if path.startswith("critics")}
         return step.init(params, seeds=seeds, carry={"running": running, "buffer": buffer, "target": target})

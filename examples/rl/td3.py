@@ -79,7 +79,7 @@ def make(env, lr, discount=0.99, tau=0.005, capacity=50_000):
         buffer = rl.written(carry["buffer"], common.transitions(steps))
         target = {path: old.lerp(state.params[path], 1 - (1 - tau) ** UPDATES) for path, old in carry["target"].items()}
         batch, _ = rl.sample(buffer, key, UPDATES * BATCH)
-        value, _ = after(hfta.Stacked(target, {}), batch["next_observation"], key)
+        value, _ = after(hfta.models.Stacked(target, {}), batch["next_observation"], key)
         batch["target"] = batch["reward"] + discount * torch.where(batch["terminated"], 0, value)
         batches = common.updates(batch, UPDATES)
         # Of the DELAY gradients whose mean moves the actor, all but the last are zero.
@@ -94,7 +94,9 @@ def make(env, lr, discount=0.99, tau=0.005, capacity=50_000):
     def start(params, seeds):
         """Agents that have wandered for some steps."""
         running = rl.start(env, hfta.random.keys(seeds), N)
-        running, steps = rl.rollout(env, rl.make_policy(agent, wander), hfta.Stacked(params, {}), running, WARMUP)
+        running, steps = rl.rollout(
+            env, rl.make_policy(agent, wander), hfta.models.Stacked(params, {}), running, WARMUP
+        )
         buffer = rl.written(rl.replay(common.transitions(steps), capacity), common.transitions(steps))
         return step.init(params, seeds=seeds, carry={"running": running, "buffer": buffer, "target": params})
 

@@ -130,7 +130,7 @@ def build(
         batch_dims=None,
     )
 
-    def test(state: hfta.TrainState) -> dict[str, torch.Tensor]:
+    def test(state: hfta.step.TrainState) -> dict[str, torch.Tensor]:
         # Every batch gets different noise, as when a member trains alone.
         numbers = itertools.count()
         return task.derive(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import pytree, writes
-from hfta_func._types import Shared, StackError, Tree
+from hfta_func._types import Shared, Tree
+from hfta_func.errors import StackError
 
 T = TypeVar("T")
 

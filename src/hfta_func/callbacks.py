@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import where
-from hfta_func._types import SIGNS, CheckpointError, HyperparameterError, StateError, direction_of, require
+from hfta_func._types import SIGNS, direction_of, require
+from hfta_func.errors import CheckpointError, HyperparameterError, StateError
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
 from hfta_func.run.best import is_better
@@ -160,12 +161,12 @@ def averaging(
 ) -> Callback:
     """Average members after each epoch: federated averaging, gossip, peers that come and go.
 
-    Parameters and buffers are averaged, see :func:`hfta_func.average`; optimizer state, such as momentum, and integers are
-    not. Inactive members take no part.
+    Parameters and buffers are averaged, see :func:`hfta_func.step.average`; optimizer state, such as momentum, and integers
+    are not. Inactive members take no part.
 
     Args:
         groups: ``[M]`` integers: members with the same number are averaged, and those with -1 take no part. Or a function of
-            the round, from 0, such as ``hfta.mixing.grid``, ``at_random`` and ``dropouts`` return. By default all members.
+            the round, from 0, such as ``hfta.step.mixing.grid``, ``at_random`` and ``dropouts`` return. Default: all members.
         weights: ``[M]``, such as numbers of rows; equal by default. Without groups also ``[M, M]``, whose row ``i`` has the
             weights of the average that member ``i`` gets. Or a function of the round.
         every: Number of epochs from one round to the next.

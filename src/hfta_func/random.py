@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hfta_func._kernels import noise
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
-from hfta_func._types import HyperparameterError
+from hfta_func.errors import HyperparameterError
 
 # SplitMix64's constants as signed integers, because torch's uint64 lacks most operators.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

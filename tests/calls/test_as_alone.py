@@ -103,7 +103,7 @@ def test_numbers_count_less_than_tensors_with_axes(name, count):
 def test_a_loss_of_two_dtypes_is_refused_where_its_dtype_would_differ():
     ways = calls(lambda fc, x: F.binary_cross_entropy_with_logits(fc(x), (x > 0).float(), reduction="none"), 3)
     for way in ("train", "evaluate"):
-        with pytest.raises(hfta.TraceError, match="cast them to one dtype"):
+        with pytest.raises(hfta.errors.TraceError, match="cast them to one dtype"):
             ways[way]()
 
 
@@ -145,7 +145,7 @@ def test_parameters_that_a_class_holds_are_refused(name, count, chunk_size):
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
     evaluate = hfta.make_eval_step(models[0], loss, chunk_size=chunk_size)
     for call in (lambda: step(step.init(*stacked, seeds=range(count)), x), lambda: evaluate(stacked, x)):
-        with pytest.raises(hfta.TraceError, match=f"uses '{path}' of a model itself"):
+        with pytest.raises(hfta.errors.TraceError, match=f"uses '{path}' of a model itself"):
             call()
     assert torch.equal(before, models[-1].mean)
 
@@ -175,7 +175,9 @@ def test_assigning_buffers_of_what_a_class_holds_is_refused(count):
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None)
     evaluate = hfta.make_eval_step(models[0], loss)
     for call in (lambda: step(step.init(*stacked, seeds=range(count)), x), lambda: evaluate(stacked, x)):
-        with pytest.raises(hfta.TraceError, match=r"assigns 'total' of a module \(Resetting\).*in self.modules\(\)"):
+        with pytest.raises(
+            hfta.errors.TraceError, match=r"assigns 'total' of a module \(Resetting\).*in self.modules\(\)"
+        ):
             call()
 
 
@@ -211,7 +213,9 @@ def test_what_a_class_holds_may_be_asked_for_its_shape_and_be_a_constant():
 def test_a_loss_that_calls_another_model_than_it_is_given_is_refused():
     net = nn.Linear(4, 4)
     step = hfta.make_train_step(net, lambda model, x: loss(net, x), hfta.sgd(lr=0.1), batch_dims=None)
-    with pytest.raises(hfta.TraceError, match=r"take it from the model that is called \(self.weight, model.weight\)"):
+    with pytest.raises(
+        hfta.errors.TraceError, match=r"take it from the model that is called \(self.weight, model.weight\)"
+    ):
         step(step.init(*hfta.init_params(lambda: nn.Linear(4, 4), [0, 1]), seeds=[0, 1]), torch.randn(5, 4))
 
 
@@ -227,5 +231,5 @@ def test_parameters_that_are_passed_as_they_are_are_no_constants():
 def test_a_write_into_a_parameter_that_trains_is_refused_by_its_line(count, chunk_size):
     models = [Applies(lambda fc, x: fc(x) * fc.weight.mul_(2).sum()) for _ in range(count)]
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
-    with pytest.raises(hfta.TraceError, match=r"test_as_alone.*writes a parameter in place"):
+    with pytest.raises(hfta.errors.TraceError, match=r"test_as_alone.*writes a parameter in place"):
         step(step.init(*hfta.stack_params(models), seeds=range(count)), torch.randn(5, 4, dtype=torch.float64))

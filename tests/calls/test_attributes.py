@@ -270,7 +270,7 @@ def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: i
     name = CARRYING[kind].replace("'", "'0.", 1)
     for _ in range(2):
         with pytest.raises(
-            hfta.StateError, match=rf"the model carries {name}.* outside its buffers.* self\.register_buffer"
+            hfta.errors.StateError, match=rf"the model carries {name}.* outside its buffers.* self\.register_buffer"
         ):
             step(state, batches(count)[0])
 
@@ -325,7 +325,7 @@ class HookedBehind(Keeps):
         return self.layer(x)
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("way", ["eager", "serial", "evaluated"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_hooks_that_calls_leave_are_refused(count: int, way: str) -> None:
@@ -393,7 +393,7 @@ def test_evaluation_refuses_and_allows_the_same() -> None:
         models = members(kind, 3)
         evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
         if kind is Hidden:
-            with pytest.raises(hfta.StateError, match=r"carries '0\.h'"):
+            with pytest.raises(hfta.errors.StateError, match=r"carries '0\.h'"):
                 evaluate(hfta.stack_params(models), batches(3)[0])
         else:
             assert evaluate(hfta.stack_params(models), batches(3)[0])["loss_fn"].shape == (3,)
@@ -409,7 +409,7 @@ def test_evaluation_may_cache_what_training_drops() -> None:
             expected = loss_fn(model.eval(), (batch[0][member], batch[1][member]))
             torch.testing.assert_close(evaluate(state, batch)["loss_fn"][member], expected, rtol=1e-10, atol=1e-12)
     evaluate = hfta.make_eval_step(members(CachesInputs, 1)[0], loss_fn, batch_dims=0)
-    with pytest.raises(hfta.StateError, match=r"carries '0\.cache'"):
+    with pytest.raises(hfta.errors.StateError, match=r"carries '0\.cache'"):
         evaluate(hfta.stack_params(members(CachesInputs, 3)), data[0])
 
 
@@ -454,7 +454,7 @@ def test_modes_that_are_set_meanwhile_carry_nothing(kind: type[Keeps]) -> None:
 
 def test_pure_functions_refuse_it_too() -> None:
     models = members(Hidden, 3)
-    with pytest.raises(hfta.StateError, match=r"carries '0\.h'"):
+    with pytest.raises(hfta.errors.StateError, match=r"carries '0\.h'"):
         hfta.vmap(hfta.functional(models[0]))(*hfta.stack_params(models), batches(3)[0][0])
 
 

@@ -100,7 +100,7 @@ def members(count: int) -> list[nn.Module]:
 
 def train(
     models: list[nn.Module], loss: Callable[..., Tensor], data: list[Batch], **options: Any
-) -> tuple[hfta.TrainState, Tensor]:
+) -> tuple[hfta.step.TrainState, Tensor]:
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=LRS[: len(models)]), **options)
     state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
     for batch in data:

@@ -105,7 +105,7 @@ CASES = [
     ),
 ]  # fmt: skip
 PLACES = {"array": {}, "one by one": {"chunk_size": 1}, "compiled": {}}
-Run = Callable[[Tensor], tuple[hfta.TrainState, dict[str, Tensor]]]
+Run = Callable[[Tensor], tuple[hfta.step.TrainState, dict[str, Tensor]]]
 
 
 def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Run:
@@ -122,7 +122,7 @@ def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Ru
 
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.sampled(every=9)
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:torch.cholesky is deprecated")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning", "ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bad_member_ends_no_other(case: Case, place: str) -> None:
@@ -163,7 +163,7 @@ def test_what_becomes_of_a_bad_member_is_the_step_s_choice(num_models: int) -> N
 
     state, _ = stepping(loss, "array", nonfinite="freeze")(weights)
     assert state.active.tolist() == [False] + [True] * (num_models - 1)
-    with pytest.raises(hfta.NonFiniteError, match="model 0: the loss is not finite"):
+    with pytest.raises(hfta.errors.NonFiniteError, match="model 0: the loss is not finite"):
         stepping(loss, "array", nonfinite="raise")(weights)
 
 

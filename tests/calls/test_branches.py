@@ -91,7 +91,7 @@ def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], options: dic
     evaluate = hfta.make_eval_step(members[0], loss_fn, batch_dims=0)
     before, losses = batch.clone(), []
     with pytest.warns(
-        hfta.LoopWarning, match="branches on the value of a tensor, and members with different values run"
+        hfta.errors.LoopWarning, match="branches on the value of a tensor, and members with different values run"
     ):
         for x in batch:
             state, metrics = step(state, x)
@@ -121,7 +121,7 @@ def test_noise_is_that_of_arrays_of_one() -> None:
     step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=1e-2))
     state = step.init(*hfta.stack_params(members), seeds=range(M))
     batch = torch.randn(M, 12, 4, dtype=torch.float64)
-    with pytest.warns(hfta.LoopWarning):
+    with pytest.warns(hfta.errors.LoopWarning):
         together = step(step(state, batch)[0], batch)[0]
     for i in range(M):
         alone = step(step(hfta.take(state, [i]), batch[[i]])[0], batch[[i]])[0]
@@ -157,7 +157,7 @@ def test_members_part_into_as_few_groups_as_neighbours_allow() -> None:
 
     _, step, state = array(counted)
     signs = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
-    with pytest.warns(hfta.LoopWarning):
+    with pytest.warns(hfta.errors.LoopWarning):
         step(state, signs[:, None, None] * torch.rand(M, 12, 4, dtype=torch.float64))
     assert sizes == [True, False, True]
 
@@ -171,7 +171,7 @@ def test_numbers_of_the_loss_are_written_once() -> None:
     evaluate = hfta.make_eval_step(members[0], scaled, batch_dims=0)
     batch = torch.randn(M, 12, 4, dtype=torch.float64)
     expected = torch.stack([loss_fn(copy.deepcopy(m), x.clone()) for m, x in zip(members, batch, strict=True)]).detach()
-    with pytest.warns(hfta.LoopWarning):
+    with pytest.warns(hfta.errors.LoopWarning):
         _, metrics = step(state, batch)
         metric = evaluate(state, batch)["scaled"]
     torch.testing.assert_close(metrics["loss"], expected * 2 * torch.arange(1, M + 1), rtol=1e-6, atol=0)
@@ -189,7 +189,7 @@ def test_an_assertion_that_fails_for_one_member_is_the_users_own_error() -> None
     batch = torch.rand(M, 12, 4, dtype=torch.float64)
     step(state, batch)
     batch[3, 0, 0] = 1000
-    with pytest.warns(hfta.LoopWarning), pytest.raises(AssertionError, match="too large"):
+    with pytest.warns(hfta.errors.LoopWarning), pytest.raises(AssertionError, match="too large"):
         step(state, batch)
 
 
@@ -214,7 +214,7 @@ def test_the_warning_names_the_line() -> None:
     _, step, state = array(of_dataclasses)
     line = inspect.getsourcelines(of_dataclasses)[1] + 1
     where = f"the model (Branching), of_dataclasses ({__file__}:{line}) branches on"
-    with pytest.warns(hfta.LoopWarning, match=re.escape(where)):
+    with pytest.warns(hfta.errors.LoopWarning, match=re.escape(where)):
         step(state, torch.randn(M, 12, 4, dtype=torch.float64) / 10 + torch.arange(M)[:, None, None] / 8)
 
 
@@ -226,7 +226,7 @@ def test_gradients_of_a_step_whose_members_part() -> None:
         return step(hfta.with_hyperparams(state, lr=lr), batch)[0].params["inner.weight"].square().sum((1, 2))
 
     lr = torch.full((M,), 0.1, dtype=torch.float64)
-    with pytest.warns(hfta.LoopWarning):
+    with pytest.warns(hfta.errors.LoopWarning):
         found = torch.func.grad(lambda lr: total(lr).sum())(lr)
         slope = (total(lr + 1e-6) - total(lr - 1e-6)) / 2e-6
     torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-6)
@@ -236,7 +236,7 @@ def test_vmap_alone_refuses_members_that_disagree() -> None:
     run = hfta.vmap(hfta.functional(nn.Sequential(Branching(by_if))))
     stacked = hfta.stack_params([nn.Sequential(Branching(by_if)) for _ in range(M)])
     batch = torch.rand(M, 12, 4) * torch.arange(M)[:, None, None]
-    with pytest.raises(hfta.TraceError, match=r"by_if \(.*\), branches on the value of a tensor"):
+    with pytest.raises(hfta.errors.TraceError, match=r"by_if \(.*\), branches on the value of a tensor"):
         run(*stacked, batch)
 
 
@@ -248,6 +248,6 @@ def test_a_branch_below_a_vmap_of_the_model_is_refused_in_chunks(count: int) -> 
     step = hfta.make_train_step(nn.Linear(4, 4), loss, hfta.sgd(lr=0.1), chunk_size=1)
     state = step.init(*hfta.init_params(lambda: nn.Linear(4, 4), range(count)), seeds=range(count))
     with pytest.raises(
-        hfta.TraceError, match=r"below a vmap of the model's own, as vmap refuses alone.*\(torch\.where"
+        hfta.errors.TraceError, match=r"below a vmap of the model's own, as vmap refuses alone.*\(torch\.where"
     ):
         step(state, torch.linspace(-9, 9, 20).reshape(5, 4).expand(count, 5, 4))

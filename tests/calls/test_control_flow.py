@@ -23,7 +23,7 @@ from ways import WAYS, assert_as_alone, loss
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "double"),
-    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning"),
     # PyTorch's own, of models alone.
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
@@ -195,7 +195,7 @@ def test_members_that_are_done_wait_for_the_others(starts: list[float]) -> None:
 def test_a_loop_keeps_the_shapes_of_what_it_carries() -> None:
     model = Model(lambda model, x: while_loop(lambda y: y.sum() < 9, lambda y: (y.repeat(2, 1).exp(),), (x,))[0])
     with pytest.raises(
-        hfta.TraceError, match=r"in the model \(Model\).*given torch.float64 \[6, 4\] and returns .*\[12, 4\]"
+        hfta.errors.TraceError, match=r"in the model \(Model\).*given torch.float64 \[6, 4\] and returns .*\[12, 4\]"
     ):
         hfta.make_eval_step(model, loss, batch_dims=0)(hfta.stack_params([model] * 3), rows())
 
@@ -308,7 +308,8 @@ def test_nested_tensors_need_members_one_by_one(name: str, count: int) -> None:
     func, batch, shared = NESTED[name]
     for way in ("together", "evaluated", "ensemble", "mapped"):
         with pytest.raises(
-            hfta.TraceError, match=r"computes with a nested tensor.*pad it, .* or make the step with chunk_size=1"
+            hfta.errors.TraceError,
+            match=r"computes with a nested tensor.*pad it, .* or make the step with chunk_size=1",
         ):
             assert_as_alone(lambda: Model(func), batch(), way, count, shared)
     assert_as_alone(lambda: Model(func), batch(), "one by one", count, shared)

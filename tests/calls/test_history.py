@@ -144,7 +144,7 @@ REFUSED = [
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("use", "message"), REFUSED)
 def test_what_needs_a_backward_pass_of_its_own_is_refused(use: Any, message: str, count: int) -> None:
-    with pytest.raises(hfta.TraceError, match=message):
+    with pytest.raises(hfta.errors.TraceError, match=message):
         train(use, count)
 
 
@@ -158,7 +158,7 @@ def test_a_compiled_model_that_reads_grad_fn_is_refused() -> None:
 def test_a_counter_of_operations_around_a_step_is_refused() -> None:
     with (
         FlopCounterMode(display=False),
-        pytest.raises(hfta.TraceError, match="a tool around the step registers a hook"),
+        pytest.raises(hfta.errors.TraceError, match="a tool around the step registers a hook"),
     ):
         train(lambda model, y: None, 3)
 

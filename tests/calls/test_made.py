@@ -262,7 +262,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:index_reduce")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning", "ignore:index_reduce")
 @pytest.mark.exhaustive(ids="compiled", unless="^zeros-each-3")
 @pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("way", WAYS)
@@ -305,7 +305,7 @@ def test_members_that_branch_apart():
             out -= linear(x).mean()
         return out
 
-    with pytest.warns(hfta.LoopWarning, match="branches on the value"):
+    with pytest.warns(hfta.errors.LoopWarning, match="branches on the value"):
         assert_as_alone(lambda: Writing(branch), torch.randn(3, 5, 4), "together")
 
 
@@ -383,7 +383,7 @@ def test_what_is_not_made_in_the_call_is_refused(make, count):
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
     state = step.init(*hfta.stack_params(models), seeds=range(count))
     cure = "writes a member's value in place into a tensor that all members share; .*torch.zeros.*clone.*buffer"
-    with pytest.raises(hfta.TraceError, match=cure):
+    with pytest.raises(hfta.errors.TraceError, match=cure):
         step(state, torch.randn(count, 5, 4))
 
 
@@ -395,7 +395,7 @@ def test_what_a_function_under_vmap_has_written_is_not_written_twice():
         return total
 
     x, out = torch.randn(3, 2), torch.zeros(3, 2)
-    with pytest.raises(hfta.TraceError, match="into a tensor that all members share"):
+    with pytest.raises(hfta.errors.TraceError, match="into a tensor that all members share"):
         hfta.vmap(write)(x, out)
     assert torch.equal(out, torch.ones(3, 2))
 

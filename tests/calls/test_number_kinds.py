@@ -169,7 +169,7 @@ def test_rates_outside_of_training_need_no_key(training):
     params, buffers = hfta.stack_params(members)
     apply, x = hfta.functional(members[0]), torch.randn(2, 3, 4, dtype=torch.float64)
     if training:
-        with pytest.raises(hfta.TraceError, match=r"needs a Python number where it has a tensor, and 'encoder"):
+        with pytest.raises(hfta.errors.TraceError, match=r"needs a Python number where it has a tensor, and 'encoder"):
             hfta.vmap(lambda *given: apply(*given, x)[0], randomness="different")(params, buffers)
         return
     found = hfta.vmap(lambda *given: apply(*given, x)[0])(params, buffers)
@@ -182,11 +182,11 @@ def test_rates_out_of_range_are_refused_by_member_and_path(path, bad):
     members = [Layers(0.1) for _ in range(2)]
     step = hfta.make_train_step(members[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
     message = rf"model 1: {path} is {bad}; it must be at least 0 and at most 1"
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         step.init(*hfta.stack_params(members), seeds=[0, 1], hparams={path: [0.1, bad]})
     owner, _, name = path.rpartition(".")
     setattr(members[1].get_submodule(owner), name, bad)
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         step.init(*hfta.stack_params(members), seeds=[0, 1])
 
 
@@ -196,6 +196,8 @@ def test_the_member_of_a_rate_that_goes_out_of_range_fails(layer, bad):
     model = nn.Sequential(nn.Linear(4, 4), layer(0.1))
     step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
     params, buffers = hfta.init_params(lambda: model, [0])
-    state = step.init(*hfta.concat([hfta.Stacked(params, buffers)] * 2), seeds=[0, 1], hparams={"1.p": [0.1, 1.0]})
+    state = step.init(
+        *hfta.concat([hfta.models.Stacked(params, buffers)] * 2), seeds=[0, 1], hparams={"1.p": [0.1, 1.0]}
+    )
     _, metrics = step(hfta.with_hyperparams(state, **{"1.p": [1.0, bad]}), torch.ones(2, 3, 4))
     assert metrics["finite"].tolist() == [True, False]

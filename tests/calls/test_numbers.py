@@ -326,7 +326,7 @@ def test_models_go_back_with_their_own_numbers():
     members = three()
     state, _ = train(members, SEEDS, batches())
     first = copy.deepcopy(members[0]).eval()
-    for i, member in enumerate(hfta.unstack_params(first, *hfta.stacked(state))):
+    for i, member in enumerate(hfta.unstack_params(first, *hfta.step.stacked(state))):
         exported = hfta.export_model(first, state, i)
         assert_same(member.state_dict(), exported.state_dict())
         for model in (member, exported):
@@ -334,24 +334,26 @@ def test_models_go_back_with_their_own_numbers():
             assert type(model[2].p) is float
     assert (first[1].negative_slope, first[2].p) == (0.01, 0.0)
     again = hfta.stack_params([hfta.export_model(members[0], state, i) for i in range(3)])
-    assert_same(again.buffers, hfta.stacked(state).buffers)
+    assert_same(again.buffers, hfta.step.stacked(state).buffers)
 
 
 def test_models_without_the_state_are_refused_without_their_numbers():
     members = three()
     state, _ = train(members, SEEDS, batches(1))
-    message = r"'1.negative_slope' is a number of each member's own, .* state's hparams .* pass \*hfta.stacked\(state\)"
+    message = (
+        r"'1.negative_slope' is a number of each member's own, .* state's hparams .* pass \*hfta.step.stacked\(state\)"
+    )
     evaluate = hfta.make_eval_step(members[0], loss_fn)
     step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
     for use in (
         lambda: hfta.unstack_params(members[0], state.params, state.buffers),
         lambda: hfta.Ensemble(members[0], state.params, state.buffers),
-        lambda: hfta.predict(members[0], hfta.Stacked(state.params, state.buffers), batches()[0, 0]),
-        lambda: evaluate(hfta.Stacked(state.params, state.buffers), batches()[0, 0]),
+        lambda: hfta.predict(members[0], hfta.models.Stacked(state.params, state.buffers), batches()[0, 0]),
+        lambda: evaluate(hfta.models.Stacked(state.params, state.buffers), batches()[0, 0]),
         lambda: step(state._replace(hparams={}), batches()[0]),
         lambda: step.init(state.params, state.buffers, seeds=SEEDS),
     ):
-        with pytest.raises(hfta.StateError, match=message):
+        with pytest.raises(hfta.errors.StateError, match=message):
             use()
     afresh = step.init(state.params, state.buffers, seeds=SEEDS, hparams=state.hparams)
     assert_same(afresh.hparams, state.hparams)
@@ -363,7 +365,7 @@ def test_evaluation_and_predictions_use_them():
     x = batches()[0, 0]
     found = hfta.make_eval_step(members[0], lambda model, x: model(x))(state, x)["<lambda>"]
     predicted = hfta.predict(members[0], state, x).outputs
-    apart = hfta.predict(members[0], hfta.stacked(state), x).outputs
+    apart = hfta.predict(members[0], hfta.step.stacked(state), x).outputs
     for i in range(3):
         expected = hfta.export_model(members[0], state, i).eval()(x)
         for output in (found, predicted, apart):
@@ -426,7 +428,7 @@ def test_members_are_taken_and_joined(tmp_path):
     after, _ = step(loaded, xs[1][order])
     expected, _ = step(middle, xs[1])
     assert_same(hfta.take(expected, order).params, after.params, rtol=1e-12, atol=1e-12)
-    averaged = hfta.average(expected)
+    averaged = hfta.step.average(expected)
     assert_same(averaged.hparams, state.hparams)
     assert_same(averaged.buffers, step(averaged, xs[2])[0].buffers | averaged.buffers)
 
@@ -572,7 +574,7 @@ def test_what_does_not_differ_stays_a_number():
             state, _ = step(state, torch.ones(2, 2))
         last.append(seen[-1])
     (rate, slope, modes), (own, other, others) = last
-    assert (rate, slope, modes) == (float, float, [hfta.routed])
+    assert (rate, slope, modes) == (float, float, [hfta.calls.routed])
     assert (own, other, others != modes) == (Tensor, float, True)
 
 
@@ -619,12 +621,12 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 def test_a_number_that_must_be_one_of_pythons_is_refused_by_name(read):
     message = r"test_numbers.py.*needs a Python number .* 'number' is why: members differ in it, .* give all models the"
-    with pytest.raises(hfta.TraceError, match=message):
+    with pytest.raises(hfta.errors.TraceError, match=message):
         step_of(READS[read], (1.0, 2.0))
 
 
 def test_what_is_computed_from_a_number_is_not_read_either():
-    with pytest.raises(hfta.TraceError, match=r"'number' may be why: members differ in it"):
+    with pytest.raises(hfta.errors.TraceError, match=r"'number' may be why: members differ in it"):
         step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0))
     # One after another they may.
     step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0), chunk_size=1)
@@ -634,7 +636,7 @@ def test_what_is_computed_from_a_number_is_not_read_either():
 def test_hparams_have_names(hparams):
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
     step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-    with pytest.raises(hfta.HyperparameterError, match=r"hparams is .*; give a dict of numbers by name"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"hparams is .*; give a dict of numbers by name"):
         step.init(*hfta.stack_params([model]), seeds=[0], hparams=hparams)
 
 
@@ -654,13 +656,13 @@ def test_integers_may_be_sizes():
     def scaled(module, x):
         return x * module.number
 
-    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is 2 but .* other numbers must be floats"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'number' is 2 but .* other numbers must be floats"):
         step_of(scaled, (1, 2))
     state, _ = step_of(scaled, (0, 0.5, 1))
     assert state.hparams["number"].tolist() == [0.0, 0.5, 1.0]
-    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is True but in model 0 it is 0.5"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'number' is True but in model 0 it is 0.5"):
         step_of(scaled, (0.5, True))
-    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is None but in model 0 it is 0.5"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'number' is None but in model 0 it is 0.5"):
         step_of(scaled, (0.5, None))
 
 
@@ -672,7 +674,7 @@ def test_a_number_that_the_class_has_too_cannot_differ():
             super().__init__(4, 4)
             self.scale = scale
 
-    with pytest.raises(hfta.StackError, match=r"model 1: 'scale' is 0.5 but in model 0 it is 0.1"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'scale' is 0.5 but in model 0 it is 0.1"):
         hfta.stack_params([Scaled(0.1), Scaled(0.5)])
 
 
@@ -695,16 +697,16 @@ def test_one_name_for_several_paths():
     assert state.hparams["1.p"].tolist() == [0.1, 0.2, 0.3] and state.hparams["3.p"].tolist() == [0.9] * 3
     assert state.hparams["2.negative_slope"].tolist() == [0.7] * 3
     with pytest.raises(
-        hfta.HyperparameterError, match=r"'\*.q' matches no number of the model; it has 0.in_features, .*3.p"
+        hfta.errors.HyperparameterError, match=r"'\*.q' matches no number of the model; it has 0.in_features, .*3.p"
     ):
         step.init(*stacked, seeds=SEEDS, hparams={"*.q": 0.1})
     takes = hfta.make_train_step(make(), lambda model, x, hparams: model(x).sum(), hfta.sgd(lr=0.1))
     with pytest.raises(
-        hfta.HyperparameterError, match=r"'2.p' is no number of the model; it has 1.p, 3.p, 0.in_features"
+        hfta.errors.HyperparameterError, match=r"'2.p' is no number of the model; it has 1.p, 3.p, 0.in_features"
     ):
         takes.init(*stacked, seeds=SEEDS, hparams={"2.p": 0.1, "scale": 1.0})
     for wrong in ([0.1, 0.2], 0.1, "abc"):
-        with pytest.raises(hfta.HyperparameterError, match="for 3 models; give one value per model, or bind it"):
+        with pytest.raises(hfta.errors.HyperparameterError, match="for 3 models; give one value per model, or bind it"):
             hfta.init_params(make, SEEDS, p=wrong)
 
 
@@ -712,13 +714,13 @@ def test_names_that_are_none_are_refused():
     members = three()
     params, buffers = hfta.stack_params(members)
     step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.1))
-    with pytest.raises(hfta.HyperparameterError, match=r"hparams \['3.p'\] would not be used: .* by its path"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"hparams \['3.p'\] would not be used: .* by its path"):
         step.init(params, buffers, seeds=SEEDS, hparams={"3.p": 0.1, "2.p": 0.5})
-    with pytest.raises(hfta.HyperparameterError, match=r"2.p"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"2.p"):
         step.init(params, buffers, seeds=SEEDS, hparams={"2.p": [0.1, 0.2]})
-    with pytest.raises(hfta.StateError, match=r"'3.p' is in the array but not in the model"):
+    with pytest.raises(hfta.errors.StateError, match=r"'3.p' is in the array but not in the model"):
         step.init(params, buffers | {"3.p": buffers["2.p"]}, seeds=SEEDS)
-    with pytest.raises(hfta.StateError, match=r"no parameter or buffer '3.p'"):
+    with pytest.raises(hfta.errors.StateError, match=r"no parameter or buffer '3.p'"):
         hfta.functional(members[0])(params, buffers | {"3.p": buffers["2.p"]}, torch.ones(2, 4))
 
 
@@ -727,7 +729,7 @@ def test_members_may_branch_on_them_in_groups():
         return x * module.number if module.number > 1 else x - module.number
 
     torch.manual_seed(0)
-    with pytest.warns(hfta.LoopWarning, match="branches on the value"):
+    with pytest.warns(hfta.errors.LoopWarning, match="branches on the value"):
         _, found = step_of(halves, (0.5, 2.0, 3.0))
     torch.manual_seed(0)
     members = [Own(halves, number) for number in (0.5, 2.0, 3.0)]

@@ -134,7 +134,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **options: Any) -> hfta.TrainState:
+def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **options: Any) -> hfta.step.TrainState:
     models = []
     for seed in range(count):
         torch.manual_seed(seed)
@@ -188,7 +188,7 @@ def test_a_function_that_writes_its_input_is_refused() -> None:
             return wrap(lambda x: self.part(x.relu_()), x * 1, use_reentrant=False)
 
     with pytest.raises(
-        hfta.StateError, match=r"torch\.utils\.checkpoint writes its input in place.* ReLU\(inplace=False"
+        hfta.errors.StateError, match=r"torch\.utils\.checkpoint writes its input in place.* ReLU\(inplace=False"
     ):
         run(Writes, checkpoint, 3)
 

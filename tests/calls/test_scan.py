@@ -1,4 +1,4 @@
-"""``hfta.scan`` is a loop in Python, and one loop in a graph."""
+"""``hfta.calls.scan`` is a loop in Python, and one loop in a graph."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def assert_same(found, expected):
 
 def test_it_is_the_loop():
     body, start, xs, key = rollout(3)
-    found, expected = hfta.scan(body, start, xs, key=key), loop(body, start, xs, key)
+    found, expected = hfta.calls.scan(body, start, xs, key=key), loop(body, start, xs, key)
     assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
     # Members are those of an array of one.
-    alone = hfta.scan(lambda c, x: (c * 2, None), start["place"][1:2], length=2)
+    alone = hfta.calls.scan(lambda c, x: (c * 2, None), start["place"][1:2], length=2)
     assert torch.equal(alone[0], start["place"][1:2] * 4) and alone[1] is None
 
 
@@ -68,11 +68,11 @@ def test_it_is_one_loop_in_a_graph(count):
 
     # An axis of size one, whose stride is any number.
     start["place"] = start["place"].transpose(0, 1).contiguous().transpose(0, 1)
-    run = torch.compile(lambda *args: hfta.scan(body, *args[:2], key=args[2]), fullgraph=True, backend=backend)
+    run = torch.compile(lambda *args: hfta.calls.scan(body, *args[:2], key=args[2]), fullgraph=True, backend=backend)
     assert_same(run(start, xs, key), loop(body, start, xs, key))
     calls = [node.target for node in graphs[0].graph.nodes if "scan" in str(node.target) and node.op != "get_attr"]
     assert calls == [torch.ops.higher_order.scan]
-    lowered = torch.compile(lambda *args: hfta.scan(body, *args[:2], key=args[2]), fullgraph=True, dynamic=False)
+    lowered = torch.compile(lambda *args: hfta.calls.scan(body, *args[:2], key=args[2]), fullgraph=True, dynamic=False)
     assert_same(lowered(start, xs, key), loop(body, start, xs, key))
 
 
@@ -91,9 +91,9 @@ def test_its_gradient():
         return carry, torch.stack(ys)
 
     expected = torch.func.grad(lambda s: total(s, by_hand))(start)
-    assert torch.equal(torch.func.grad(lambda s: total(s, hfta.scan))(start), expected)
+    assert torch.equal(torch.func.grad(lambda s: total(s, hfta.calls.scan))(start), expected)
     start.requires_grad_()
-    total(start, hfta.scan).backward()
+    total(start, hfta.calls.scan).backward()
     assert torch.equal(start.grad, expected)
 
 
@@ -106,11 +106,11 @@ def test_the_gradient_of_a_loop_in_a_loop_in_a_graph(returns):
         return 0.9 * z, (z.sin() if returns else None)
 
     def body(c, x):
-        c, ys = hfta.scan(inner, torch.tanh(c @ weight + x), length=2)
+        c, ys = hfta.calls.scan(inner, torch.tanh(c @ weight + x), length=2)
         return c, (ys.sum(0) if returns else c)
 
     def total(xs):
-        carry, ys = hfta.scan(body, torch.zeros(3).double(), xs)
+        carry, ys = hfta.calls.scan(body, torch.zeros(3).double(), xs)
         return carry.sum() + ys.square().sum()
 
     (expected,) = torch.autograd.grad(total(xs), weight)
@@ -131,7 +131,7 @@ def test_the_gradient_beside_integers_in_a_graph(backend):
         return after, (carry["keys"] ^ number, carry["odd"], after["x"])
 
     def run(xs, bits):
-        return hfta.scan(body, start, (xs, bits))
+        return hfta.calls.scan(body, start, (xs, bits))
 
     expected, found = run(xs, bits), torch.compile(run, fullgraph=True, dynamic=False, backend=backend)(xs, bits)
     for a, b in zip(*map(optree.tree_leaves, (found, expected)), strict=True):
@@ -148,7 +148,7 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         first = torch.rand(2)
-        x, ys = hfta.scan(lambda c, _: (self.layer(c) + torch.rand(2), torch.rand(1)), x + first, length=3)
+        x, ys = hfta.calls.scan(lambda c, _: (self.layer(c) + torch.rand(2), torch.rand(1)), x + first, length=3)
         return x.sum() + ys.sum() + torch.rand(()), ys
 
 
@@ -173,11 +173,11 @@ def test_none_and_tuples_with_names_in_all_that_is_carried_given_and_returned():
     start, xs = {"a": Pair(torch.tensor(1.0), None), "b": ()}, Pair(None, torch.arange(3.0))
 
     def run(start, xs):
-        first, y = hfta.scan(
+        first, y = hfta.calls.scan(
             lambda c, x: ({**c, "a": Pair(c["a"].first + x.second, None)}, Pair(x, (None, {}))), start, xs
         )
-        second, _ = hfta.scan(lambda c, _: (c, None), None, length=2)
-        return first, y, second, hfta.scan(lambda c, _: (c, None), xs, length=1)
+        second, _ = hfta.calls.scan(lambda c, _: (c, None), None, length=2)
+        return first, y, second, hfta.calls.scan(lambda c, _: (c, None), xs, length=1)
 
     expected = {"a": Pair(torch.tensor(4.0), None), "b": ()}, Pair(xs, (None, {})), None, (xs, None)
     for call in (run, torch.compile(run, fullgraph=True, backend="eager")):
@@ -195,7 +195,7 @@ def test_keys_of_dicts_have_no_order():
         return after, {"y": both["c"], "x": x}
 
     def run(start, xs):
-        return hfta.scan(body, start, xs)
+        return hfta.calls.scan(body, start, xs)
 
     (carry, ys), xs = run(start, torch.arange(3.0)), torch.arange(3.0)
     found, others = torch.compile(run, fullgraph=True, backend="eager")(start, xs)
@@ -239,11 +239,11 @@ def test_what_it_refuses(name, compiles):
     body, carry, xs, options, message = REFUSED[name]
 
     def run(carry, xs):
-        return hfta.scan(body, carry, xs, **options)
+        return hfta.calls.scan(body, carry, xs, **options)
 
     error, text = message.split(": ", 1)
     if not compiles:
-        with pytest.raises({"ValueError": ValueError, "TraceError": hfta.TraceError}[error], match=text):
+        with pytest.raises({"ValueError": ValueError, "TraceError": hfta.errors.TraceError}[error], match=text):
             run(carry, xs)
         return
     # A compiler makes it an error of its own, which says whose it was.
@@ -254,9 +254,9 @@ def test_what_it_refuses(name, compiles):
 def test_every_y_is_like_the_first():
     ys = iter([torch.ones(2), torch.ones(3)])
     with pytest.raises(
-        hfta.TraceError, match=r"y is torch.float32\[2\] in the first .* but torch.float32\[3\] in a later"
+        hfta.errors.TraceError, match=r"y is torch.float32\[2\] in the first .* but torch.float32\[3\] in a later"
     ):
-        hfta.scan(lambda c, _: (c, next(ys)), ONE, length=2)
+        hfta.calls.scan(lambda c, _: (c, next(ys)), ONE, length=2)
 
 
 @pytest.mark.parametrize("path", [r"carry\['a'\]\[0\]", "x.first"])
@@ -267,9 +267,11 @@ def test_a_body_that_writes_its_arguments_is_named(path):
         (x.first if path == "x.first" else carry["a"][0]).add_(1)
         return carry, None
 
-    with pytest.raises(hfta.TraceError, match=f"the body of the loop writes {path} in place; return new tensors"):
-        hfta.scan(body, carry, xs)
+    with pytest.raises(
+        hfta.errors.TraceError, match=f"the body of the loop writes {path} in place; return new tensors"
+    ):
+        hfta.calls.scan(body, carry, xs)
     # Its containers are its own.
     start = {"a": ONE}
-    assert hfta.scan(lambda c, x: (c, c.update(a=c["a"] + x)), start, torch.ones(3))[0] == {"a": 4}
+    assert hfta.calls.scan(lambda c, x: (c, c.update(a=c["a"] + x)), start, torch.ones(3))[0] == {"a": 4}
     assert start == {"a": ONE}

@@ -75,7 +75,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()) for _ in range(3)]
 
 
-def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> hfta.TrainState:
+def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> hfta.step.TrainState:
     step: Any = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size)
     state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
     torch._dynamo.reset()
@@ -130,7 +130,7 @@ def test_members_go_to_files_and_come_from_them(name: str, tmp_path: pathlib.Pat
     loaded = hfta.load(tmp_path / "state.safetensors", like=state)
     member = hfta.export_model(models[0], loaded, 1)
     torch.save(member.state_dict(), tmp_path / "member.pt")
-    params, buffers = hfta.import_models(models[0], [tmp_path / "member.pt"])
+    params, buffers = hfta.files.import_models(models[0], [tmp_path / "member.pt"])
     for own, theirs in ((params, state.params), (buffers, state.buffers)):
         assert own.keys() == theirs.keys() and all(torch.equal(own[path][0], theirs[path][1]) for path in own)
 

@@ -107,9 +107,9 @@ def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
 def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
         cluster.ray(0)
-    with pytest.raises(hfta.WorkerError, match=r"has .*2 CPU.*no room for a worker that needs 5 CPU"):
+    with pytest.raises(hfta.errors.WorkerError, match=r"has .*2 CPU.*no room for a worker that needs 5 CPU"):
         cluster.ray(cpus=5)
-    with pytest.raises(hfta.WorkerError, match="no room for a worker that needs 1 CPU, 1 tpu"):
+    with pytest.raises(hfta.errors.WorkerError, match="no room for a worker that needs 1 CPU, 1 tpu"):
         cluster.ray(resources={"tpu": 1})
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"build cannot be sent to workers .*lock.* move it to a module"):
@@ -119,7 +119,7 @@ def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.exhaustive
 def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
     with pytest.raises(
-        hfta.WorkerError,
+        hfta.errors.WorkerError,
         match=r"no worker that needs 1 CPU has started in 0\.5 s; of the cluster's .*2 CPU.*, .* is free: end what holds",
     ) as caught:
         cluster.ray(1, timeout=0.5)
@@ -225,7 +225,7 @@ def test_workers_with_other_packages_are_refused(
         "another version": "worker 0 on .* has hfta_func 0.0.1 and this process ",
         "no package": "worker 0 cannot import what it needs .*; install hfta_func on all nodes",
     }[trouble]
-    with pytest.raises(hfta.WorkerError, match=match):
+    with pytest.raises(hfta.errors.WorkerError, match=match):
         cluster.ray(1, cpus=0)
 
 
@@ -239,12 +239,14 @@ def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.Monkey
         patch.setattr(ray, "init", init)
         address = f"127.0.0.1:{there.getsockname()[1]}"
         with pytest.raises(
-            hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(RuntimeError: Version"
+            hfta.errors.WorkerError, match=rf"the Ray cluster {address} cannot be used \(RuntimeError: Version"
         ):
             cluster.ray(address=address)
     # Nothing listens there any more; Ray itself would ask for two minutes.
     began = time.monotonic()
-    with pytest.raises(hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(ConnectionRefusedError: "):
+    with pytest.raises(
+        hfta.errors.WorkerError, match=rf"the Ray cluster {address} cannot be used \(ConnectionRefusedError: "
+    ):
         cluster.ray(address=address)
     assert time.monotonic() - began < 30
 
@@ -260,7 +262,7 @@ def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.Monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(hfta.WorkerError, match="a Ray instance on this machine cannot be used"):
+    with pytest.raises(hfta.errors.WorkerError, match="a Ray instance on this machine cannot be used"):
         cluster.ray()
     assert asked["address"] == "local" and not asked["include_dashboard"]
 
@@ -362,7 +364,7 @@ nodes.shutdown()
 """
 RAY_DRIVER = "import warnings; warnings.simplefilter('ignore')\n" + DRIVER.replace(
     "import hfta_func as hfta", "from hfta_func import cluster"
-).replace("hfta.WorkerPool(2)", "cluster.ray(2, address=sys.argv[2])").replace(
+).replace("hfta.workers.WorkerPool(2)", "cluster.ray(2, address=sys.argv[2])").replace(
     "worker.process.pid", "worker.pid"
 ).replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
 
@@ -426,7 +428,7 @@ with cluster.ray(1) as pool:
     try:
         torch.testing.assert_close(fit(executor=pool), fit())
         print("the same")
-    except hfta.WorkerError as error:
+    except hfta.errors.WorkerError as error:
         print(error)
     # The worker lives.
     assert pool.count == 1 and pool.deaths == 0

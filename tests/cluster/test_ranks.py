@@ -37,7 +37,7 @@ def main(executor):
     assert executor.count == 2 and os.environ["RANK"] == "0"
     try:
         study = tune.run(build_noted, SPACE, executor=executor, **options)
-    except hfta.WorkerError as error:
+    except hfta.errors.WorkerError as error:
         print(error, flush=True)
         raise
     expected = tune.run(build, SPACE, **options | {"resume": None})

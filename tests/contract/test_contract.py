@@ -25,7 +25,7 @@ def _array(
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float64,
     **options: Any,
-) -> tuple[list[nn.Module], hfta.TrainStep, hfta.TrainState]:
+) -> tuple[list[nn.Module], hfta.step.TrainStep, hfta.step.TrainState]:
     members = models(name, M, dropout, dtype)
     step = hfta.make_train_step(members[0], loss_fn, ours(case), **options)
     return members, step, step.init(*hfta.stack_params(members), seeds=SEEDS)
@@ -256,7 +256,7 @@ def test_one_at_a_time_a_model_may_look_at_values() -> None:
         weight = member.layer.weight
         assert weight.grad is not None and torch.equal(state.params["layer.weight"][i], weight - 0.1 * weight.grad)
     together = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
-    with pytest.warns(hfta.LoopWarning, match="branches on the value of a tensor"):
+    with pytest.warns(hfta.errors.LoopWarning, match="branches on the value of a tensor"):
         after, _ = together(together.init(*hfta.stack_params(members), seeds=range(M)), batch)
     torch.testing.assert_close(after.params, state.params, rtol=1e-12, atol=1e-12)
 

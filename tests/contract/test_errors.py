@@ -232,7 +232,7 @@ DIFFERENT = {
 def test_models_that_differ(name):
     usual, other, fragments = DIFFERENT[name]
     models = [usual(), usual(), other()]
-    with refused(hfta.StackError, "model 2", *fragments, spared=tensors_of(models)):
+    with refused(hfta.errors.StackError, "model 2", *fragments, spared=tensors_of(models)):
         hfta.stack_params(models)
 
 
@@ -240,7 +240,7 @@ def test_models_that_differ(name):
 def test_factory_whose_models_differ(name):
     usual, other, fragments = DIFFERENT[name]
     makers = iter([usual, usual, other])
-    with refused(hfta.StackError, "model 2", *fragments):
+    with refused(hfta.errors.StackError, "model 2", *fragments):
         hfta.init_params(lambda: next(makers)(), seeds=[3, 1, 2])
 
 
@@ -259,20 +259,20 @@ def test_models_that_only_look_different_stack(make):
 
 
 def test_no_models():
-    with refused(hfta.StackError, "no models to stack; pass at least one"):
+    with refused(hfta.errors.StackError, "no models to stack; pass at least one"):
         hfta.stack_params([])
-    with refused(hfta.StackError, "no models to stack; pass at least one"):
+    with refused(hfta.errors.StackError, "no models to stack; pass at least one"):
         hfta.init_params(Net, seeds=[])
 
 
 def test_one_model_instead_of_a_list():
-    with refused(hfta.StackError, "expected a list of models but got one Net; pass [model]"):
+    with refused(hfta.errors.StackError, "expected a list of models but got one Net; pass [model]"):
         hfta.stack_params(Net())
 
 
 def test_something_else_in_the_list():
     models = [Net(), Net().state_dict()]
-    with refused(hfta.StackError, "model 1 is a OrderedDict; every model must be a torch.nn.Module"):
+    with refused(hfta.errors.StackError, "model 1 is a OrderedDict; every model must be a torch.nn.Module"):
         hfta.stack_params(models)
 
 
@@ -280,7 +280,7 @@ def test_lazy_module():
     models = [nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2)) for _ in range(2)]
     models[0](torch.randn(5, 4))
     with refused(
-        hfta.StackError,
+        hfta.errors.StackError,
         "model 1",
         "'1.weight' is lazy and has no shape yet",
         "run the model once on an example input first",
@@ -302,24 +302,28 @@ def test_lazy_module():
 )
 def test_lazy_module_of_a_step(call):
     with refused(
-        hfta.StackError, "'weight' is lazy and has no shape yet", "run the model once on an example input first"
+        hfta.errors.StackError, "'weight' is lazy and has no shape yet", "run the model once on an example input first"
     ):
         call(nn.LazyLinear(2))
 
 
 def test_unstacking_with_another_model():
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
-    with refused(hfta.StackError, "'weight' is [2, 4] per member but [3, 4] in the model", spared=stacked):
+    with refused(hfta.errors.StackError, "'weight' is [2, 4] per member but [3, 4] in the model", spared=stacked):
         hfta.unstack_params(nn.Linear(4, 3), *stacked)
-    with refused(hfta.StackError, "'bias' is in the array but not in the model; pass the model that", spared=stacked):
+    with refused(
+        hfta.errors.StackError, "'bias' is in the array but not in the model; pass the model that", spared=stacked
+    ):
         hfta.unstack_params(nn.Linear(4, 2, bias=False), *stacked)
-    with refused(hfta.StackError, "'0.weight' is in the model but not in the array; pass the model", spared=stacked):
+    with refused(
+        hfta.errors.StackError, "'0.weight' is in the model but not in the array; pass the model", spared=stacked
+    ):
         hfta.unstack_params(nn.Sequential(nn.Linear(4, 2)), *stacked)
     tied = Net()
     tie(tied)
     stacked = hfta.stack_params([Net()])
     with refused(
-        hfta.StackError, "'body.3.bias' is in the array but the model ties it to 'body.0.bias'; pass the model"
+        hfta.errors.StackError, "'body.3.bias' is in the array but the model ties it to 'body.0.bias'; pass the model"
     ):
         hfta.unstack_params(tied, *stacked)
 
@@ -340,37 +344,40 @@ def test_unstacking_with_another_model():
 )
 def test_selecting_members_that_are_not_there(index, fragments):
     stacked = hfta.stack_params([Net() for _ in range(3)])
-    with refused(hfta.StackError, *fragments, spared=stacked):
+    with refused(hfta.errors.StackError, *fragments, spared=stacked):
         hfta.take(stacked, index)
 
 
 @pytest.mark.parametrize("index", [[0.7, 1.2], [[0, 1]]])
 def test_selecting_by_something_that_is_no_list_of_members(index):
     stacked = hfta.stack_params([Net() for _ in range(3)])
-    with refused(hfta.StackError, spared=stacked):
+    with refused(hfta.errors.StackError, spared=stacked):
         hfta.take(stacked, index)
 
 
 def test_trees_without_a_model_axis():
-    with refused(hfta.StackError, "no tensors, so it has no members", "stack_params"):
+    with refused(hfta.errors.StackError, "no tensors, so it has no members", "stack_params"):
         hfta.num_models({})
-    with refused(hfta.StackError, "tree['b'] has 2 members but tree['a'] has 3", "axis 0 of every leaf"):
+    with refused(hfta.errors.StackError, "tree['b'] has 2 members but tree['a'] has 3", "axis 0 of every leaf"):
         hfta.num_models({"a": torch.zeros(3), "b": torch.zeros(2)})
-    with refused(hfta.StackError, "tree['a'] has no axes", "axis 0 of every leaf"):
+    with refused(hfta.errors.StackError, "tree['a'] has no axes", "axis 0 of every leaf"):
         hfta.num_models({"a": torch.tensor(3.0)})
 
 
 def test_joining_what_does_not_fit():
     first, wide = (hfta.stack_params([nn.Linear(4, size) for _ in range(2)]) for size in (2, 3))
     named = hfta.stack_params([nn.Sequential(nn.Linear(4, 2))])
-    with refused(hfta.StackError, "nothing to join; pass at least one array"):
+    with refused(hfta.errors.StackError, "nothing to join; pass at least one array"):
         hfta.concat([])
     with refused(
-        hfta.StackError, "array 1 has tree.params['0.bias'] but array 0 does not", "same model", spared=(first, named)
+        hfta.errors.StackError,
+        "array 1 has tree.params['0.bias'] but array 0 does not",
+        "same model",
+        spared=(first, named),
     ):
         hfta.concat([first, named])
     with refused(
-        hfta.StackError,
+        hfta.errors.StackError,
         "array 2",
         "['bias'] is torch.float32[3] per member but array 0 has torch.float32[2]",
         "join arrays of the same model and dtype",
@@ -378,7 +385,9 @@ def test_joining_what_does_not_fit():
     ):
         hfta.concat([first, first, wide])
     double = optree.tree_map(torch.Tensor.double, first)
-    with refused(hfta.StackError, "array 1", "torch.float64[2]", "torch.float32[2]", "dtype", spared=(first, double)):
+    with refused(
+        hfta.errors.StackError, "array 1", "torch.float64[2]", "torch.float32[2]", "dtype", spared=(first, double)
+    ):
         hfta.concat([first, double])
 
 
@@ -402,15 +411,15 @@ def test_joining_what_does_not_fit():
 def test_joining_states_of_different_optimizers(first, second, found):
     states = [linear_step(optimizer=optimizer)[1] for optimizer in (first, second)]
     cure = "join arrays of the same model, optimizer and step options"
-    with refused(hfta.StackError, f"{found}; {cure}", spared=states):
+    with refused(hfta.errors.StackError, f"{found}; {cure}", spared=states):
         hfta.concat(states)
 
 
 def test_joining_containers_of_different_types():
     one = torch.zeros(2)
-    with refused(hfta.StackError, "tree[0] is a tuple in array 1 but a list in array 0"):
+    with refused(hfta.errors.StackError, "tree[0] is a tuple in array 1 but a list in array 0"):
         hfta.concat([[[one]], [(one,)]])
-    with refused(hfta.StackError, "tree has other empty containers in array 1 than in array 0"):
+    with refused(hfta.errors.StackError, "tree has other empty containers in array 1 than in array 0"):
         hfta.concat([[one, []], [one, ()]])
 
 
@@ -494,7 +503,7 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_hyperparameter_out_of_range(name):
     make, fragment = OUT_OF_RANGE[name]
-    with refused(hfta.HyperparameterError, fragment):
+    with refused(hfta.errors.HyperparameterError, fragment):
         make()
 
 
@@ -519,10 +528,10 @@ WRONG_LENGTH = {
 def test_hyperparameters_for_another_number_of_models(name):
     make, fragment = WRONG_LENGTH[name]
     cure = ["the array has 3 models", "give one number, or one per model"]
-    with refused(hfta.HyperparameterError, fragment, *cure, spared=ONE):
+    with refused(hfta.errors.HyperparameterError, fragment, *cure, spared=ONE):
         make().init(ONE)
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
-    with refused(hfta.HyperparameterError, fragment, *cure, spared=stacked):
+    with refused(hfta.errors.HyperparameterError, fragment, *cure, spared=stacked):
         hfta.make_train_step(nn.Linear(4, 2), square, make()).init(*stacked, seeds=[2, 0, 1])
 
 
@@ -545,7 +554,7 @@ def test_replacing_hyperparameters(new, fragments):
     step = hfta.make_train_step(nn.Linear(4, 2), lambda model, batch, hparams: square(model, batch), optimizer)
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     state = step.init(*stacked, seeds=[2, 0, 1], hparams={"smoothing": [0.0, 0.1, 0.2]})
-    with refused(hfta.HyperparameterError, *fragments, spared=state):
+    with refused(hfta.errors.HyperparameterError, *fragments, spared=state):
         hfta.with_hyperparams(state, **new)
 
 
@@ -561,7 +570,7 @@ def test_replacing_hyperparameters(new, fragments):
 )
 def test_replacing_hyperparameters_of_a_schedule(new, fragments):
     state = hfta.sgd(lr=schedules.step_lr([0.1, 0.2, 0.3], 5)).init(ONE)
-    with refused(hfta.HyperparameterError, *fragments, spared=state):
+    with refused(hfta.errors.HyperparameterError, *fragments, spared=state):
         hfta.with_hyperparams(state, lr=new)
 
 
@@ -577,7 +586,7 @@ def test_replacing_hyperparameters_of_a_schedule(new, fragments):
 def test_hyperparameters_of_the_loss(hparams, fragments):
     step = hfta.make_train_step(nn.Linear(4, 2), lambda model, batch, hparams: square(model, batch), hfta.sgd())
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
-    with refused(hfta.HyperparameterError, *fragments, spared=stacked):
+    with refused(hfta.errors.HyperparameterError, *fragments, spared=stacked):
         step.init(*stacked, seeds=[2, 0, 1], hparams=hparams)
 
 
@@ -585,7 +594,10 @@ def test_hyperparameters_that_the_loss_does_not_take():
     step = hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd())
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     with refused(
-        hfta.HyperparameterError, "hparams ['smoothing'] would not be used", "give it a third argument", spared=stacked
+        hfta.errors.HyperparameterError,
+        "hparams ['smoothing'] would not be used",
+        "give it a third argument",
+        spared=stacked,
     ):
         step.init(*stacked, seeds=[2, 0, 1], hparams={"smoothing": 0.1})
 
@@ -606,14 +618,14 @@ def test_hyperparameters_that_the_loss_does_not_take():
 def test_seeds(seeds, fragments):
     step = hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd())
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
-    with refused(hfta.HyperparameterError, *fragments, spared=stacked):
+    with refused(hfta.errors.HyperparameterError, *fragments, spared=stacked):
         step.init(*stacked, seeds=seeds)
 
 
 @pytest.mark.parametrize("seeds", [[0, 1.5], torch.tensor([0.0, 1.0])])
 def test_seeds_of_new_models(seeds):
     before = torch.get_rng_state()
-    with refused(hfta.HyperparameterError, "integer"):
+    with refused(hfta.errors.HyperparameterError, "integer"):
         hfta.init_params(Net, seeds)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -642,17 +654,21 @@ def test_batch_without_the_model_axis():
     step, state = linear_step()
     batch = torch.randn(8, 4)
     cure = ["give every model its own part [3, N, ...]", "batch_dims=None"]
-    with refused(hfta.BatchError, "batch is [8, 4] but the array has 3 models", *cure, spared=(state, batch)):
+    with refused(hfta.errors.BatchError, "batch is [8, 4] but the array has 3 models", *cure, spared=(state, batch)):
         step(state, batch)
     step, state = linear_step(lambda model, batch: square(model, batch["x"][0]))
     batch = {"x": (torch.randn(3, 8, 4), torch.randn(8, 4))}
-    with refused(hfta.BatchError, "batch['x'][1] is [8, 4] but the array has 3 models", *cure, spared=(state, batch)):
+    with refused(
+        hfta.errors.BatchError, "batch['x'][1] is [8, 4] but the array has 3 models", *cure, spared=(state, batch)
+    ):
         step(state, batch)
     batch = {"x": (torch.randn(3, 8, 4), torch.tensor(1.0))}
-    with refused(hfta.BatchError, "batch['x'][1] is [] but the array has 3 models", *cure, spared=(state, batch)):
+    with refused(
+        hfta.errors.BatchError, "batch['x'][1] is [] but the array has 3 models", *cure, spared=(state, batch)
+    ):
         step(state, batch)
     evaluate = hfta.make_eval_step(nn.Linear(4, 2), square, batch_dims=0)
-    with refused(hfta.BatchError, "batch is [8, 4] but the array has 3 models", *cure, spared=state):
+    with refused(hfta.errors.BatchError, "batch is [8, 4] but the array has 3 models", *cure, spared=state):
         evaluate(state, torch.randn(8, 4))
 
 
@@ -661,7 +677,7 @@ def test_batch_leaf_that_is_no_tensor():
     for value, name in ((0.5, "float"), (np.ones((3, 8)), "ndarray")):
         batch = [torch.randn(3, 8, 4), value]
         with refused(
-            hfta.BatchError, f"batch[1] is a {name}", "leaves of a batch must be tensors", spared=(state, batch)
+            hfta.errors.BatchError, f"batch[1] is a {name}", "leaves of a batch must be tensors", spared=(state, batch)
         ):
             step(state, batch)
 
@@ -670,12 +686,12 @@ def test_batch_of_another_structure_than_batch_dims():
     step, state = linear_step(lambda model, batch: square(model, batch[0]), batch_dims=(0, None))
     batch = (torch.randn(3, 8, 4), torch.randn(8), torch.randn(8))
     with refused(
-        hfta.BatchError, "batch has 3 parts but batch_dims has 2", "one entry per part", spared=(state, batch)
+        hfta.errors.BatchError, "batch has 3 parts but batch_dims has 2", "one entry per part", spared=(state, batch)
     ):
         step(state, batch)
     step, state = linear_step(lambda model, batch: square(model, batch["x"]), batch_dims={"x": 0})
     batch = {"x": torch.randn(3, 8, 4), "weight": torch.randn(3, 8)}
-    with refused(hfta.BatchError, "'weight'", "batch_dims", spared=(state, batch)):
+    with refused(hfta.errors.BatchError, "'weight'", "batch_dims", spared=(state, batch)):
         step(state, batch)
 
 
@@ -714,12 +730,12 @@ def test_loss(name):
     loss_fn, fragments = BAD_LOSS[name]
     step, state = linear_step(loss_fn)
     batch = torch.randn(3, 8, 4)
-    with refused(hfta.LossError, *fragments, spared=(state, batch)):
+    with refused(hfta.errors.LossError, *fragments, spared=(state, batch)):
         step(state, batch)
 
 
 def test_nothing_to_train():
-    with refused(hfta.LossError, "no parameter of the model requires grad", "nothing to train"):
+    with refused(hfta.errors.LossError, "no parameter of the model requires grad", "nothing to train"):
         hfta.make_train_step(nn.Linear(4, 2).requires_grad_(False), square, hfta.sgd())
 
 
@@ -748,7 +764,9 @@ def test_random_operator_that_is_not_routed(name):
     step, state = linear_step(model=Noisy(draw))
     batch = torch.randn(3, 8, 4)
     before = torch.get_rng_state()
-    with refused(hfta.RandomnessError, f"{name} draws from PyTorch's global generator", cure, spared=(state, batch)):
+    with refused(
+        hfta.errors.RandomnessError, f"{name} draws from PyTorch's global generator", cure, spared=(state, batch)
+    ):
         step(state, batch)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -760,7 +778,7 @@ def test_random_operator_that_the_mode_does_not_see(draw):
     step, state = linear_step(model=Noisy(draw))
     batch = torch.randn(3, 8, 4)
     before = torch.get_rng_state()
-    with refused(hfta.RandomnessError, __file__, "global generator", "torch.rand", spared=(state, batch)):
+    with refused(hfta.errors.RandomnessError, __file__, "global generator", "torch.rand", spared=(state, batch)):
         step(state, batch)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -785,7 +803,9 @@ def test_generator_of_the_users_own(name):
     step, state = linear_step(model=Noisy(WITH_GENERATOR[name]))
     batch = torch.randn(3, 8, 4)
     before = SHARED_GENERATOR.get_state()
-    with refused(hfta.RandomnessError, f"{name} got a generator", "leave it out", "own key", spared=(state, batch)):
+    with refused(
+        hfta.errors.RandomnessError, f"{name} got a generator", "leave it out", "own key", spared=(state, batch)
+    ):
         step(state, batch)
     assert torch.equal(SHARED_GENERATOR.get_state(), before)
 
@@ -830,16 +850,16 @@ def test_model_that_reads_a_value(kind, what):
     batch = torch.randn(3, 8, 4)
     line = inspect.getsourcelines(kind.forward)[1] + 1
     where = f"module '1.1' ({kind.__name__}), forward ({__file__}:{line})"
-    with refused(hfta.TraceError, where, what, *ADVICE, spared=(state, batch)):
+    with refused(hfta.errors.TraceError, where, what, *ADVICE, spared=(state, batch)):
         step(state, batch)
     evaluate = hfta.make_eval_step(model, square)
-    with refused(hfta.TraceError, where, what, *ADVICE, spared=state):
+    with refused(hfta.errors.TraceError, where, what, *ADVICE, spared=state):
         evaluate(state, batch[0])
 
 
 def test_advice_replaces_the_text_of_functorch():
     step, state = linear_step(model=nn.Sequential(nn.Linear(4, 4), Item()))
-    with pytest.raises(hfta.TraceError) as caught:
+    with pytest.raises(hfta.errors.TraceError) as caught:
         step(state, torch.randn(3, 8, 4))
     assert "vmap" not in str(caught.value)
     assert caught.value.__suppress_context__ and caught.value.__cause__ is None
@@ -852,7 +872,7 @@ def test_loss_that_reads_a_value():
     step, state = linear_step(loss_fn)
     batch = torch.randn(3, 8, 4)
     line = inspect.getsourcelines(loss_fn)[1] + 1
-    with refused(hfta.TraceError, f"loss_fn ({__file__}:{line}) asks for", *ADVICE, spared=(state, batch)):
+    with refused(hfta.errors.TraceError, f"loss_fn ({__file__}:{line}) asks for", *ADVICE, spared=(state, batch)):
         step(state, batch)
 
 
@@ -915,7 +935,7 @@ def test_the_line_of_a_loss_that_reads_a_value(name):
     where, loss_fn = LOSSES[name]
     step, state = linear_step(loss_fn)
     batch = torch.randn(3, 8, 4)
-    with refused(hfta.TraceError, f"{where} ({__file__}:{line_of(name)})", *ADVICE, spared=(state, batch)):
+    with refused(hfta.errors.TraceError, f"{where} ({__file__}:{line_of(name)})", *ADVICE, spared=(state, batch)):
         step(state, batch)
 
 
@@ -964,7 +984,7 @@ def test_the_line_below_a_module_that_reads_a_value(name, way):
     x, place = torch.randn(3, 8, 4), f"({__file__}:{line_of(name)})"
     if way in ("step", "checkpointed"):
         step, state = linear_step(model=model, checkpoint=way == "checkpointed")
-        with refused(hfta.TraceError, f"{NESTED[name]} {place}, asks for the value of a tensor", *ADVICE):
+        with refused(hfta.errors.TraceError, f"{NESTED[name]} {place}, asks for the value of a tensor", *ADVICE):
             step(state, x)
         return
 
@@ -981,7 +1001,7 @@ def test_the_line_below_a_module_that_reads_a_value(name, way):
         with pytest.raises(errors, match=f'File "{__file__}", line {line_of(name)}, in'):
             torch.compile(run, fullgraph=True, backend="eager")(params, x)
         return
-    with refused(hfta.TraceError, place, "value of a tensor", *ADVICE):
+    with refused(hfta.errors.TraceError, place, "value of a tensor", *ADVICE):
         run(params, x)
 
 
@@ -989,7 +1009,7 @@ def test_an_inner_vmap_names_the_line():
     def inner(row):
         return row * row.sum().item()  # at fault: inner vmap
 
-    with refused(hfta.TraceError, f"inner ({__file__}:{line_of('inner vmap')}) asks for the value"):
+    with refused(hfta.errors.TraceError, f"inner ({__file__}:{line_of('inner vmap')}) asks for the value"):
         hfta.vmap(lambda rows: hfta.vmap(inner)(rows))(torch.randn(3, 2, 4))
 
 
@@ -1010,7 +1030,7 @@ def test_a_backward_pass_that_reads_a_value():
             return grad * 2 if grad.sum() > 0 else grad  # at fault: backward
 
     gradient = torch.func.grad(lambda x: Doubled.apply(x).sum())
-    with refused(hfta.TraceError, f"backward ({__file__}:{line_of('backward')})", *ADVICE):
+    with refused(hfta.errors.TraceError, f"backward ({__file__}:{line_of('backward')})", *ADVICE):
         hfta.vmap(gradient)(torch.randn(3, 4))
 
 
@@ -1056,17 +1076,21 @@ def counted(model, batch):
 @pytest.mark.parametrize(
     ("loss_fn", "error", "what"),
     [
-        (sparse, hfta.TraceError, "a sparse tensor, which the members cannot share; use sparse=False"),
-        (shared_statistics, hfta.TraceError, "update running statistics that all members share; pass the stacked"),
-        (strided, hfta.TraceError, "as_strided_ reads memory outside of one member's tensor; use view"),
-        (drawn, hfta.RandomnessError, "torch.poisson draws from PyTorch's global generator"),
-        (generated, hfta.RandomnessError, "torch.rand got a generator"),
-        (selected, hfta.TraceError, "makes a tensor whose shape depends on values (a boolean index)"),
-        (counted, hfta.TraceError, "makes a tensor whose shape depends on values (aten::bincount)"),
+        (sparse, hfta.errors.TraceError, "a sparse tensor, which the members cannot share; use sparse=False"),
+        (
+            shared_statistics,
+            hfta.errors.TraceError,
+            "update running statistics that all members share; pass the stacked",
+        ),
+        (strided, hfta.errors.TraceError, "as_strided_ reads memory outside of one member's tensor; use view"),
+        (drawn, hfta.errors.RandomnessError, "torch.poisson draws from PyTorch's global generator"),
+        (generated, hfta.errors.RandomnessError, "torch.rand got a generator"),
+        (selected, hfta.errors.TraceError, "makes a tensor whose shape depends on values (a boolean index)"),
+        (counted, hfta.errors.TraceError, "makes a tensor whose shape depends on values (aten::bincount)"),
     ],
 )
 # bincount has no rule and runs member by member before it is refused.
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 def test_the_line_that_cannot_run_as_an_array(loss_fn, error, what):
     step, state = linear_step(loss_fn, model=nn.Linear(4, 4))
     place = f"{loss_fn.__name__} ({__file__}:{line_of(loss_fn.__name__)})"
@@ -1086,23 +1110,27 @@ def test_an_operator_of_another_library_without_a_rule():
     step, state = linear_step(loss_fn, model=nn.Linear(4, 4))
     plain, _ = linear_step(lambda model, batch: 2 * model(batch).mean(), model=nn.Linear(4, 4))
     batch = torch.randn(3, 8, 4)
-    with pytest.warns(hfta.LoopWarning, match="hfta_func_test::doubled has no batching rule and runs one member after"):
+    with pytest.warns(
+        hfta.errors.LoopWarning, match="hfta_func_test::doubled has no batching rule and runs one member after"
+    ):
         _, found = step(state, batch)
     torch.testing.assert_close(found["loss"], plain(state, batch)[1]["loss"])
 
 
 def test_a_module_where_a_factory_is_expected():
-    with pytest.raises(hfta.StackError, match=r"factory is a module \(Linear\); pass a function that makes one"):
+    with pytest.raises(hfta.errors.StackError, match=r"factory is a module \(Linear\); pass a function that makes one"):
         hfta.init_params(nn.Linear(2, 1), [0, 1])
 
 
 def test_parameters_where_stacked_ones_or_a_state_are_expected():
     stacked = hfta.init_params(lambda: nn.Linear(4, 4), [0, 1, 2])
     step, _ = linear_step(lambda model, batch: model(batch).mean(), model=nn.Linear(4, 4))
-    with pytest.raises(hfta.StateError, match=r"params is a Stacked; unpack .*: step.init\(\*stacked, seeds=seeds\)"):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"params is a Stacked; unpack .*: step.init\(\*stacked, seeds=seeds\)"
+    ):
         step.init(stacked, seeds=[0, 1, 2])
     evaluate = hfta.make_eval_step(nn.Linear(4, 4), lambda model, batch: model(batch).mean())
-    with pytest.raises(hfta.StateError, match=r"expected a TrainState or Stacked but got dict; make one with"):
+    with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState or Stacked but got dict; make one with"):
         evaluate(stacked.params, torch.randn(8, 4))
 
 
@@ -1125,17 +1153,19 @@ def test_state_of_another_model():
     batch = torch.randn(3, 8, 4)
     cure = "the state and the step must be of the same model"
     _, wide = linear_step(model=nn.Linear(4, 3))
-    with refused(hfta.StateError, "'weight' is [3, 4] per member but [2, 4] in the model", cure, spared=(wide, batch)):
+    with refused(
+        hfta.errors.StateError, "'weight' is [3, 4] per member but [2, 4] in the model", cure, spared=(wide, batch)
+    ):
         step(wide, batch)
     _, named = linear_step(model=nn.Sequential(nn.Linear(4, 2)))
-    with refused(hfta.StateError, "'weight' is in the model but not in the array", cure, spared=(named, batch)):
+    with refused(hfta.errors.StateError, "'weight' is in the model but not in the array", cure, spared=(named, batch)):
         step(named, batch)
     buffered = state._replace(buffers={"seen": torch.zeros(3)})
-    with refused(hfta.StateError, "'seen' is in the array but not in the model", cure, spared=(buffered, batch)):
+    with refused(hfta.errors.StateError, "'seen' is in the array but not in the model", cure, spared=(buffered, batch)):
         step(buffered, batch)
-    with refused(hfta.StateError, "'weight' is [3, 4] per member but [2, 4] in the model", cure, spared=wide):
+    with refused(hfta.errors.StateError, "'weight' is [3, 4] per member but [2, 4] in the model", cure, spared=wide):
         step.init(wide.params, wide.buffers, seeds=[2, 0, 1])
-    with refused(hfta.StateError, "'weight' is in the model but not in the array", cure, spared=named):
+    with refused(hfta.errors.StateError, "'weight' is in the model but not in the array", cure, spared=named):
         step.init(named.params, named.buffers, seeds=[2, 0, 1])
 
 
@@ -1158,7 +1188,7 @@ def test_a_buffer_that_the_first_call_resizes():
     step, state = linear_step(model=Grows())
     state, _ = step(state, batch)
     cure = "call every model once before stacking"
-    with refused(hfta.StateError, "'table' is [8] per member but [1] in the model", cure, spared=(state, batch)):
+    with refused(hfta.errors.StateError, "'table' is [8] per member but [1] in the model", cure, spared=(state, batch)):
         step(state, batch)
     model = Grows()
     model(batch[0])
@@ -1176,7 +1206,7 @@ def test_evaluating_the_state_of_another_model():
         (nn.Linear(4, 2, bias=False), "'bias'"),
     ):
         _, state = linear_step(model=model)
-        with refused(hfta.StateError, path, "in the model", spared=(state, batch)):
+        with refused(hfta.errors.StateError, path, "in the model", spared=(state, batch)):
             evaluate(state, batch)
 
 
@@ -1191,14 +1221,14 @@ def test_state_of_another_optimizer():
     ):
         _, other = linear_step(optimizer=optimizer)
         fragments = ["belongs to another optimizer", f"the state has state.opt_state{held} but", "step.init"]
-        with refused(hfta.StateError, *fragments, spared=(other, batch)):
+        with refused(hfta.errors.StateError, *fragments, spared=(other, batch)):
             step(other, batch)
 
 
 def test_something_that_is_no_state():
     step, state = linear_step()
-    stacked = hfta.Stacked(state.params, state.buffers)
-    with refused(hfta.StateError, "expected a TrainState but got Stacked", "step.init", spared=stacked):
+    stacked = hfta.models.Stacked(state.params, state.buffers)
+    with refused(hfta.errors.StateError, "expected a TrainState but got Stacked", "step.init", spared=stacked):
         step(stacked, torch.randn(3, 8, 4))
 
 
@@ -1224,7 +1254,7 @@ MISUSES = {
     ),
     "evaluating a factory": (lambda: hfta.make_eval_step(Net, _loss), "Net is not a torch.nn.Module"),
     "a factory made functional": (lambda: hfta.functional(Net), "Net is not a torch.nn.Module"),
-    "a factory to import into": (lambda: hfta.import_models(Net, [{}]), "Net is not a torch.nn.Module"),
+    "a factory to import into": (lambda: hfta.files.import_models(Net, [{}]), "Net is not a torch.nn.Module"),
     "a model for a factory": (lambda: hfta.init_params(Net(), [0]), "factory is a module (Net); pass a function"),
     "an optimizer that was not called": (
         lambda: hfta.make_train_step(Net(), _loss, hfta.sgd),
@@ -1244,7 +1274,7 @@ MISUSES = {
     "one seed": (lambda: _init(seeds=3), "seeds is 3; pass a list with one integer per model"),
     "words for a number": (lambda: hfta.sgd(lr="0.1"), "lr is '0.1'; give one number, or one per model"),
     "None among numbers": (lambda: hfta.sgd(lr=[0.1, None]), "lr is [0.1, None]; give one number, or one per model"),
-    "words for a loss scale": (lambda: hfta.LossScale("auto"), "init_scale is 'auto'; give one number"),
+    "words for a loss scale": (lambda: hfta.step.LossScale("auto"), "init_scale is 'auto'; give one number"),
     "a schedule in the state": (
         lambda: hfta.with_hyperparams(_init(), lr=schedules.constant(0.1)),
         "lr is a schedule, which goes into an optimizer when it is made; here give one number, or one per model",

@@ -177,7 +177,7 @@ def test_promise(promise: Promise, num_models: int, place: str, shared: bool) ->
     kept = inputs.clone()
     batch = promise.wrap(inputs, targets)
 
-    def train(steps: int) -> tuple[hfta.TrainState, dict[str, Tensor]]:
+    def train(steps: int) -> tuple[hfta.step.TrainState, dict[str, Tensor]]:
         options = PLACES.get(place, {})
         step: Any = hfta.make_train_step(models[0], squares, hfta.sgd(lr=0.1), batch_dims=dims, **options)
         evaluate: Any = hfta.make_eval_step(models[0], squares, batch_dims=dims, **options)
@@ -242,7 +242,7 @@ def test_steps_run_in_several_threads_at_once() -> None:
         x = torch.randn(2, 64, 8)
         starts = [step.init(*hfta.init_params(build, [i, i + 1]), seeds=[i, i + 1]) for i in range(4)]
 
-        def train(start: hfta.TrainState, step: Any = step, x: Tensor = x) -> hfta.TrainState:
+        def train(start: hfta.step.TrainState, step: Any = step, x: Tensor = x) -> hfta.step.TrainState:
             for _ in range(20):
                 start, _ = step(start, x)
             return start
@@ -268,7 +268,7 @@ def test_forward_hooks_that_hold_other_values_are_refused() -> None:
         return model
 
     hfta.stack_params([build(2), build(2)])
-    with pytest.raises(hfta.StackError, match=r"model 1: the forward_hooks of '0' are not those of model 0"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: the forward_hooks of '0' are not those of model 0"):
         hfta.stack_params([build(2), build(3)])
 
 
@@ -315,7 +315,7 @@ def test_names_that_optimizer_and_loss_share() -> None:
     assert changed.opt_state.hyperparams["lr"].tolist() == [0.1, 0.1]
     assert changed.hparams["lr"].tolist() == [7.0, 8.0]
     with pytest.raises(
-        hfta.HyperparameterError, match=r"unknown hyperparameter 'hparams.momentum'; this state has lr, other"
+        hfta.errors.HyperparameterError, match=r"unknown hyperparameter 'hparams.momentum'; this state has lr, other"
     ):
         hfta.with_hyperparams(state, **{"hparams.momentum": 1.0})
 
@@ -403,14 +403,14 @@ def test_accumulated_means_in_float64() -> None:
 def test_labels_of_a_partition_that_match_nothing() -> None:
     optimizer = hfta.partition({"": "all", "head": None}, {"all": hfta.sgd(lr=0.1)})
     with pytest.raises(
-        hfta.HyperparameterError, match=r"'head' is not the path of a module or parameter that is trained"
+        hfta.errors.HyperparameterError, match=r"'head' is not the path of a module or parameter that is trained"
     ):
         optimizer.init({"body.weight": torch.zeros(1, 2)})
 
 
 def draw(func: Callable[[], Tensor]) -> Tensor:
     def member(key: Tensor) -> Tensor:
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             return func()
 
     return hfta.vmap(member)(hfta.random.keys([1, 2]))
@@ -436,10 +436,10 @@ def test_sizes_of_numpy_and_empty_ranges() -> None:
 
 def test_draws_into_a_tensor() -> None:
     key = hfta.random.keys([1])[0]
-    with hfta.routed(key):
+    with hfta.calls.routed(key):
         expected = torch.rand(3)
     out = torch.empty(3)
-    with hfta.routed(key):
+    with hfta.calls.routed(key):
         torch.rand(3, out=out)
     assert torch.equal(out, expected)
 
@@ -454,7 +454,7 @@ def _unrouted(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_models", [1, M])
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-@pytest.mark.parametrize(("loss", "error"), [(_item, hfta.TraceError), (_unrouted, hfta.RandomnessError)])
+@pytest.mark.parametrize(("loss", "error"), [(_item, hfta.errors.TraceError), (_unrouted, hfta.errors.RandomnessError)])
 def test_what_many_members_cannot_do_is_refused_for_one(
     loss: Any, error: type[Exception], chunk_size: int | None, num_models: int
 ) -> None:
@@ -510,7 +510,10 @@ def test_parameters_made_in_inference_mode(donate: bool) -> None:
             with torch.inference_mode(inside):
                 losses.append(evaluate(state, x)["loss"])
     assert all(torch.equal(loss, losses[0]) for loss in losses)
-    with torch.inference_mode(), pytest.raises(hfta.StateError, match=r"needs gradients.*inference_mode\(\).*leave it"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(hfta.errors.StateError, match=r"needs gradients.*inference_mode\(\).*leave it"),
+    ):
         step(state, x)
 
 

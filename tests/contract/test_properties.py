@@ -40,7 +40,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]).sum(-1) - batch[1]).square().mean()
 
 
-def _start(num_models: int, optimizer: str, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def _start(num_models: int, optimizer: str, **options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     step = hfta.make_train_step(
         _model(), _loss, MAKERS[optimizer]([member % 3 for member in range(num_models)]), **options
     )
@@ -98,7 +98,7 @@ def test_a_failure_changes_no_other_member(data: st.DataObject) -> None:
         before = optree.tree_map(torch.clone, sick)
         sick, metrics = step(sick, (inputs, targets))
         for member in range(num_models):
-            if metrics["failure"][member] != hfta.Failure.NONE or not before.active[member]:
+            if metrics["failure"][member] != hfta.step.Failure.NONE or not before.active[member]:
                 # It stays where it was.
                 for kept, old in zip(sick[:3], before[:3], strict=True):
                     assert _identical(hfta.take(kept, [member]), hfta.take(old, [member]))

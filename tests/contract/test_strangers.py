@@ -279,8 +279,8 @@ def test_a_callback_from_outside_keeps_the_laws() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: hfta.early_stopping("loss", patience=1),
-        lambda: hfta.averaging(every=2),
+        lambda: hfta.callbacks.early_stopping("loss", patience=1),
+        lambda: hfta.callbacks.averaging(every=2),
         lambda: hfta.schedules.plateau("loss", patience=0),
     ],
 )
@@ -429,7 +429,7 @@ def study(pull: tune.Scheduler, **options: Any) -> tune.Study:
 def test_a_study_with_extensions_alone() -> None:
     seen, own = [], callback.keep_up("loss")
 
-    def both(trained: Any, history: hfta.History) -> None:
+    def both(trained: Any, history: hfta.run.History) -> None:
         own(trained, history)
         seen.append((trained, history))
 
@@ -478,7 +478,7 @@ def test_rules_from_outside_are_those_of_worker_processes_too() -> None:
     """Graphs are marked by them, so without them what a worker compiles is not found."""
     # By value, so that the worker imports nothing for it.
     marks = functools.partial(eval, "dict(__import__('hfta_func.rules._registry', fromlist=['x']).OUTSIDE)")
-    with hfta.WorkerPool(1) as pool:
+    with hfta.workers.WorkerPool(1) as pool:
         call = pool.submit(marks)
         assert pool.wait(120) == (call, OUTSIDE) and "strangers::shifted" in OUTSIDE
 

@@ -73,7 +73,9 @@ def test_links_at_temporary_names_are_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.secrets, "token_hex", lambda size: "0123456789abcdef")
     for link in (lambda: os.symlink("victim", tmp_path / STALE), lambda: os.symlink("none", tmp_path / STALE)):
         link()
-        with pytest.raises(hfta.CheckpointError, match="state cannot be written: File exists; its former content"):
+        with pytest.raises(
+            hfta.errors.CheckpointError, match="state cannot be written: File exists; its former content"
+        ):
             hfta.save(ZEROS, path)
         os.unlink(tmp_path / STALE)
     assert (tmp_path / "victim").read_bytes() == b"precious" and holds(path, ONES)
@@ -115,7 +117,7 @@ def test_only_regular_files_are_replaced(tmp_path, target):
         lambda: hfta.save(ONES, path),
         lambda: hfta.fit(never, state, [torch.ones(2, 3, 4)], epochs=1, resume=path, progress=False),
     ):
-        with pytest.raises(hfta.CheckpointError, match=message):
+        with pytest.raises(hfta.errors.CheckpointError, match=message):
             write()
     assert os.path.samestat(os.lstat(path), before) and sorted(os.listdir(tmp_path)) == there
     if target == "link":
@@ -129,7 +131,7 @@ def test_folders_may_be_links_and_paths_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "folder")
     hfta.save(ZEROS, "state")
     assert holds("state", ZEROS) and os.listdir() == ["state"]
-    with pytest.raises(hfta.CheckpointError, match="is a directory"):
+    with pytest.raises(hfta.errors.CheckpointError, match="is a directory"):
         hfta.save(ZEROS, "")
 
 
@@ -210,7 +212,7 @@ def test_a_second_run_on_the_same_file_is_refused(tmp_path, existing):
     def again(state, batch):
         for _ in range(2):
             with pytest.raises(
-                hfta.CheckpointError, match=f"^{path} belongs to a run that has not ended; wait until.*$"
+                hfta.errors.CheckpointError, match=f"^{path} belongs to a run that has not ended; wait until.*$"
             ):
                 fit(path, never)
         # Another file in the folder is free, and so is plain saving.
@@ -224,7 +226,7 @@ def test_a_second_run_on_the_same_file_is_refused(tmp_path, existing):
 
 
 def test_a_run_that_fails_lets_go_of_its_file(tmp_path):
-    for error in (ZeroDivisionError, KeyboardInterrupt, hfta.CheckpointError):
+    for error in (ZeroDivisionError, KeyboardInterrupt, hfta.errors.CheckpointError):
 
         def step(state, batch, error=error):
             raise error
@@ -261,7 +263,7 @@ def test_a_killed_run_lets_go_of_its_file(tmp_path):
         try:
             left = sorted(os.listdir(tmp_path))
             assert len(left) == 2 and left[1] == "run.hfta-lock"
-            with pytest.raises(hfta.CheckpointError, match="belongs to a run that has not ended"):
+            with pytest.raises(hfta.errors.CheckpointError, match="belongs to a run that has not ended"):
                 fit(path, never)
             assert sorted(os.listdir(tmp_path)) == left
             process.kill()
@@ -284,7 +286,7 @@ def test_a_lock_that_was_removed_in_between_holds_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(atomic, "lock", remove)
     with atomic.holding(tmp_path / "run"):
         assert os.listdir(tmp_path) == ["run.hfta-lock"]
-        with pytest.raises(hfta.CheckpointError, match="belongs to a run"), atomic.holding(tmp_path / "run"):
+        with pytest.raises(hfta.errors.CheckpointError, match="belongs to a run"), atomic.holding(tmp_path / "run"):
             pass
 
 
@@ -297,7 +299,7 @@ def test_the_lock_of_somebody_else_stays(tmp_path):
     lock.unlink()
     (tmp_path / "victim").touch()
     lock.symlink_to("victim")
-    with pytest.raises(hfta.CheckpointError, match="run cannot be written"), atomic.holding(tmp_path / "run"):
+    with pytest.raises(hfta.errors.CheckpointError, match="run cannot be written"), atomic.holding(tmp_path / "run"):
         pass
     assert lock.is_symlink()
 
@@ -326,7 +328,9 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
 )
 def test_files_that_cannot_be_written_are_refused_before_the_first_step(tmp_path, name, cause):
     (tmp_path / "file").touch()
-    with pytest.raises(hfta.CheckpointError, match=f"cannot be written: {cause}; its former content is unchanged"):
+    with pytest.raises(
+        hfta.errors.CheckpointError, match=f"cannot be written: {cause}; its former content is unchanged"
+    ):
         fit(tmp_path / name, never)
     assert os.listdir(tmp_path) == ["file"]
 
@@ -334,7 +338,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_first_step(tmp_path
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_folders_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "folder").mkdir(0o500)
-    with pytest.raises(hfta.CheckpointError, match="cannot be written: Permission denied"):
+    with pytest.raises(hfta.errors.CheckpointError, match="cannot be written: Permission denied"):
         fit(tmp_path / "folder" / "run", never)
 
 
@@ -371,6 +375,6 @@ def test_runs_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path, p
 def test_states_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path):
     _, state = training()
     state = state._replace(buffers={"wide": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(hfta.CheckpointError, match=r"is torch\.complex128, which safetensors does not support"):
+    with pytest.raises(hfta.errors.CheckpointError, match=r"is torch\.complex128, which safetensors does not support"):
         hfta.fit(never, state, [torch.ones(2, 3, 4)], epochs=1, resume=tmp_path / "run", progress=False)
     assert os.listdir(tmp_path) == []

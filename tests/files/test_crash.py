@@ -66,7 +66,7 @@ class Training:
                 self.data, 8, seeds=SEEDS, transform=lambda batch: (batch[0] + 0.1 * torch.randn(8), batch[1])
             ),
             epochs=EPOCHS,
-            callbacks=[hfta.keep_best(folder / "best", "loss")],
+            callbacks=[hfta.callbacks.keep_best(folder / "best", "loss")],
             progress=False,
             resume=folder / "run",
             save_every=1,

@@ -148,7 +148,7 @@ def test_every_dtype_and_layout(tmp_path):
 def test_any_tree(tmp_path, tree, name):
     hfta.save(tree, tmp_path / "tree")
     assert bits(hfta.load(tmp_path / "tree", like=tree)) == bits(tree)
-    assert list(hfta.read_metadata(tmp_path / "tree")["shapes"]) == [name]
+    assert list(hfta.files.read_metadata(tmp_path / "tree")["shapes"]) == [name]
 
 
 def test_another_default_device(tmp_path):
@@ -174,7 +174,7 @@ def test_metadata(tmp_path):
     path = tmp_path / "state"
     metadata = {"data": "digits", "split": [1, 2], "ü": None, "nested": {"tensor": "state"}}
     hfta.save(state, path, metadata=metadata)
-    header = hfta.read_metadata(path)
+    header = hfta.files.read_metadata(path)
     assert header["format_version"] == 1 and header["package_version"] == hfta.__version__
     assert header["num_models"] == 4 and header["seeds"] == SEEDS
     assert header["shapes"]["state.params['layer.weight']"] == [3, 3]
@@ -182,8 +182,8 @@ def test_metadata(tmp_path):
     lrs = [values for name, values in header["hyperparameters"].items() if "'lr'" in name and len(set(values)) == 4]
     assert lrs == [[0.1, 0.2, 0.3, 0.4]]
     assert header["metadata"] == metadata
-    hfta.save(hfta.Stacked(state.params, state.buffers), path)
-    header = hfta.read_metadata(path)
+    hfta.save(hfta.models.Stacked(state.params, state.buffers), path)
+    header = hfta.files.read_metadata(path)
     assert header["seeds"] is None and header["hyperparameters"] == {} and header["metadata"] == {}
 
 
@@ -206,17 +206,17 @@ class Same:
 @pytest.mark.parametrize(
     ("tree", "error", "message"),
     [
-        ({"a": 1.0}, hfta.StackError, "state['a'] is a float; every leaf must be a tensor [M, ...]"),
-        ({}, hfta.StackError, "tree has no tensors"),
+        ({"a": 1.0}, hfta.errors.StackError, "state['a'] is a float; every leaf must be a tensor [M, ...]"),
+        ({}, hfta.errors.StackError, "tree has no tensors"),
         (
             {Same(): torch.zeros(2), Same(): torch.ones(2)},
-            hfta.StackError,
+            hfta.errors.StackError,
             "two leaves are called state[same]; use keys",
         ),
-        ((torch.zeros(2), torch.zeros(3)), hfta.StackError, "tree[1] has 3 members but tree[0] has 2"),
+        ((torch.zeros(2), torch.zeros(3)), hfta.errors.StackError, "tree[1] has 3 members but tree[0] has 2"),
         (
             [torch.zeros(2, dtype=torch.complex128)],
-            hfta.CheckpointError,
+            hfta.errors.CheckpointError,
             "state[0] is torch.complex128, which safetensors does not support; convert it first",
         ),
     ],
@@ -270,13 +270,13 @@ def test_metadata_that_cannot_be_saved(tmp_path, metadata, message):
 def test_metadata_that_is_just_not_too_deep(tmp_path):
     metadata = nested(98, lambda value: {"b": value})
     hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
-    assert hfta.read_metadata(tmp_path / "tree")["metadata"] == metadata
+    assert hfta.files.read_metadata(tmp_path / "tree")["metadata"] == metadata
 
 
 def test_hyperparameters_without_a_number(tmp_path):
     state = trained()._replace(hparams={"weight": torch.tensor([NAN, INF, -INF, 1.5])})
     hfta.save(state, tmp_path / "state")
-    found = hfta.read_metadata(tmp_path / "state")["hyperparameters"]["state.hparams['weight']"]
+    found = hfta.files.read_metadata(tmp_path / "state")["hyperparameters"]["state.hparams['weight']"]
     assert found == ["nan", "inf", "-inf", 1.5]
     assert bits(hfta.load(tmp_path / "state", like=state)) == bits(state)
 
@@ -288,7 +288,7 @@ def test_another_architecture_names_every_path(tmp_path):
     del like.buffers["norm.running_var"]
     like = like._replace(step=like.step.float())
     before = bits(like)
-    with refused(hfta.StateError) as caught:
+    with refused(hfta.errors.StateError) as caught:
         hfta.load(path, like=like)
     assert bits(like) == before
     first, *lines = str(caught.value).split("\n")
@@ -317,12 +317,12 @@ def test_members_of_a_file(tmp_path):
     hfta.save(state, path)
     for members in (2, [3, 0], slice(1, 3), torch.tensor([True, False, True, False]), [-1, -1]):
         assert bits(hfta.load(path, like=state, members=members)) == bits(hfta.take(state, members))
-    with refused(hfta.StackError, "member 4 does not exist; the array has members 0 to 3"):
+    with refused(hfta.errors.StackError, "member 4 does not exist; the array has members 0 to 3"):
         hfta.load(path, like=state, members=[0, 4])
 
 
 def test_no_file(tmp_path):
-    for read in (lambda path: hfta.load(path, like=torch.zeros(2)), hfta.read_metadata):
+    for read in (lambda path: hfta.load(path, like=torch.zeros(2)), hfta.files.read_metadata):
         with pytest.raises(FileNotFoundError, match="nothing"):
             read(tmp_path / "nothing")
 
@@ -355,18 +355,18 @@ def test_foreign_files(tmp_path, monkeypatch):
     before = bits(state)
     for name in foreign:
         message = "is damaged" if name == "described.safetensors" else other
-        with refused(hfta.CheckpointError, str(tmp_path / name), message):
+        with refused(hfta.errors.CheckpointError, str(tmp_path / name), message):
             hfta.load(tmp_path / name, like=state)
-        with refused(hfta.CheckpointError, str(tmp_path / name), message):
-            hfta.read_metadata(tmp_path / name)
+        with refused(hfta.errors.CheckpointError, str(tmp_path / name), message):
+            hfta.files.read_metadata(tmp_path / name)
     monkeypatch.setattr(hfta.files.storage, "_FORMAT", 2)
     hfta.save(state, tmp_path / "future")
     monkeypatch.undo()
     message = (
         f"has format version 2, but hfta_func {hfta.__version__} reads versions up to 1; install a later hfta_func"
     )
-    for read in (lambda path: hfta.load(path, like=state), hfta.read_metadata):
-        with refused(hfta.CheckpointError, f"{tmp_path / 'future'} {message}"):
+    for read in (lambda path: hfta.load(path, like=state), hfta.files.read_metadata):
+        with refused(hfta.errors.CheckpointError, f"{tmp_path / 'future'} {message}"):
             read(tmp_path / "future")
     assert bits(state) == before
     assert not marker.exists()
@@ -405,12 +405,12 @@ def test_damaged_files(tmp_path):
     kinds = set()
     for content in contents:
         path.write_bytes(content)
-        with refused(hfta.CheckpointError, f"{path} is ") as caught:
+        with refused(hfta.errors.CheckpointError, f"{path} is ") as caught:
             hfta.load(path, like=state)
         kinds.add(str(caught.value))
         # The header alone may be whole; if not, that too is one clear error.
-        with contextlib.suppress(hfta.CheckpointError):
-            assert isinstance(hfta.read_metadata(path), dict)
+        with contextlib.suppress(hfta.errors.CheckpointError):
+            assert isinstance(hfta.files.read_metadata(path), dict)
     assert len(kinds) == 2
     assert bits(state) == before
     path.write_bytes(whole)
@@ -426,7 +426,7 @@ def test_every_bit_counts(tmp_path):
         content = bytearray(whole)
         content[place] ^= 1 << bit
         path.write_bytes(content)
-        with refused(hfta.CheckpointError, str(path)):
+        with refused(hfta.errors.CheckpointError, str(path)):
             hfta.load(path, like=tree)
 
 
@@ -443,7 +443,7 @@ def refused(cause):
     before = open(path, "rb").read()
     try:
         hfta.save(large, path)
-    except hfta.CheckpointError as error:
+    except hfta.errors.CheckpointError as error:
         end = "its former content is unchanged. Save to an existing, writable directory with free space"
         assert str(error) == f"{path} cannot be written: {cause}; {end}", error
     else:
@@ -464,7 +464,7 @@ else:
     for size in range(free - 3000, free, 300):
         try:
             hfta.save({"a": torch.zeros(3, size, dtype=torch.uint8)[:, : size // 3]}, path)
-        except hfta.CheckpointError:
+        except hfta.errors.CheckpointError:
             break
         hfta.save(small, path)
     assert os.listdir(disk) == ["state"]
@@ -497,7 +497,9 @@ def test_directories_that_are_not_there(tmp_path):
         ("x" * 300, "File name too long"),
     ):
         with refused(
-            hfta.CheckpointError, f"{tmp_path / path} cannot be written: {cause}", "an existing, writable directory"
+            hfta.errors.CheckpointError,
+            f"{tmp_path / path} cannot be written: {cause}",
+            "an existing, writable directory",
         ):
             hfta.save(torch.zeros(2), tmp_path / path)
     assert os.listdir(tmp_path) == ["file"]
@@ -538,11 +540,11 @@ def test_exported_models_are_plain(tmp_path):
     )
     inputs = torch.randn(5, 3)
     assert torch.equal(plain.eval()(inputs), exported.eval()(inputs))
-    stacked = hfta.Stacked(state.params, state.buffers)
+    stacked = hfta.models.Stacked(state.params, state.buffers)
     assert torch.equal(hfta.export_model(model, stacked, 1).layer.bias, state.params["layer.bias"][1])
-    with refused(hfta.StackError, "member 4 does not exist; the array has members 0 to 3"):
+    with refused(hfta.errors.StackError, "member 4 does not exist; the array has members 0 to 3"):
         hfta.export_model(model, state, 4)
-    with refused(hfta.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
+    with refused(hfta.errors.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
         hfta.export_model(Net(2), state, 0)
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         hfta.export_model(model, state, [0, 1])
@@ -562,10 +564,10 @@ def test_models_are_imported(tmp_path):
     full = {**safetensors.torch.load_file(tmp_path / "two.safetensors"), "head.weight": models[2].head.weight.detach()}
     full["layer.weight"] = full["head.weight"]
     checkpoints = [models[0].state_dict(), tmp_path / "one.pt", full, str(tmp_path / "three.safetensors")]
-    stacked = hfta.import_models(model, checkpoints)
+    stacked = hfta.files.import_models(model, checkpoints)
     assert bits(stacked) == bits(hfta.stack_params(models))
     assert bits(dict(model.state_dict())) == before
-    assert bits(hfta.import_models(model.double(), iter(checkpoints)).params) == bits(
+    assert bits(hfta.files.import_models(model.double(), iter(checkpoints)).params) == bits(
         {path: param.double() for path, param in stacked.params.items()}
     )
 
@@ -576,25 +578,25 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
     del wide["norm.bias"]
     torch.save(wide, tmp_path / "wide.pt")
     with refused(
-        hfta.StateError,
+        hfta.errors.StateError,
         f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture.",
         'Missing key(s) in state_dict: "norm.bias"',
         'Unexpected key(s) in state_dict: "more"',
         *(f"size mismatch for {path}:" for path in own if path not in ("norm.bias", "norm.num_batches_tracked")),
     ):
-        hfta.import_models(Net(), [own, tmp_path / "wide.pt"])
-    with refused(hfta.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
-        hfta.import_models(Net(), [own, own, {"state_dict": own}])
+        hfta.files.import_models(Net(), [own, tmp_path / "wide.pt"])
+    with refused(hfta.errors.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
+        hfta.files.import_models(Net(), [own, own, {"state_dict": own}])
     torch.save([1, 2], tmp_path / "list.pt")
     with refused(
-        hfta.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; pass the state_dict of a model"
+        hfta.errors.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; pass the state_dict of a model"
     ):
-        hfta.import_models(Net(), [tmp_path / "list.pt"])
+        hfta.files.import_models(Net(), [tmp_path / "list.pt"])
     for single in (own, tmp_path / "wide.pt", "wide.pt"):
-        with refused(hfta.StackError, "expected a list of checkpoints but got a single one; pass [checkpoint]"):
-            hfta.import_models(Net(), single)
-    with refused(hfta.StackError, "no models to stack; pass at least one"):
-        hfta.import_models(Net(), [])
+        with refused(hfta.errors.StackError, "expected a list of checkpoints but got a single one; pass [checkpoint]"):
+            hfta.files.import_models(Net(), single)
+    with refused(hfta.errors.StackError, "no models to stack; pass at least one"):
+        hfta.files.import_models(Net(), [])
 
 
 def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
@@ -609,11 +611,11 @@ def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
     (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
     for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
         with refused(
-            hfta.CheckpointError, f"{path} cannot be read as a state_dict (", "no code in it was run); write it"
+            hfta.errors.CheckpointError, f"{path} cannot be read as a state_dict (", "no code in it was run); write it"
         ):
-            hfta.import_models(Net(), [path])
+            hfta.files.import_models(Net(), [path])
     with pytest.raises(FileNotFoundError):
-        hfta.import_models(Net(), [tmp_path / "nothing.pt"])
+        hfta.files.import_models(Net(), [tmp_path / "nothing.pt"])
     assert not marker.exists()
 
 
@@ -681,7 +683,7 @@ def test_a_run_that_is_broken_off_anywhere_ends_as_one_that_is_not(tmp_path_fact
                 signal.raise_signal(signal.SIGINT)
             return step(state, batch)
 
-        callbacks = [hfta.early_stopping("loss", patience)]
+        callbacks = [hfta.callbacks.early_stopping("loss", patience)]
         return hfta.fit(run, first, new_loader(), epochs=epochs, callbacks=callbacks, progress=False, **options)
 
     expected = fit()

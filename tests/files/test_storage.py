@@ -110,8 +110,8 @@ def test_loaded_tensors_are_no_views_of_the_file(tmp_path):
 def test_a_file_of_a_later_format_is_refused(tmp_path):
     path = tmp_path / "state"
     storage.write(path, {}, {"format_version": 2})
-    with pytest.raises(hfta.CheckpointError, match="format version 2"):
-        hfta.read_metadata(path)
+    with pytest.raises(hfta.errors.CheckpointError, match="format version 2"):
+        hfta.files.read_metadata(path)
     storage.write(path, {}, {"format_version": 1})
     assert storage.read_header(path)["format_version"] == 1
 
@@ -123,8 +123,8 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path):
     length = int.from_bytes(data[:8], "little")
     for shown in (length + 1, len(data), 2**62):
         path.write_bytes(shown.to_bytes(8, "little") + data[8:])
-        for read in (hfta.read_metadata, lambda path: hfta.load(path, like={"a": torch.zeros(1, 1)})):
-            with pytest.raises(hfta.CheckpointError, match="damaged"):
+        for read in (hfta.files.read_metadata, lambda path: hfta.load(path, like={"a": torch.zeros(1, 1)})):
+            with pytest.raises(hfta.errors.CheckpointError, match="damaged"):
                 read(path)
 
 
@@ -143,7 +143,9 @@ def test_metadata_may_hold_tensors(tmp_path):
 
 @pytest.mark.parametrize("name", ["__metadata__", "metadata[0]", "metadata[x", "\ud800", "a\n\udfff", 5, None])
 def test_names_that_cannot_be_read_are_refused(tmp_path, name):
-    with pytest.raises(hfta.CheckpointError, match=r"a tensor in a file cannot be called .*; give it another name"):
+    with pytest.raises(
+        hfta.errors.CheckpointError, match=r"a tensor in a file cannot be called .*; give it another name"
+    ):
         storage.write(tmp_path / "state", {name: TREE["half"]}, {"metadata": torch.zeros(2)})
     assert os.listdir(tmp_path) == []
 
@@ -166,11 +168,11 @@ def test_headers_that_are_too_long_are_refused(tmp_path, monkeypatch):
     storage.write(path, TREE, {"text": "x" * 1000})
     monkeypatch.setattr(storage, "_LONGEST", length - 1)
     with pytest.raises(
-        hfta.CheckpointError, match=f"has {length} bytes, the limit is {length - 1}; save less metadata"
+        hfta.errors.CheckpointError, match=f"has {length} bytes, the limit is {length - 1}; save less metadata"
     ):
         storage.write(path, TREE, {"text": "x" * 1000})
     for read in (storage.read, storage.read_header):
-        with pytest.raises(hfta.CheckpointError, match="is damaged"):
+        with pytest.raises(hfta.errors.CheckpointError, match="is damaged"):
             read(path)
 
 
@@ -207,18 +209,18 @@ def outcome(path, content):
     """How many of three readers take a file; others raise this package's errors, and no byte of the header is ever data."""
     path.write_bytes(content)
     errors = []
-    for read in (hfta.read_metadata, lambda path: hfta.load(path, like=LIKE), storage.read):
+    for read in (hfta.files.read_metadata, lambda path: hfta.load(path, like=LIKE), storage.read):
         try:
             found = read(path)
-        except hfta.CheckpointError as error:
+        except hfta.errors.CheckpointError as error:
             assert str(error).startswith(f"{path} ")
             errors.append(error)
-        except hfta.StateError:
-            assert read not in (hfta.read_metadata, storage.read)
+        except hfta.errors.StateError:
+            assert read not in (hfta.files.read_metadata, storage.read)
         else:
             if read is storage.read:
                 found = found[1]
-            if read is not hfta.read_metadata:
+            if read is not hfta.files.read_metadata:
                 assert not any(tensor.view(torch.uint8).any() for tensor in found.values())
                 assert sum(tensor.nbytes for tensor in found.values()) <= len(content)
     return 3 - len(errors)
@@ -290,7 +292,7 @@ def test_metadata_that_is_a_tensor_as_a_whole(tmp_path):
     entries, about, data = parts()
     about = changed(about, ["metadata"], {}) | {"__tensor__": "metadata[0]"}
     (tmp_path / "state").write_bytes(forged(rest(entries, about), data))
-    with pytest.raises(hfta.CheckpointError, match="is damaged"):
+    with pytest.raises(hfta.errors.CheckpointError, match="is damaged"):
         storage.read(tmp_path / "state")
 
 
@@ -399,7 +401,7 @@ def test_what_is_written_is_read(tmp_path_factory, metadata, names):
     path = tmp_path_factory.getbasetemp() / "state"
     tree = {name: torch.full((2, number), number) for number, name in enumerate(sorted(names))} or LIKE
     hfta.save(tree, path, metadata=metadata)
-    assert hfta.read_metadata(path)["metadata"] == metadata
+    assert hfta.files.read_metadata(path)["metadata"] == metadata
     assert all(torch.equal(leaf, tree[name]) for name, leaf in hfta.load(path, like=tree).items())
 
 
@@ -422,5 +424,5 @@ def test_files_of_format_1(tmp_path):
     # NaN was a number there, which keep_best still compares.
     (tmp_path / "best").write_bytes((kept / "best-format-1.safetensors").read_bytes())
     history.epochs[-1]["score"] = torch.tensor([7.0, 8.0])
-    hfta.keep_best(tmp_path / "best", "score")(state, history)
-    assert hfta.read_metadata(tmp_path / "best")["metadata"]["value"] == [7.0, 8.0]
+    hfta.callbacks.keep_best(tmp_path / "best", "score")(state, history)
+    assert hfta.files.read_metadata(tmp_path / "best")["metadata"]["value"] == [7.0, 8.0]

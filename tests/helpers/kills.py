@@ -105,7 +105,7 @@ def build_slow(fixed, members):
     return found._replace(step=step)
 
 options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "max_models": 8}
-with hfta.WorkerPool(2) as pool:
+with hfta.workers.WorkerPool(2) as pool:
     while pool._alive.total() < 2:
         time.sleep(0.01)
     print("begins", *[worker.pid for worker in pool._workers], flush=True)

@@ -184,7 +184,7 @@ def _check(func: Callable[..., Any], members: list[Any], tolerance: float, form:
     one = _differentiated(run, how, wanted) if wanted else run
 
     def array(key: Tensor, *tensors: Tensor) -> Any:
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             if how != "nested":
                 return one(*tensors)
             arrays = hfta.vmap(one)(*(torch.stack([x * 0.875 if x.is_floating_point() else x, x]) for x in tensors))

@@ -31,7 +31,7 @@ def data(rows: int = 24) -> tuple[Tensor, Tensor]:
     return inputs, inputs.sum(-1, keepdim=True)
 
 
-def arrayed(lr: Any = None, loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def arrayed(lr: Any = None, loss: Any = loss_fn, **options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     lr = [0.01 / (i + 1) for i in range(M)] if lr is None else lr
     step = hfta.make_train_step(make(), loss, hfta.sgd(lr=lr, momentum=0.5), **options)
     return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
@@ -41,7 +41,7 @@ def loader(seeds: Any = range(M), **options: Any) -> hfta.ArrayLoader:
     return hfta.ArrayLoader(data(), 5, seeds=seeds, **options)
 
 
-def assert_same(one: hfta.Result, other: hfta.Result) -> None:
+def assert_same(one: hfta.run.Result, other: hfta.run.Result) -> None:
     assert_trees_close(one.state, other.state, 1e-10, "state")
     assert [*one.history.epochs[0]] == [*other.history.epochs[0]]
     for name in one.history.epochs[0]:

@@ -105,7 +105,7 @@ def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
     def stop():
         return [lightning.callbacks.EarlyStopping("val_loss", patience=2)] if kind is OnPlateau else []
 
-    array = hfta.lightning(kind, seeds=[5, 6], **ARGUMENTS)
+    array = hfta.integrations.lightning(kind, seeds=[5, 6], **ARGUMENTS)
     history = array.fit(TRAIN, VALIDATION, callbacks=stop(), progress=False, **options)
     for member, model in enumerate(array.models()):
         own = {name: column[member] for name, column in ARGUMENTS.items()}
@@ -126,7 +126,7 @@ def test_epochs_of_members_with_rows_of_unequal_number_are_their_own(kind):
             (INPUTS, TARGETS), 6, seeds=[5 + i for i in members], rows=[[range(9), range(36)][i] for i in members]
         )
         own = {name: [column[member] for member in members] for name, column in ARGUMENTS.items()}
-        array = hfta.lightning(kind, seeds=[5 + member for member in members], **own)
+        array = hfta.integrations.lightning(kind, seeds=[5 + member for member in members], **own)
         return array, array.fit(loader, VALIDATION, max_epochs=3, progress=False)
 
     whole, history = trained([0, 1])
@@ -163,7 +163,7 @@ def test_members_stop_where_early_stopping_says(metric, options):
     def stop():
         return lightning.callbacks.EarlyStopping(metric, **options)
 
-    array = hfta.lightning(Bounded, seeds=[5, 6], **ARGUMENTS)
+    array = hfta.integrations.lightning(Bounded, seeds=[5, 6], **ARGUMENTS)
     history = array.fit(TRAIN, VALIDATION, max_epochs=7, callbacks=stop(), progress=False)
     ended = history["val_loss"].isfinite().sum(0).tolist()
     assert 1 <= min(ended) < 7
@@ -243,7 +243,7 @@ def optimize_in_turn(self):
 )
 def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
     with pytest.raises(hfta.HFTAError, match=message):
-        array = hfta.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
+        array = hfta.integrations.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
         array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
 
 
@@ -260,37 +260,41 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
             super().__init__()
             self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
 
-    with pytest.raises(hfta.StackError, match=r"'accuracy' .*; self\.log .* torchmetrics\.functional"):
-        hfta.lightning(Counting, seeds=2)
-    with pytest.raises(hfta.StackError, match="Linear is no LightningModule; use Experiment"):
-        hfta.lightning(lambda: nn.Linear(1, 1), seeds=2)
-    array = hfta.lightning(Classifier, seeds=2)
-    with pytest.raises(hfta.StackError, match="got a list; pass its class"):
-        hfta.lightning([Classifier(), Classifier()], seeds=2)
-    with pytest.raises(hfta.HyperparameterError, match="max_epochs is None; give one number, at least 0"):
+    with pytest.raises(hfta.errors.StackError, match=r"'accuracy' .*; self\.log .* torchmetrics\.functional"):
+        hfta.integrations.lightning(Counting, seeds=2)
+    with pytest.raises(hfta.errors.StackError, match="Linear is no LightningModule; use Experiment"):
+        hfta.integrations.lightning(lambda: nn.Linear(1, 1), seeds=2)
+    array = hfta.integrations.lightning(Classifier, seeds=2)
+    with pytest.raises(hfta.errors.StackError, match="got a list; pass its class"):
+        hfta.integrations.lightning([Classifier(), Classifier()], seeds=2)
+    with pytest.raises(hfta.errors.HyperparameterError, match="max_epochs is None; give one number, at least 0"):
         array.fit(TRAIN, max_epochs=None, progress=False)
-    with pytest.raises(hfta.StackError, match=r"is of 3 members, not 2; give it seeds=array\.seeds"):
+    with pytest.raises(hfta.errors.StackError, match=r"is of 3 members, not 2; give it seeds=array\.seeds"):
         array.fit(hfta.ArrayLoader(TRAIN.dataset.tensors, 8, seeds=[0, 1, 2]), max_epochs=1, progress=False)
-    with pytest.raises(hfta.StackError, match="Timer is a callback for one Trainer"):
+    with pytest.raises(hfta.errors.StackError, match="Timer is a callback for one Trainer"):
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
-    with pytest.raises(hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has 5 batches; .*Subset"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"accumulate_grad_batches is 2 but an epoch has 5 batches; .*Subset"
+    ):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
     stream = DataLoader(Stream(), 8)
     with pytest.raises(
-        hfta.StackError, match=r"accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
+        hfta.errors.StackError, match=r"accumulate_grad_batches is 2 but an epoch has unknown batches; .*__len__"
     ):
         array.fit(stream, max_epochs=1, accumulate_grad_batches=2, progress=False)
-    with pytest.raises(hfta.StackError, match="schedulers need the number of batches, which the dataloader has not"):
-        hfta.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
-    with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
+    with pytest.raises(
+        hfta.errors.StackError, match="schedulers need the number of batches, which the dataloader has not"
+    ):
+        hfta.integrations.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
+    with pytest.raises(hfta.errors.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
         array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
-    with pytest.raises(hfta.HyperparameterError, match=r"accumulate_grad_batches is \{0: 2\}; give one number"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"accumulate_grad_batches is \{0: 2\}; give one number"):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches={0: 2}, progress=False)
     with pytest.raises(TypeError, match=r"fit has no argument accelerator; leave it out, or see docs"):
         array.fit(TRAIN, max_epochs=1, accelerator="gpu")
-    with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
-        hfta.lightning(Classifier(), seeds=2)
-    with pytest.raises(hfta.StackError, match="several dataloaders"):
+    with pytest.raises(hfta.errors.StackError, match="got a Classifier; pass its class"):
+        hfta.integrations.lightning(Classifier(), seeds=2)
+    with pytest.raises(hfta.errors.StackError, match="several dataloaders"):
         array.fit([TRAIN, TRAIN], max_epochs=1, progress=False)
 
 
@@ -320,7 +324,7 @@ def test_a_datamodule_changes_batches():
         on_before_batch_transfer=lambda self, batch, _: (batch[0] + 1, batch[1]),
         on_after_batch_transfer=lambda self, batch, _: 1 / 0,
     )
-    array = hfta.lightning(kind, seeds=[5, 6], **ARGUMENTS)
+    array = hfta.integrations.lightning(kind, seeds=[5, 6], **ARGUMENTS)
     array.fit(datamodule=Scaling(), max_epochs=1, progress=False)
     for member, model in enumerate(array.models()):
         lightning.seed_everything(5 + member, verbose=False)
@@ -330,20 +334,20 @@ def test_a_datamodule_changes_batches():
 
 
 def test_members_have_batches_of_their_own_and_train_on(tmp_path):
-    array = hfta.lightning(ByEpoch, seeds=2)
+    array = hfta.integrations.lightning(ByEpoch, seeds=2)
     first = array.fit(datamodule=Data(), max_epochs=2, progress=False, resume=tmp_path / "run")
     assert len(first) == 2 and "val_loss" in first.epochs[-1] and repr(array).startswith("LightningArray(2 members of ")
     # Zero is no limit, as for a Trainer; what only shows something is left out.
     stop = lightning.callbacks.EarlyStopping("val_loss")
     shown = [lightning.callbacks.RichProgressBar(), lightning.callbacks.ModelSummary(max_depth=2)]
     again = array.fit(datamodule=Data(), max_epochs=1, progress=False, gradient_clip_val=0.0, callbacks=[stop, *shown])
-    other = hfta.lightning(ByEpoch, seeds=2)
+    other = hfta.integrations.lightning(ByEpoch, seeds=2)
     other.fit(datamodule=Data(), max_epochs=2, progress=False)
     continued = other.fit(datamodule=Data(), max_epochs=1, progress=False)
     assert torch.equal(again["train_loss"], continued["train_loss"])
     assert bool((again["train_loss"] < first["train_loss"][0]).all())
     before = {path: leaf.clone() for path, leaf in array.models()[0].state_dict().items()}
-    alone = hfta.lightning(ByEpoch, seeds=[0])
+    alone = hfta.integrations.lightning(ByEpoch, seeds=[0])
     for epochs in (2, 1):
         rows = hfta.DatasetLoader(TensorDataset(INPUTS, TARGETS), 8, seeds=[0])
         alone.fit(rows, VALIDATION, max_epochs=epochs, progress=False)

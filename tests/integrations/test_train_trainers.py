@@ -66,7 +66,7 @@ def make_trainer(folder, kind=transformers.Trainer, callbacks=(), rows=ROWS, mod
 @pytest.mark.exhaustive(ids="smoothed|accumulated")
 def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, options, precision):
     trainers = [make_trainer(tmp_path, kind, **member | options) for member in MEMBERS]
-    state, history = hfta.train_trainers(trainers, progress=False)
+    state, history = hfta.integrations.train_trainers(trainers, progress=False)
     assert [*history.columns] == sorted({*MEMBERS[0]} - {"seed", *options})
     for member, (trainer, own) in enumerate(zip(trainers, MEMBERS, strict=True)):
         alone = make_trainer(tmp_path, kind, **own | options)
@@ -93,7 +93,7 @@ def test_batches_of_a_user_and_several_data_sets_to_evaluate_on(tmp_path, capsys
         return trainer
 
     trainers = [made(member) for member in range(2)]
-    _, history = hfta.train_trainers(trainers, progress=False)
+    _, history = hfta.integrations.train_trainers(trainers, progress=False)
     alone = made(1)
     alone.train()
     trained, expected = dict(trainers[1].model.named_parameters()), dict(alone.model.named_parameters())
@@ -111,7 +111,7 @@ def test_batches_that_a_user_shuffles_do_not_depend_on_what_was_drawn_before(tmp
     for seed in range(2):
         trainers = [make_trainer(tmp_path, OwnBatches, **member, num_train_epochs=1) for member in MEMBERS]
         torch.manual_seed(seed)
-        runs.append(hfta.train_trainers(trainers, progress=False).history["loss"])
+        runs.append(hfta.integrations.train_trainers(trainers, progress=False).history["loss"])
     assert torch.equal(*runs)
 
 
@@ -131,7 +131,7 @@ def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
         return trainer
 
     trainers = [made(1), made(2)]
-    hfta.train_trainers(trainers, progress=False)
+    hfta.integrations.train_trainers(trainers, progress=False)
     for seed, trainer in enumerate(trainers, 1):
         alone = made(seed)
         alone.train()
@@ -142,13 +142,13 @@ def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
 
 def test_each_trainer_needs_a_model_of_its_own(tmp_path):
     trainer = make_trainer(tmp_path)
-    with pytest.raises(hfta.StackError, match="several Trainers hold one model; give each its own"):
-        hfta.train_trainers([trainer, trainer], progress=False)
-    with pytest.raises(hfta.StackError, match="Linear is no Trainer of transformers"):
-        hfta.train_trainers([torch.nn.Linear(1, 1)])
+    with pytest.raises(hfta.errors.StackError, match="several Trainers hold one model; give each its own"):
+        hfta.integrations.train_trainers([trainer, trainer], progress=False)
+    with pytest.raises(hfta.errors.StackError, match="Linear is no Trainer of transformers"):
+        hfta.integrations.train_trainers([torch.nn.Linear(1, 1)])
     for wrong in ([], trainer, None):
-        with pytest.raises(hfta.StackError, match="is no Trainer of transformers; pass a list of these"):
-            hfta.train_trainers(wrong)
+        with pytest.raises(hfta.errors.StackError, match="is no Trainer of transformers; pass a list of these"):
+            hfta.integrations.train_trainers(wrong)
 
 
 @pytest.mark.exhaustive
@@ -160,7 +160,7 @@ def test_members_stop_early_where_their_trainers_do(tmp_path, capsys):
         return make_trainer(tmp_path, callbacks=[transformers.EarlyStoppingCallback(1)], **member | options)
 
     trainers = [made(member) for member in MEMBERS]
-    _, history = hfta.train_trainers(trainers, progress=False)
+    _, history = hfta.integrations.train_trainers(trainers, progress=False)
     epochs = []
     for trainer, member in zip(trainers, MEMBERS, strict=True):
         alone = made(member)
@@ -179,11 +179,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
         if len(history) == 2:
             raise KeyboardInterrupt
 
-    expected, _ = hfta.train_trainers(made(), progress=False)
+    expected, _ = hfta.integrations.train_trainers(made(), progress=False)
     options = {"resume": tmp_path / "run", "save_every": 2, "progress": False}
     with pytest.raises(KeyboardInterrupt):
-        hfta.train_trainers(made(), callbacks=[broken], **options)
-    state, _ = hfta.train_trainers(made(), **options)
+        hfta.integrations.train_trainers(made(), callbacks=[broken], **options)
+    state, _ = hfta.integrations.train_trainers(made(), **options)
     torch.testing.assert_close(state.params, expected.params, rtol=0, atol=0)
 
 
@@ -221,4 +221,4 @@ class Callback(transformers.TrainerCallback):
 def test_what_an_array_cannot_do_is_refused_by_name(tmp_path, options, message):
     trainers = [make_trainer(tmp_path, **option) for option in options]
     with pytest.raises(hfta.HFTAError, match=message):
-        hfta.train_trainers(trainers, progress=False)
+        hfta.integrations.train_trainers(trainers, progress=False)

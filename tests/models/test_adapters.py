@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 LR = [1e-2, 3e-3, 1e-3]
-stack = hfta.stack_adapters
+stack = hfta.models.stack_adapters
 ATTENTION = r".*attn\.c_attn"
 
 
@@ -90,7 +90,7 @@ CONFIGS = {
 def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
     base, configs = make_base(), CONFIGS[name]
     before = copy.deepcopy(base.state_dict())
-    adapters = hfta.stack_adapters(base, configs, seeds=range(3))
+    adapters = hfta.models.stack_adapters(base, configs, seeds=range(3))
     batches = make_batches(6)
     _, state = train(adapters, batches)
     for member, config in enumerate(configs):
@@ -109,7 +109,7 @@ def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
             exported.save_pretrained(tmp_path)
             loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).double()
             torch.testing.assert_close(loaded(batches[0, 0]).logits, model.eval()(batches[0, 0]).logits)
-            again = hfta.stack_adapters(base, [str(tmp_path)])
+            again = hfta.models.stack_adapters(base, [str(tmp_path)])
             kept = {path: leaf for path, leaf in adapters.take([1]).export(hfta.take(state, [1]), 0).named_parameters()}
             for path, leaf in again.model.named_parameters():
                 torch.testing.assert_close(leaf.double(), kept[path], rtol=1e-6, atol=1e-6)
@@ -122,9 +122,9 @@ def test_one_model_with_many_adapters_and_many_models_with_one():
     base = make_base(torch.float32)
     many = get_peft_model(copy.deepcopy(base), lora(2), adapter_name="first")
     many.add_adapter("second", lora(3, 6))
-    one = hfta.stack_adapters(many)
+    one = hfta.models.stack_adapters(many)
     models = [get_peft_model(copy.deepcopy(base), lora(2)), get_peft_model(copy.deepcopy(base), lora(3, 6))]
-    other = hfta.stack_adapters(models)
+    other = hfta.models.stack_adapters(models)
     assert one.params.keys() == other.params.keys() and list(one.buffers) == list(other.buffers)
     path = next(iter(one.params))
     assert one.params[path].shape[:2] == (2, 3) and not one.params[path][0, 2:].any()
@@ -132,14 +132,14 @@ def test_one_model_with_many_adapters_and_many_models_with_one():
     assert torch.equal(one.params[path][1], layer.lora_A["second"].weight)
     with torch.no_grad():
         models[1].base_model.model.transformer.wpe.weight[2, 3] += 0.25
-    with pytest.raises(hfta.StackError, match=r"model 1: the frozen 'transformer.wpe.weight' .* up to 0.25"):
-        hfta.stack_adapters(models)
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: the frozen 'transformer.wpe.weight' .* up to 0.25"):
+        hfta.models.stack_adapters(models)
 
 
 def test_dropout_of_each_member():
     base = nn.Sequential(nn.Linear(64, 64))
     configs = [LoraConfig(r=2, target_modules=["0"], lora_dropout=p, init_lora_weights=False) for p in (0.0, 0.5, 0.9)]
-    adapters = hfta.stack_adapters(base, configs, seeds=[0, 0, 0])
+    adapters = hfta.models.stack_adapters(base, configs, seeds=[0, 0, 0])
     kept = []
     adapters.model.base_model.model[0].lora_A["default"].register_forward_pre_hook(lambda m, args: kept.append(args[0]))
 
@@ -164,7 +164,7 @@ def _with_sum(model, x, func):
 
 
 def test_padding_stays_zero():
-    adapters = hfta.stack_adapters(make_base(), [lora(1), lora(2), lora(4)], seeds=range(3))
+    adapters = hfta.models.stack_adapters(make_base(), [lora(1), lora(2), lora(4)], seeds=range(3))
     _, state = train(adapters, make_batches(3))
     for path, leaf in state.params.items():
         part = leaf[0][1:] if "lora_A" in path else leaf[0][:, 1:]
@@ -187,16 +187,16 @@ def test_padding_stays_zero():
     ],
 )  # fmt: skip
 def test_bad_adapters(call, message):
-    with pytest.raises((hfta.StackError, hfta.HyperparameterError), match=message):
+    with pytest.raises((hfta.errors.StackError, hfta.errors.HyperparameterError), match=message):
         call(make_base(torch.float32))
 
 
 def test_states_of_other_adapters_are_refused():
-    adapters = hfta.stack_adapters(make_base(), [lora(1), lora(2)], seeds=[0, 1])
+    adapters = hfta.models.stack_adapters(make_base(), [lora(1), lora(2)], seeds=[0, 1])
     _, state = train(adapters, make_batches(1, 2), LR[:2])
-    with pytest.raises(hfta.StackError, match=r"holds 1 members .* 2 adapters .*take"):
+    with pytest.raises(hfta.errors.StackError, match=r"holds 1 members .* 2 adapters .*take"):
         adapters.export(hfta.take(state, [1]), 0)
-    with pytest.raises(hfta.StackError, match="member 5 does not exist"):
+    with pytest.raises(hfta.errors.StackError, match="member 5 does not exist"):
         adapters.export(state, 5)
     assert adapters.export(state, -1).peft_config["default"].r == 2
 
@@ -267,7 +267,10 @@ def make_llama():
 # Autograd functions without rules, and what peft and PyTorch say of such layers.
 @pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings(
-    "ignore::hfta_func.LoopWarning", "ignore:Unsupported layer", "ignore:Sparse invariant", "ignore:.*no bias term"
+    "ignore::hfta_func.errors.LoopWarning",
+    "ignore:Unsupported layer",
+    "ignore:Sparse invariant",
+    "ignore:.*no bias term",
 )
 @pytest.mark.exhaustive(unless="^(OFT|VeRA)$")
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,7 +282,7 @@ def test_every_kind_is_trained_and_evaluated_as_alone(kind):
 
 def check_kind(kind):
     base, config = make_llama(), KINDS[kind]()
-    adapters = hfta.stack_adapters(base, [config] * 3, seeds=range(3))
+    adapters = hfta.models.stack_adapters(base, [config] * 3, seeds=range(3))
     batches = make_batches(3)
     # Shadow does not use the parameters of its last update, which alone have no gradient and so no weight decay.
     decay = {"weight_decay": 0.0} if kind == "Shadow" else {}
@@ -303,9 +306,9 @@ def check_kind(kind):
 def test_a_kind_that_draws_in_training_is_that_of_arrays_of_one():
     base, config = make_llama(), peft.PveraConfig(r=4, **_ON_ATTENTION)
     batches = make_batches(3)
-    _, state = train(hfta.stack_adapters(base, [config] * 3, seeds=range(3)), batches, seeds=[5, 6, 7])
+    _, state = train(hfta.models.stack_adapters(base, [config] * 3, seeds=range(3)), batches, seeds=[5, 6, 7])
     for member in range(3):
-        own = hfta.stack_adapters(base, [config], seeds=[member])
+        own = hfta.models.stack_adapters(base, [config], seeds=[member])
         _, alone = train(own, batches[:, [member]], [LR[member]], seeds=[5 + member])
         for path, leaf in alone.params.items():
             torch.testing.assert_close(state.params[path][member], leaf[0], rtol=1e-10, atol=1e-12)
@@ -314,7 +317,7 @@ def test_a_kind_that_draws_in_training_is_that_of_arrays_of_one():
 def test_a_kind_whose_gradient_alone_is_not_a_number():
     # At its start, the vectors that HRA makes orthogonal come in equal pairs.
     base, config = make_llama(), peft.HRAConfig(r=2, apply_GS=True, **_ON_ATTENTION)
-    adapters, batches = hfta.stack_adapters(base, [config] * 3, seeds=range(3)), make_batches(1)
+    adapters, batches = hfta.models.stack_adapters(base, [config] * 3, seeds=range(3)), make_batches(1)
     step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=LR), share_frozen=True)
     state = step.init(double(adapters.params), double(adapters.buffers), seeds=range(3))
     _, metrics = step(state, batches[0])
@@ -326,7 +329,7 @@ def test_a_kind_whose_gradient_alone_is_not_a_number():
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse invariant")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning", "ignore:Sparse invariant")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -352,6 +355,6 @@ def test_a_kind_whose_gradient_alone_is_not_a_number():
     ],
 )
 def test_kinds_that_write_or_hook_parameters_are_refused(make, message):
-    adapters = hfta.stack_adapters(make_llama(), [make()] * 3, seeds=range(3))
-    with pytest.raises((hfta.StackError, hfta.StateError, hfta.TraceError), match=message):
+    adapters = hfta.models.stack_adapters(make_llama(), [make()] * 3, seeds=range(3))
+    with pytest.raises((hfta.errors.StackError, hfta.errors.StateError, hfta.errors.TraceError), match=message):
         train(adapters, make_batches(1))

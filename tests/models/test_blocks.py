@@ -83,7 +83,7 @@ def trained(models, model, seeds=None):
     step, state = prepared(models, model, seeds)
     for number in range(2):
         state, _ = step(state, X * (number + 1))
-    return hfta.unstack_params(model, *hfta.stacked(state))
+    return hfta.unstack_params(model, *hfta.step.stacked(state))
 
 
 def assert_alone(models, found):

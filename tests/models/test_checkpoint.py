@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def _pair(
     make: Callable[[], nn.Module], checkpoint: Any = True, loss: Any = loss_fn, **options: Any
-) -> tuple[hfta.TrainStep, hfta.TrainStep, hfta.TrainState]:
+) -> tuple[hfta.step.TrainStep, hfta.step.TrainStep, hfta.step.TrainState]:
     """A step without and one with checkpointing, and a state for both."""
     members = [make().double() for _ in range(M)]
     plain, checkpointed = (
@@ -147,7 +147,9 @@ def _assert_identical(a: Any, b: Any) -> None:
         assert torch.equal(x, y), f"{path} differs by {(x.double() - y.double()).abs().max():.2e}"
 
 
-def _assert_same_steps(plain: Any, checkpointed: Any, state: hfta.TrainState, data: list[Any]) -> hfta.TrainState:
+def _assert_same_steps(
+    plain: Any, checkpointed: Any, state: hfta.step.TrainState, data: list[Any]
+) -> hfta.step.TrainState:
     a = b = state
     for batch in data:
         a, expected = plain(a, batch)
@@ -279,7 +281,7 @@ class Counter(TorchDispatchMode):
         self.alive -= size
 
 
-def _count(step: hfta.TrainStep, state: hfta.TrainState, batch: Any) -> Counter:
+def _count(step: hfta.step.TrainStep, state: hfta.step.TrainState, batch: Any) -> Counter:
     step(state, batch)
     with Counter() as counter:
         step(state, batch)
@@ -421,7 +423,7 @@ def test_a_part_that_writes_its_input_is_named() -> None:
     step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
     state = step.init(*hfta.stack_params([model]), seeds=[0])
     with pytest.raises(
-        hfta.StateError, match=r"'2' \(Sequential\) writes its input in place, .* ReLU\(inplace=False\)"
+        hfta.errors.StateError, match=r"'2' \(Sequential\) writes its input in place, .* ReLU\(inplace=False\)"
     ):
         step(state, batches(1, 1, dtype=torch.float32)[0])
 

@@ -131,7 +131,7 @@ BUILDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CS", "ignore:.*torch.jit.script")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning", "ignore:Sparse CS", "ignore:.*torch.jit.script")
 @pytest.mark.exhaustive(ids="-compiled$")
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("way", WAYS)
@@ -179,17 +179,17 @@ def differs(name: str, value: Any) -> Callable[[Any], None]:
 )
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 def test_structures_that_differ_are_refused(first, second, names):
-    with pytest.raises(hfta.StackError, match=f"model 1.*'{names}"):
+    with pytest.raises(hfta.errors.StackError, match=f"model 1.*'{names}"):
         hfta.stack_params([Model(first), Model(second)])
 
 
 def test_what_cannot_be_stacked_is_refused():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(hfta.StackError, match="'0' is a ScriptModule"):
+    with pytest.raises(hfta.errors.StackError, match="'0' is a ScriptModule"):
         hfta.stack_params([model, model])
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(5).to_sparse())
-    with pytest.raises(hfta.StackError, match=r"'graph' is a sparse_coo tensor.*plain attribute"):
+    with pytest.raises(hfta.errors.StackError, match=r"'graph' is a sparse_coo tensor.*plain attribute"):
         hfta.stack_params([model, model])
 
 
@@ -204,7 +204,7 @@ class Coupling(nn.Module):
 
 
 def test_a_mask_selects_entries_if_it_is_shared():
-    with pytest.raises(hfta.TraceError, match="share_frozen=True"):
+    with pytest.raises(hfta.errors.TraceError, match="share_frozen=True"):
         assert_as_alone(Coupling, torch.randn(3, 5, 4), "together")
     x = torch.randn(5, 4)
     layers = [Coupling() for _ in range(3)]
@@ -386,7 +386,7 @@ def test_what_no_copy_can_hold_is_refused(match):
     for count in (1, 3):
         models = [Model(FIXED[match]) for _ in range(count)]
         for make in (lambda: hfta.stack_params(models), lambda: hfta.make_eval_step(models[0], lambda m, x: m(x))):  # noqa: B023
-            with pytest.raises(hfta.StackError, match=match) as caught:
+            with pytest.raises(hfta.errors.StackError, match=match) as caught:
                 make()
             texts.add(str(caught.value))
     assert len(texts) == 1, texts
@@ -397,7 +397,7 @@ def test_marks_are_equal_in_all_models():
         model.layer.weight.scale = torch.rand(()).item()
 
     with pytest.raises(
-        hfta.StackError, match=r"model 1: 'layer.weight' has the attribute scale=0\..* but in model 0 it is"
+        hfta.errors.StackError, match=r"model 1: 'layer.weight' has the attribute scale=0\..* but in model 0 it is"
     ):
         hfta.stack_params([Model(build) for _ in range(2)])
 
@@ -406,7 +406,9 @@ def test_where_they_cannot_be_replaced_they_are_refused():
     def held_in_a_set(model):
         model.penalised = frozenset({model.layer.weight})
 
-    with pytest.raises(hfta.StackError, match=r"in a frozenset, where members cannot .* hold it in a list or a dict"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"in a frozenset, where members cannot .* hold it in a list or a dict"
+    ):
         hfta.functional(Model(held_in_a_set))
     with pytest.raises(Exception, match=r"copies tensors or modules \(copy\.deepcopy\), which a compiler cannot"):
         assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")
@@ -450,7 +452,7 @@ def test_settings_that_differ_in_their_parts_are_refused():
     def build(model):
         model.settings = Settings(torch.randn(4))
 
-    with pytest.raises(hfta.StackError, match=r"'settings' is Settings.* but in model 0 it is"):
+    with pytest.raises(hfta.errors.StackError, match=r"'settings' is Settings.* but in model 0 it is"):
         hfta.stack_params([Model(build), Model(build)])
 
 
@@ -489,7 +491,9 @@ def test_views_of_parameters_that_attributes_hold_are_refused(alias: Any, count:
         model[0].alias = alias(model[0].weight)
         return model
 
-    with pytest.raises(hfta.StackError, match=r"'0.alias' shares memory with parameter '0.weight'.*hold a clone"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"'0.alias' shares memory with parameter '0.weight'.*hold a clone"
+    ):
         hfta.stack_params([make() for _ in range(count)])
 
 
@@ -516,12 +520,14 @@ def test_what_a_model_leaves_out_of_its_state_is_there():
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("count", [1, 3])
 def test_models_that_cannot_be_copied_or_stacked_are_refused(count):
-    with pytest.raises(hfta.StackError, match=r"cannot be copied \(RuntimeError: one is enough\)"):
+    with pytest.raises(hfta.errors.StackError, match=r"cannot be copied \(RuntimeError: one is enough\)"):
         assert_as_alone(lambda: Uncopied(lambda model: None), torch.randn(3, 5, 4), "together", count)
 
     def build(model):
         ones = torch.ones(4, dtype=torch.float32)
         model.register_buffer("table", torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8))
 
-    with pytest.raises(hfta.StackError, match=r"'table' is a quantized tensor, and these cannot be stacked; assign"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"'table' is a quantized tensor, and these cannot be stacked; assign"
+    ):
         hfta.stack_params([Model(build) for _ in range(count)])

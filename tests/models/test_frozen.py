@@ -217,7 +217,10 @@ def test_states_files_and_exports_hold_the_adapters_alone(tmp_path):
     resumed, _ = hfta.fit(step, state, batches, epochs=2, progress=False, resume=tmp_path / "run.safetensors")
     straight, _ = hfta.fit(step, state, batches, epochs=2, progress=False)
     assert all(torch.equal(resumed.params[path], straight.params[path]) for path in OWN)
-    assert set(hfta.read_metadata(tmp_path / "run.safetensors")["shapes"]) & {"state.params['embed.weight']"} == set()
+    assert (
+        set(hfta.files.read_metadata(tmp_path / "run.safetensors")["shapes"]) & {"state.params['embed.weight']"}
+        == set()
+    )
     swapped = hfta.concat([hfta.take(straight, [2]), hfta.take(straight, [0])])
     hfta.save(swapped, tmp_path / "two.safetensors")
     loaded = hfta.load(tmp_path / "two.safetensors", like=state)
@@ -259,7 +262,7 @@ def test_bases_that_differ_are_refused_with_the_difference(path, message):
     with torch.no_grad():
         models[2].get_parameter(path).view(-1)[3].add_(0.5) if "." in path else models[2].mask[3].add_(0.5)
     with pytest.raises(
-        hfta.StackError, match=rf"model 2: the frozen {message} is not that of model 0.*up to 0.5.*share_frozen"
+        hfta.errors.StackError, match=rf"model 2: the frozen {message} is not that of model 0.*up to 0.5.*share_frozen"
     ):
         hfta.stack_params(models, share_frozen=True)
 
@@ -268,19 +271,19 @@ def test_states_with_and_without_the_base_are_told_apart():
     models = make_models()
     step, state = array(models)
     whole = hfta.stack_params(models)
-    with pytest.raises(hfta.StateError, match="members share it; stack them with share_frozen=True"):
+    with pytest.raises(hfta.errors.StateError, match="members share it; stack them with share_frozen=True"):
         step.init(*whole, seeds=range(M))
     plain = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=0.1))
-    with pytest.raises(hfta.StateError, match="made with the same share_frozen and shared_params"):
+    with pytest.raises(hfta.errors.StateError, match="made with the same share_frozen and shared_params"):
         plain.init(state.params, state.buffers, seeds=range(M))
-    with pytest.raises(hfta.StackError, match="the same share_frozen"):
+    with pytest.raises(hfta.errors.StackError, match="the same share_frozen"):
         hfta.export_model(models[0], state, 0)
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, lambda n: nn.InstanceNorm1d(n, track_running_stats=True)])
 def test_statistics_of_the_base_in_train_mode_are_refused(kind):
     model = nn.Sequential(kind(4).requires_grad_(False), nn.Flatten(), nn.Linear(8, 1))
-    with pytest.raises(hfta.StackError, match=r"'0' .* writes its running statistics in train mode.*eval mode"):
+    with pytest.raises(hfta.errors.StackError, match=r"'0' .* writes its running statistics in train mode.*eval mode"):
         hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     model[0].eval()
     hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
@@ -316,7 +319,7 @@ def test_a_forward_that_writes_the_base_is_refused_before_it_does(how, members):
     model = Writes(how)
     step = hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     state = step.init(*hfta.stack_params([model] * members, share_frozen=True), seeds=range(members))
-    with pytest.raises((hfta.StateError, hfta.TraceError), match="share"):
+    with pytest.raises((hfta.errors.StateError, hfta.errors.TraceError), match="share"):
         step(state, torch.randn(members, 5, 4))
     assert torch.equal(model.frozen, torch.ones(4)) and torch.equal(model.inner.count, torch.zeros(4))
 
@@ -338,18 +341,18 @@ def test_a_forward_that_writes_the_base_later_is_noticed():
 
     step = hfta.make_train_step(model, writing, hfta.sgd(lr=0.1), share_frozen=True)
     state, _ = step(state, torch.randn(M, 5, 4))
-    with pytest.raises(hfta.StateError, match=r"writes 'frozen', which all members share"):
+    with pytest.raises(hfta.errors.StateError, match=r"writes 'frozen', which all members share"):
         step(state, torch.randn(M, 2, 4))
 
 
 def test_other_bad_bases():
     table = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0).requires_grad_(False), nn.Linear(3, 1))
-    with pytest.raises(hfta.StackError, match=r"'0' .* max_norm"):
+    with pytest.raises(hfta.errors.StackError, match=r"'0' .* max_norm"):
         hfta.make_train_step(table, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     with torch.inference_mode():
         inner = nn.Linear(3, 3).requires_grad_(False)
     model = nn.Sequential(inner, nn.Linear(3, 1))
-    with pytest.raises(hfta.StackError, match=r"'0.weight' was made in inference mode"):
+    with pytest.raises(hfta.errors.StackError, match=r"'0.weight' was made in inference mode"):
         hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     with pytest.raises(ValueError, match="share_frozen is 1"):
         hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=1)
@@ -358,9 +361,9 @@ def test_other_bad_bases():
 def test_a_base_on_another_device_is_noticed():
     models = make_models()
     step, state = array(models)
-    elsewhere = hfta.TrainState(*(optree.tree_map(lambda leaf: leaf.to("meta"), part) for part in state))
+    elsewhere = hfta.step.TrainState(*(optree.tree_map(lambda leaf: leaf.to("meta"), part) for part in state))
     with pytest.raises(
-        hfta.StateError, match=r"'embed.weight', which all members share, is on cpu, but the members are on meta"
+        hfta.errors.StateError, match=r"'embed.weight', which all members share, is on cpu, but the members are on meta"
     ):
         step(elsewhere, tuple(x.to("meta") for x in make_batches(1)[0]))
 
@@ -386,7 +389,7 @@ def test_a_base_whose_tensors_were_replaced_is_noticed(how):
     else:
         models[0].conv.bias = nn.Parameter(models[0].conv.bias.clone(), requires_grad=False)
     for run in (step, evaluate):
-        with pytest.raises(hfta.StateError, match=rf"another tensor as '{path}' .* make the step again"):
+        with pytest.raises(hfta.errors.StateError, match=rf"another tensor as '{path}' .* make the step again"):
             run(state, batch)
     # Over the new tensors it works again.
     array(models)[0](state, batch)

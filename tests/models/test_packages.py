@@ -26,7 +26,7 @@ from ways import InFloat64, assert_as_alone, loss
 # Most of these packages write autograd functions without rules, and solvers with steps of their own.
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "double"),
-    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning"),
 ]
 M, N = 3, 7
 WAYS = ("together", "evaluated")
@@ -53,7 +53,7 @@ def perceptron(inputs: int, outputs: int) -> nn.Module:
 
 def assert_as_alone_over_a_base(make: Callable[[], nn.Module], batch: Tensor, message: str) -> None:
     """Models that read values of their buffers: refused with a cure, and with it as alone."""
-    with pytest.raises(hfta.TraceError, match=message):
+    with pytest.raises(hfta.errors.TraceError, match=message):
         assert_as_alone(make, batch, "together")
     models, rates = [make() for _ in range(M)], [0.1, 0.05, 0.02]
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=rates), share_frozen=True)
@@ -130,7 +130,7 @@ def test_each_member_has_a_graph_of_its_own(name: str) -> None:
         assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
         return
     # It looks for self-loops, and each graph may have another number of them.
-    with pytest.raises(hfta.TraceError, match=r"add_remaining_self_loops.* shape depends on values"):
+    with pytest.raises(hfta.errors.TraceError, match=r"add_remaining_self_loops.* shape depends on values"):
         assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
 
 
@@ -145,14 +145,14 @@ def test_the_first_graphs_of_a_process() -> None:
     torch.manual_seed(0)
     assert torch.equal(params["lin.weight"][0], First(4, 5).lin.weight)
     with pytest.raises(
-        hfta.StackError, match=r"model 1: 'inspector._source_dict'.*make that model again, or.*init_params"
+        hfta.errors.StackError, match=r"model 1: 'inspector._source_dict'.*make that model again, or.*init_params"
     ):
         hfta.stack_params([Second(4, 5) for _ in range(M)])
 
 
 def test_choosing_nodes_by_score_is_refused() -> None:
     graphs.TopKPooling(4)
-    with pytest.raises(hfta.TraceError, match=r"shape depends on values.*keep all entries and mask them"):
+    with pytest.raises(hfta.errors.TraceError, match=r"shape depends on values.*keep all entries and mask them"):
         assert_as_alone(
             lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together"
         )

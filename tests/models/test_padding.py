@@ -229,14 +229,14 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
     for batch in data:
         state, metrics = run(state, batch)
         losses.append(metrics["loss"])
-    found = hfta.unstack_params(model, *hfta.stacked(state))
+    found = hfta.unstack_params(model, *hfta.step.stacked(state))
     for i, alone in enumerate(models):
         one = hfta.make_train_step(alone, loss, optimizer(rates[i : i + 1]))
         own = one.init(*hfta.stack_params([alone]), seeds=[i])
         for number, batch in enumerate(data):
             own, metrics = one(own, optree.tree_map(lambda leaf: leaf[i : i + 1], batch))  # noqa: B023
             assert_trees_close({"loss": losses[number][i]}, {"loss": metrics["loss"][0]}, TOLERANCE)
-        (expected,) = hfta.unstack_params(alone, *hfta.stacked(own))
+        (expected,) = hfta.unstack_params(alone, *hfta.step.stacked(own))
         assert type(found[i]) is type(alone)
         assert_trees_close({**found[i].state_dict()}, {**expected.state_dict()}, TOLERANCE, f"model {i}")
         assert_trees_close({**alone.state_dict()}, {**before[i]}, 0.0)
@@ -330,13 +330,17 @@ def test_compiled_evaluation_and_exports_need_no_call_before():
     assert_trees_close({**compiled}, {"y": expected}, TOLERANCE)
     mean, _ = hfta.Ensemble(model, *stacked).deploy().export(x).module()(x)
     assert_trees_close({"y": mean}, {"y": expected.mean(0)}, TOLERANCE)
-    with pytest.raises(hfta.StackError, match=r"call this function of a padded model once before it is compiled"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"call this function of a padded model once before it is compiled"
+    ):
         torch.export.export(hfta.Ensemble(hfta.padded(models), *stacked), (x,))
     # Its true sizes were those of another length.
     models = [Flattened(channels).eval() for channels in (2, 4)]
     ensemble = hfta.Ensemble(hfta.padded(models), *hfta.stack_params(models, pad=True)).eval()
     ensemble(torch.randn(3, 2, 4))
-    with pytest.raises(hfta.StackError, match=r"draw of a padded model depends on the shape of inputs; call this"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"draw of a padded model depends on the shape of inputs; call this"
+    ):
         torch.export.export(ensemble, (torch.randn(3, 2, 7),))
 
 
@@ -394,7 +398,7 @@ def test_evaluation_prediction_and_files(tmp_path):
         metrics = hfta.make_eval_step(model, loss, batch_dims=0, chunk_size=way)(state, batch)
         assert_trees_close({"loss": metrics["loss"]}, {"loss": expected.detach()}, TOLERANCE)
     outputs = torch.stack([each.eval()(batch[0][0]) for each in found])
-    ensemble = hfta.Ensemble(model, *hfta.stacked(state)).eval()
+    ensemble = hfta.Ensemble(model, *hfta.step.stacked(state)).eval()
     assert_trees_close({"y": ensemble(batch[0][0])}, {"y": outputs}, TOLERANCE)
     hfta.save(state, tmp_path / "state.safetensors")
     loaded = hfta.load(tmp_path / "state.safetensors", like=state)
@@ -418,7 +422,7 @@ def test_fit_stops_members_early_as_alone():
         step = hfta.make_train_step(model, loss, hfta.sgd(lr=[(1.0, 0.01, 0.3)[i] for i in members]))
         state = step.init(*stacked, seeds=[seeds[i] for i in members])
         loader = hfta.ArrayLoader(data, 8, seeds=[seeds[i] for i in members])
-        stop = hfta.early_stopping("val", patience=1, mode="min")
+        stop = hfta.callbacks.early_stopping("val", patience=1, mode="min")
         evaluate = hfta.make_eval_step(model, lambda model, batch: {"val": loss(model, batch)}, batch_dims=None)
         return hfta.fit(
             *(step, state, loader), epochs=6, evaluate=lambda s: evaluate(s, data), callbacks=[stop], progress=False
@@ -426,11 +430,11 @@ def test_fit_stops_members_early_as_alone():
 
     model = hfta.padded(models)
     state, history = run(seeds, model, hfta.stack_params(models, pad=model))
-    found = hfta.unstack_params(model, *hfta.stacked(state))
+    found = hfta.unstack_params(model, *hfta.step.stacked(state))
     epochs = []
     for i, alone in enumerate(models):
         own, own_history = run([i], alone, hfta.stack_params([alone]))
-        (expected,) = hfta.unstack_params(alone, *hfta.stacked(own))
+        (expected,) = hfta.unstack_params(alone, *hfta.step.stacked(own))
         assert_trees_close({**found[i].state_dict()}, {**expected.state_dict()}, TOLERANCE, f"model {i}")
         epochs.append(len(own_history))
     assert len(set(epochs)) > 1
@@ -531,7 +535,7 @@ def test_what_cannot_be_padded_is_named(name):
         out = run(*hfta.stack_params(models, pad=model), x)
         assert_trees_close({"y": out}, {"y": torch.stack([each(x) for each in models])}, TOLERANCE)
         return
-    with pytest.raises(hfta.StackError, match=message):
+    with pytest.raises(hfta.errors.StackError, match=message):
         run(*hfta.stack_params(models, pad=model), x)
 
 
@@ -547,32 +551,36 @@ def test_rounding_is_no_difference():
 
 def test_bad_input():
     with pytest.raises(
-        hfta.StackError, match=r"model 1: 'out_features' is 3 but in model 0 it is 2; .*pad=True pads sizes"
+        hfta.errors.StackError, match=r"model 1: 'out_features' is 3 but in model 0 it is 2; .*pad=True pads sizes"
     ):
         hfta.stack_params([nn.Linear(5, 2), nn.Linear(5, 3)])
     models = [mlp(3, 1, 0.1), mlp(4, 2, 0.1)]
     model = hfta.padded(models)
-    with pytest.raises(hfta.StackError, match=r"model 1 has a size that the padded model was not made of"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1 has a size that the padded model was not made of"):
         hfta.stack_params([models[0], mlp(9, 1, 0.1)], pad=model)
-    with pytest.raises(hfta.StackError, match=r"pad is a Linear that padded\(...\) has not made"):
+    with pytest.raises(hfta.errors.StackError, match=r"pad is a Linear that padded\(...\) has not made"):
         hfta.stack_params([nn.Linear(2, 2)], pad=nn.Linear(2, 2))
-    with pytest.raises(hfta.StackError, match="no models to pad"):
+    with pytest.raises(hfta.errors.StackError, match="no models to pad"):
         hfta.padded([])
-    with pytest.raises(hfta.StackError, match=r"model 1: '1' is a Tanh but in model 0 it is a ReLU"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: '1' is a Tanh but in model 0 it is a ReLU"):
         hfta.padded([nn.Sequential(nn.Linear(2, w), act()) for w, act in ((2, nn.ReLU), (3, nn.Tanh))])
-    with pytest.raises(hfta.StackError, match=r"model 1: '0\.padding_mode' is 'circular' but in model 0 it is 'zeros'"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"model 1: '0\.padding_mode' is 'circular' but in model 0 it is 'zeros'"
+    ):
         hfta.padded(
             [nn.Sequential(nn.Conv1d(2, w, 3, padding_mode=mode)) for w, mode in ((2, "zeros"), (3, "circular"))]
         )
     with pytest.raises(
-        hfta.StackError, match=r"model 1: '0\.weight' is torch.float32 but in model 0 it is torch.float64"
+        hfta.errors.StackError, match=r"model 1: '0\.weight' is torch.float32 but in model 0 it is torch.float64"
     ):
         hfta.padded([nn.Sequential(nn.Linear(2, w, dtype=d)) for w, d in ((2, torch.float64), (3, torch.float32))])
-    with pytest.raises(hfta.StackError, match=r"model 1: '1\.bias' is torch.float32 but in model 0 it is missing"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"model 1: '1\.bias' is torch.float32 but in model 0 it is missing"
+    ):
         hfta.padded([nn.Sequential(nn.Linear(2, w, bias=w < 3), nn.Linear(w, 2, bias=w > 2)) for w in (2, 3)])
-    with pytest.raises(hfta.StackError, match=r"'attention' \(MultiheadAttention\) cannot be padded"):
+    with pytest.raises(hfta.errors.StackError, match=r"'attention' \(MultiheadAttention\) cannot be padded"):
         hfta.padded([Heads(4, 2, False), Heads(6, 1, False)])
-    with pytest.raises(hfta.StackError, match=r"model 0: the model has the modules"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 0: the model has the modules"):
         hfta.padded([nn.ModuleDict({"a": nn.ReLU()}), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})])
     with pytest.raises(ValueError, match="stochastic_rounding draws for the padding"):
         hfta.make_train_step(model.bfloat16(), loss, hfta.sgd(lr=0.1), stochastic_rounding=True)

@@ -115,7 +115,7 @@ def test_equal_bases_are_one_and_others_are_named(how):
     models[2][1].base = copy.deepcopy(models[0][1].base)
     hfta.stack_params(models, share_frozen=True)
     models[2][1].base = other.requires_grad_(False)
-    with pytest.raises(hfta.StackError, match=r"model 2: the frozen '1.base.weight' is not that of model 0"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 2: the frozen '1.base.weight' is not that of model 0"):
         hfta.stack_params(models, share_frozen=True)
 
 
@@ -135,7 +135,7 @@ def test_adapters_of_peft_over_torchao():
         logits = model(input_ids=tokens, use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
-    adapters = hfta.stack_adapters(base, configs, seeds=range(M))
+    adapters = hfta.models.stack_adapters(base, configs, seeds=range(M))
     step = hfta.make_train_step(adapters.model, loss, hfta.sgd(lr=LR), share_frozen=True)
     state = step.init(adapters.params, adapters.buffers, seeds=range(M))
     solos = [adapters.export(state, member) for member in range(M)]

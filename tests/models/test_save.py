@@ -269,7 +269,7 @@ def test_scores_that_are_written_after_their_loss_are_noticed():
             scores.zero_()
         return found
 
-    with pytest.raises(hfta.StateError, match="written in place after it was used"):
+    with pytest.raises(hfta.errors.StateError, match="written in place after it was used"):
         train(Words, 2, loss=loss, save="less")
 
 
@@ -308,7 +308,7 @@ def test_an_argument_that_is_written_later_is_noticed():
         result = (gelu(kept) @ weight).sum()
         with torch.no_grad():
             kept.add_(1)
-    with pytest.raises(hfta.StateError, match="written in place after it was used"):
+    with pytest.raises(hfta.errors.StateError, match="written in place after it was used"):
         torch.autograd.grad(result, [x, weight])
 
 

@@ -246,7 +246,7 @@ def test_take():
         ([False, True, False, False, False], [1]),
     ):
         taken = hfta.take(state, index)
-        assert type(taken) is hfta.TrainState
+        assert type(taken) is hfta.step.TrainState
         assert hfta.num_models(taken) == len(members)
         for leaf, own in zip(optree.tree_leaves(taken), optree.tree_leaves(state), strict=True):
             assert torch.equal(leaf, torch.stack([own[member] for member in members]))
@@ -265,9 +265,9 @@ def test_concat_restores_what_take_split():
     state = run(*training())[0]
     parts = [hfta.take(state, [0, 1]), hfta.take(state, 2), hfta.take(state, slice(3, 5))]
     joined = hfta.concat(parts)
-    assert type(joined) is hfta.TrainState
+    assert type(joined) is hfta.step.TrainState
     assert equal(joined, state)
-    stacked = hfta.Stacked(state.params, state.buffers)
+    stacked = hfta.models.Stacked(state.params, state.buffers)
     assert equal(hfta.concat([hfta.take(stacked, slice(2)), hfta.take(stacked, slice(2, 5))]), stacked)
     before = leaves(state)
     for leaf in optree.tree_leaves(joined):
@@ -357,7 +357,7 @@ def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_si
     batch = torch.randn(3, 8, 4)
     before = leaves((state, batch))
     if what == "frozen":
-        with pytest.raises(hfta.StateError, match=r"writes its parameter 'frozen' in place.* make it a buffer"):
+        with pytest.raises(hfta.errors.StateError, match=r"writes its parameter 'frozen' in place.* make it a buffer"):
             step(state, batch)
     else:
         step(state, batch)
@@ -470,7 +470,7 @@ class Settings(nn.Module):
 )
 def test_settings_of_any_kind_are_compared(first, second):
     hfta.stack_params([Settings(first), Settings(copy.deepcopy(first))])
-    with pytest.raises(hfta.StackError, match=r"model 1: 'setting\S*' .* model 0.*share every setting"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'setting\S*' .* model 0.*share every setting"):
         hfta.stack_params([Settings(first), Settings(second)])
 
 
@@ -480,7 +480,7 @@ def test_objects_without_equality_are_compared_by_attributes():
             self.value = value
 
     hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(1))])
-    with pytest.raises(hfta.StackError, match=r"'setting.value' is 2 but in model 0 it is 1"):
+    with pytest.raises(hfta.errors.StackError, match=r"'setting.value' is 2 but in model 0 it is 1"):
         hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(2))])
 
 
@@ -506,7 +506,7 @@ def test_settings_in_slots_are_compared_by_their_values(kind):
 
     hfta.stack_params([make(0.5, [1, 2]), make(0.5, [1, 2])])
     for values, name in (((0.7, [1, 2]), "rate"), ((0.5, [1, 3]), "hidden")):
-        with pytest.raises(hfta.StackError, match=f"model 1: 'settings.*{name}"):
+        with pytest.raises(hfta.errors.StackError, match=f"model 1: 'settings.*{name}"):
             hfta.stack_params([make(0.5, [1, 2]), make(*values)])
 
 
@@ -533,10 +533,10 @@ def test_the_first_model_is_made_again_if_it_filled_caches(monkeypatch):
     torch.manual_seed(3)
     assert torch.equal(params["linear.weight"][0], Cached().linear.weight)
     Cached.known.clear()
-    with pytest.raises(hfta.StackError, match=r"settings.source.*make that model again, or all by init_params"):
+    with pytest.raises(hfta.errors.StackError, match=r"settings.source.*make that model again, or all by init_params"):
         hfta.stack_params([Cached(), Cached()])
     rates = iter([0.1, 0.2])
-    with pytest.raises(hfta.StackError, match=r"model 1: 'settings.rate' is 0.2 but in model 0 it is 0.1"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'settings.rate' is 0.2 but in model 0 it is 0.1"):
         hfta.init_params(lambda: Cached(next(rates)), seeds=[0, 1])
 
 

@@ -21,7 +21,7 @@ from ways import InFloat64
 
 # A member without padding beside members with padding takes another branch than they do.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*members with different values run in groups:hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore:.*members with different values run in groups:hfta_func.errors.LoopWarning"),
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -221,7 +221,7 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:aten..histc has no batching rule:hfta_func.LoopWarning")
+@pytest.mark.filterwarnings("ignore:aten..histc has no batching rule:hfta_func.errors.LoopWarning")
 def test_grouped_experts() -> None:
     members = make("mixtral", dtype=torch.float32, experts_implementation="grouped_mm")
     batches = make_batches("mixtral")
@@ -234,5 +234,5 @@ def test_grouped_experts() -> None:
 @pytest.mark.exhaustive
 def test_experts_that_pick_their_tokens_are_refused() -> None:
     members = make("mixtral", experts_implementation="eager")
-    with pytest.raises(hfta.TraceError, match=r"mlp.experts' \(MixtralExperts\), .* shape depends on values"):
+    with pytest.raises(hfta.errors.TraceError, match=r"mlp.experts' \(MixtralExperts\), .* shape depends on values"):
         train(members, make_batches("mixtral"), range(M))

@@ -45,10 +45,13 @@ RANGES: dict[str, tuple[Callable[[Any], Any], tuple[list[float], list[float]]]] 
     "momentum_decay": (lambda value: hfta.nadam(momentum_decay=value), NOT_NEGATIVE),
     "lr_decay": (lambda value: hfta.adagrad(lr_decay=value), NOT_NEGATIVE),
     "initial_accumulator_value": (lambda value: hfta.adagrad(initial_accumulator_value=value), NOT_NEGATIVE),
-    "init_scale": (lambda value: hfta.LossScale(value), POSITIVE),
-    "growth_factor": (lambda value: hfta.LossScale(growth_factor=value), FROM_ONE),
-    "backoff_factor": (lambda value: hfta.LossScale(backoff_factor=value), ([TINY, 0.5, 1.0], [0.0, 1.0 + 2**-50, 2])),
-    "growth_interval": (lambda value: hfta.LossScale(growth_interval=value), FROM_ONE),
+    "init_scale": (lambda value: hfta.step.LossScale(value), POSITIVE),
+    "growth_factor": (lambda value: hfta.step.LossScale(growth_factor=value), FROM_ONE),
+    "backoff_factor": (
+        lambda value: hfta.step.LossScale(backoff_factor=value),
+        ([TINY, 0.5, 1.0], [0.0, 1.0 + 2**-50, 2]),
+    ),
+    "growth_interval": (lambda value: hfta.step.LossScale(growth_interval=value), FROM_ONE),
     "max_norm": (hfta.clip_grad_norm, POSITIVE),
     "clip_value": (hfta.clip_grad_value, POSITIVE),
     "every": (lambda value: hfta.accumulate(hfta.sgd(), every=value), FROM_ONE),
@@ -74,17 +77,17 @@ def test_where_ranges_end(name: str) -> None:
         make([value, accepted[0]])
         make(torch.tensor([value], dtype=torch.float64))
     for value in [*refused, float("nan"), float("inf"), -float("inf")]:
-        with pytest.raises(hfta.HyperparameterError, match=name) as one:
+        with pytest.raises(hfta.errors.HyperparameterError, match=name) as one:
             make(value)
         assert "model" not in str(one.value)
-        with pytest.raises(hfta.HyperparameterError, match=f"model 1: .*{name}"):
+        with pytest.raises(hfta.errors.HyperparameterError, match=f"model 1: .*{name}"):
             make([accepted[0], value])
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_a_table_of_numbers_is_refused(name: str) -> None:
     make, (accepted, _) = RANGES[name]
-    with pytest.raises(hfta.HyperparameterError, match=name):
+    with pytest.raises(hfta.errors.HyperparameterError, match=name):
         make([[accepted[0]], [accepted[0]]])
 
 
@@ -108,7 +111,7 @@ def test_texts_are_short() -> None:
         "sgd(cosine([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...], T_max=10))"
     )
     assert repr(hfta.sgd(lr=torch.ones(3))) == "sgd(lr=<[3] of torch.float32>)"
-    own = hfta.Schedule({"rates": [torch.ones(3)]}, lambda count, rates: rates)
+    own = hfta.schedules.Schedule({"rates": [torch.ones(3)]}, lambda count, rates: rates)
     assert repr(own) == "Schedule({'rates': [<[3] of torch.float32>]}, <lambda>)"
     params = {"weight": torch.ones(3, 2)}
     state = whole.init(params)

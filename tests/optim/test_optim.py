@@ -47,7 +47,7 @@ def test_every_number_is_checked(case: OptimizerCase) -> None:
     for knob, values in case.knobs.items():
         bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
         names = r"beta\d" if knob == "betas" else knob
-        with pytest.raises(hfta.HyperparameterError, match=rf"model 1: {names} is nan"):
+        with pytest.raises(hfta.errors.HyperparameterError, match=rf"model 1: {names} is nan"):
             ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
 
 
@@ -59,11 +59,11 @@ def test_ranges_belong_to_the_optimizer() -> None:
         knobs = Hyperparams(owner, lr=0.5, alpha=1.0)
         states.append(leafwise(owner, knobs, lambda grad, param, k, average: grad).init({"w": torch.ones(M, 2)}))
     message = "alpha is -1.0; it must be positive"
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         Hyperparams(first, alpha=-1.0)
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.with_hyperparams(states[0], alpha=-1.0)
-    with pytest.raises(hfta.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
         hfta.with_hyperparams(states[0], lr=2.0)
     found = hfta.with_hyperparams(states[1], alpha=-1.0, lr=2.0).hyperparams
     assert found["alpha"].tolist() == [-1.0] * M and found["lr"].tolist() == [2.0] * M
@@ -207,7 +207,7 @@ def test_muon_makes_the_update_nearly_orthogonal(shape: tuple[int, int]) -> None
 
 
 def test_muon_is_for_matrices() -> None:
-    with pytest.raises(hfta.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
         hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
 
 
@@ -473,7 +473,9 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
     changed = hfta.with_hyperparams(state, lr=0.5, **{"others.lr": [1.0, 2.0, 3.0]})
     assert changed.groups["matrices"].hyperparams["lr"].tolist() == [0.5] * M
     assert changed.groups["others"].hyperparams["lr"].tolist() == [1.0, 2.0, 3.0]
-    with pytest.raises(hfta.HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"):
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"
+    ):
         hfta.with_hyperparams(state, **{"matrices.momentum": 0.5})
 
 
@@ -491,7 +493,7 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
     ],
 )
 def test_groups_that_do_not_fit(label: Any, message: str) -> None:
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.partition(label, {"body": hfta.sgd(), "rest": hfta.sgd()}).init(_start())
 
 
@@ -510,14 +512,14 @@ def test_groups_that_do_not_fit(label: Any, message: str) -> None:
         (lambda: hfta.muon(momentum=-0.1), "momentum is -0.1; it must be at least 0"),
         (lambda: hfta.muon(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'; it must be 'original' or 'match_rms_adamw'"),
         (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and finite"),
-        (lambda: hfta.LossScale(backoff_factor=1.5), "backoff_factor is 1.5; it must be positive and at most 1"),
+        (lambda: hfta.step.LossScale(backoff_factor=1.5), "backoff_factor is 1.5; it must be positive and at most 1"),
         (lambda: hfta.clip_grad_value(0.0), "clip_value is 0.0; it must be positive"),
         (lambda: hfta.accumulate(hfta.sgd(), every=0), "every is 0.0; it must be at least 1"),
         (lambda: hfta.ema(1.0), "decay is 1.0; it must be at least 0 and below 1"),
     ],
 )
 def test_numbers_out_of_range(make: Any, message: str) -> None:
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         make()
 
 

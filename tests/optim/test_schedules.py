@@ -153,7 +153,9 @@ def test_one_cycle_keeps_its_last_value(strategy, three_phase):
 
 
 def test_one_cycle_has_two_shapes():
-    with pytest.raises(hfta.HyperparameterError, match="anneal_strategy is 'cosine'; it must be 'cos' or 'linear'"):
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match="anneal_strategy is 'cosine'; it must be 'cos' or 'linear'"
+    ):
         schedules.one_cycle(0.1, 10, anneal_strategy="cosine")
 
 
@@ -316,7 +318,7 @@ def test_plateau_of_any_hyperparameter():
     ],
 )
 def test_plateau_that_does_not_fit(make, message):
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         make()
 
 
@@ -329,9 +331,9 @@ def test_plateau_that_does_not_fit(make, message):
     ],
 )
 def test_a_schedule_of_the_wrong_shape(value, got):
-    optimizer = hfta.sgd(lr=hfta.Schedule({"start": LR}, value))
+    optimizer = hfta.sgd(lr=hfta.schedules.Schedule({"start": LR}, value))
     state = optimizer.init(PARAMS)
     with pytest.raises(
-        hfta.HyperparameterError, match=rf"schedule of lr returned {got}, not one number per model \[3\]"
+        hfta.errors.HyperparameterError, match=rf"schedule of lr returned {got}, not one number per model \[3\]"
     ):
         optimizer.update(PARAMS, state, PARAMS)

@@ -137,7 +137,7 @@ def test_fit_trains_agents(workers, tmp_path):
     found, history = hfta.fit(step, state._replace(hparams={"entropy": failing}), [None], epochs=1, **made)
     assert [failure.member for failure in history.failures] == [1] and history["finite"].tolist() == [[1, 0, 1]]
     assert_same(hfta.take(found.params, [1]), hfta.take(state.params, [1]))
-    made["callbacks"] = [hfta.early_stopping("loss", patience=1, min_delta=0.46)]
+    made["callbacks"] = [hfta.callbacks.early_stopping("loss", patience=1, min_delta=0.46)]
     (whole, history), file = hfta.fit(step, state, [None], epochs=3, **made), tmp_path / "run"
     assert whole.carry.taken.tolist() == [8, 12, 8]
     assert_same(history["loss"][0], metrics["loss"].mean((0, 1)), 1e-12)
@@ -195,9 +195,11 @@ def test_what_a_step_carries():
     assert_same(state.carry, carry)
     result = hfta.fit(step, state, hfta.ArrayLoader(torch.ones(8, 2), 4, seeds=SEEDS), epochs=1, progress=False)
     assert_same(result.state.carry, carry)
-    with pytest.raises(hfta.StateError, match=r"carry\['b'\]\[0\] is \[2, 2\], but every leaf of what 3 models carry"):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"carry\['b'\]\[0\] is \[2, 2\], but every leaf of what 3 models carry"
+    ):
         step.init(*params, seeds=SEEDS, carry={"a": torch.arange(3), "b": (torch.ones(2, 2),)})
-    with pytest.raises(hfta.StateError, match=r"carry\['a'\] is a float"):
+    with pytest.raises(hfta.errors.StateError, match=r"carry\['a'\] is a float"):
         step.init(*params, seeds=SEEDS, carry={"a": 1.0})
     with pytest.raises(ValueError, match=r"make it with make_train_step\(..., collect=\)"):
         _ = step.loop

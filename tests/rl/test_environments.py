@@ -102,7 +102,7 @@ def test_members_may_differ_in_physics():
         assert torch.equal(other.state["numbers"]["length"], running.state["numbers"]["length"])
     for given in (0.7, torch.tensor(0.7), np.float64(0.7)):
         assert not rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2).state["numbers"]
-    with pytest.raises(hfta.StateError, match="length has 3 numbers but there are 2 members"):
+    with pytest.raises(hfta.errors.StateError, match="length has 3 numbers but there are 2 members"):
         rl.start(rl.CartPole(length=lengths), hfta.random.keys([1, 2]), 2)
 
 
@@ -170,13 +170,13 @@ def test_actions_that_begin_at_another_number():
     environment = type("Shifted", (rl.CartPole,), {"action_space": gymnasium.spaces.Discrete(2, start=1)})()
     running = rl.start(environment, hfta.random.keys([0, 1]), 3)
     rl.advance(environment, running, torch.full((2, 3), 2))
-    with pytest.raises(hfta.StateError, match=r"are 0 to 0, but .* has 2 actions"):
+    with pytest.raises(hfta.errors.StateError, match=r"are 0 to 0, but .* has 2 actions"):
         rl.advance(environment, running, torch.zeros(2, 3).long())
 
 
 def test_what_cannot_be_started():
     environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
-    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces"):
+    with pytest.raises(hfta.errors.StateError, match="have Discrete and Box spaces"):
         rl.start(environment, hfta.random.keys([0, 1]), 3)
     for count in (0, 2.5, [1, 2]):
         with pytest.raises(ValueError, match=r"max_steps is .*; give an integer of at least 1"):
@@ -185,9 +185,9 @@ def test_what_cannot_be_started():
         with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
             rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)
     for keys in ([0, 1], torch.tensor(1), torch.ones(2)):
-        with pytest.raises(hfta.BatchError, match=r"keys are .*, but must be torch.int64\[M\], one per member"):
+        with pytest.raises(hfta.errors.BatchError, match=r"keys are .*, but must be torch.int64\[M\], one per member"):
             rl.start(rl.CartPole(), keys, 3)
-    with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
+    with pytest.raises(hfta.errors.StateError, match="the environment is a TimeLimit; give one of rl"):
         rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
 
 
@@ -239,21 +239,24 @@ class Writes(rl.CartPole):
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_environment_that_reads_or_writes_is_named(count):
     keys = hfta.random.keys(range(count))
-    with pytest.raises(hfta.TraceError, match=r"Reads.step reads values.*test_environments.py"):
+    with pytest.raises(hfta.errors.TraceError, match=r"Reads.step reads values.*test_environments.py"):
         rl.start(Reads(), keys, 1)
-    with pytest.raises(hfta.StateError, match=r"Writes.step writes state\['place'\] in place"):
+    with pytest.raises(hfta.errors.StateError, match=r"Writes.step writes state\['place'\] in place"):
         rl.start(Writes(), keys, 1)
 
 
 @pytest.mark.parametrize(
     "part, change, error, message",
     [
-        (3, Tensor.float, hfta.StateError, r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
-        (4, Tensor.float, hfta.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
-        (2, lambda reward: reward.unsqueeze(-1), hfta.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
-        (1, Tensor.double, hfta.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
-        (0, lambda state: {"place": state["place"]}, hfta.TraceError, "state has other empty containers in .*Other.step"),
-        (0, lambda state: {**state, "place": state["place"] > 0}, hfta.TraceError, r"state\['place'\] is .* but torch.bool"),
+        (3, Tensor.float, hfta.errors.StateError,
+         r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
+        (4, Tensor.float, hfta.errors.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
+        (2, lambda reward: reward.unsqueeze(-1), hfta.errors.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
+        (1, Tensor.double, hfta.errors.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
+        (0, lambda state: {"place": state["place"]}, hfta.errors.TraceError,
+         "state has other empty containers in .*Other.step"),
+        (0, lambda state: {**state, "place": state["place"] > 0}, hfta.errors.TraceError,
+         r"state\['place'\] is .* but torch.bool"),
     ],
 )  # fmt: skip
 def test_an_environment_that_returns_something_else_is_named(part, change, error, message):
@@ -282,13 +285,14 @@ def counted():
 @pytest.mark.parametrize(
     "reset, step, error, message",
     [
-        (lambda x: x, pure, hfta.StateError, r"Own.reset must return \(state, observation\)"),
-        (lambda x: ((x, x[0]), x), pure, hfta.StateError, r"Own.reset: state\[1\] must be \[2, 3\] with any axes behind"),
-        (lambda x: (x, 1.0), pure, hfta.StateError, r"Own.reset: observation must be \[2, 3\] with any axes behind"),
-        (lambda x: (x, x), lambda x, key: x - x.mean(), hfta.StateError, "mixes environments or remembers: obs"),
-        (lambda x: (x, x), lambda x, key: x + counted(), hfta.StateError, "mixes environments or remembers"),
-        (lambda x: (x, x), lambda x, key: x + torch.randn(4), hfta.RandomnessError, "Own.step draws without its key"),
-        (lambda x: (x, x), None, hfta.StateError, r"Own.step must return \(state, observation, reward, termin"),
+        (lambda x: x, pure, hfta.errors.StateError, r"Own.reset must return \(state, observation\)"),
+        (lambda x: ((x, x[0]), x), pure, hfta.errors.StateError,
+         r"Own.reset: state\[1\] must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, 1.0), pure, hfta.errors.StateError, r"Own.reset: observation must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, x), lambda x, key: x - x.mean(), hfta.errors.StateError, "mixes environments or remembers: obs"),
+        (lambda x: (x, x), lambda x, key: x + counted(), hfta.errors.StateError, "mixes environments or remembers"),
+        (lambda x: (x, x), lambda x, key: x + torch.randn(4), hfta.errors.RandomnessError, "Own.step draws without its key"),
+        (lambda x: (x, x), None, hfta.errors.StateError, r"Own.step must return \(state, observation, reward, termin"),
     ],
 )  # fmt: skip
 def test_environments_of_ones_own_are_checked(reset, step, error, message):
@@ -339,7 +343,7 @@ def test_an_environment_without_a_state(empty):
 )
 def test_actions_of_another_space(environment, action, message):
     running = rl.start(environment, hfta.random.keys([0, 1]), 3)
-    with pytest.raises(hfta.StateError, match=message):
+    with pytest.raises(hfta.errors.StateError, match=message):
         rl.advance(environment, running, action)
 
 
@@ -480,13 +484,13 @@ def test_environments_of_gymnasium_serve_all_members(make):
     assert torch.equal(steps["terminated"][0, :, 0], steps["next_observation"][0, :, 0, 1] == 5)
     assert steps["reward"][1, :, 0].tolist() == [30, 31, 32, 30, 31, 30, 31]
     assert running.last_total[0].tolist() == [4.0, 54.0, 104.0] and running.length.unique().tolist() == [2]
-    with pytest.raises(hfta.StateError, match=r"is AutoresetMode.NEXT_STEP; make them with .*SAME_STEP"):
+    with pytest.raises(hfta.errors.StateError, match=r"is AutoresetMode.NEXT_STEP; make them with .*SAME_STEP"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
-    with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
+    with pytest.raises(hfta.errors.StateError, match="6 environments cannot be shared out to 4 members"):
         rl.GymnasiumEnvs(make(), 4)
-    with pytest.raises(hfta.StateError, match="batch_size is 3 of 6 environments; leave it out"):
+    with pytest.raises(hfta.errors.StateError, match="batch_size is 3 of 6 environments; leave it out"):
         rl.GymnasiumEnvs(Pool(batch_size=3), 2)
-    with pytest.raises(hfta.StateError, match="envs is a TimeLimit; give several as one"):
+    with pytest.raises(hfta.errors.StateError, match="envs is a TimeLimit; give several as one"):
         rl.GymnasiumEnvs(gymnasium.make("CartPole-v1"), 2)
 
 
@@ -496,7 +500,7 @@ def test_environments_of_gymnasium_follow_no_members_and_no_compiler():
     agents = hfta.init_params(lambda: torch.nn.Linear(2, 3), [0, 1])
     running = envs.start(hfta.random.keys([0, 1]))
     with pytest.raises(
-        hfta.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
+        hfta.errors.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
     ):
         envs.rollout(policy, hfta.take(agents, 0), hfta.take(running, 0), 2)
     # A compiler makes it an error of its own.
@@ -561,7 +565,7 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
     kind, space = ("action", taken) if taken.shape is None else ("observation", seen)
     if space.shape is None:
         with pytest.raises(
-            hfta.StateError, match=f"the {kind} space is {type(space).__name__}.*; wrap the environments"
+            hfta.errors.StateError, match=f"the {kind} space is {type(space).__name__}.*; wrap the environments"
         ):
             rl.GymnasiumEnvs(vector, 2)
         return
@@ -578,7 +582,11 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
     _, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 2)
     assert steps["observation"].shape == (2, 2, 2, *seen.shape) and steps["action"].shape == (2, 2, 2, *taken.shape)
     for call, error, message in (
-        (lambda: envs.start(hfta.random.keys([0])), hfta.BatchError, r"torch.int64\[1\], but must be torch.int64\[2\]"),
+        (
+            lambda: envs.start(hfta.random.keys([0])),
+            hfta.errors.BatchError,
+            r"torch.int64\[1\], but must be torch.int64\[2\]",
+        ),
         (lambda: envs.rollout(policy, agents, None, 0), ValueError, "steps is 0; give an integer"),
         (lambda: rl.GymnasiumEnvs(vector, 0), ValueError, "num_models is 0; give an integer"),
     ):

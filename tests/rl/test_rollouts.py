@@ -99,7 +99,7 @@ def test_discounts_are_one_or_one_per_member():
         lambda rates: rl.gae(steps, value, value, discount=rates),
         lambda rates: rl.discounted(value[:, 0], steps, discount=rates),
     ):
-        with pytest.raises(hfta.BatchError, match="got 2 numbers for 1 members"):
+        with pytest.raises(hfta.errors.BatchError, match="got 2 numbers for 1 members"):
             call([0.9, 0.5])
 
 
@@ -112,20 +112,22 @@ def test_ends_are_booleans_and_values_are_one_a_step():
         lambda: rl.n_step(wrong, 2),
         lambda: rl.discounted(value[:, 0], wrong),
     ):
-        with pytest.raises(hfta.BatchError, match=r"steps\['truncated'\] is torch.float32; give booleans"):
+        with pytest.raises(hfta.errors.BatchError, match=r"steps\['truncated'\] is torch.float32; give booleans"):
             call()
-    with pytest.raises(hfta.BatchError, match=r"past is \[2\], but rewards are \[2, 12, 3\]; give \[2, 3\]"):
+    with pytest.raises(hfta.errors.BatchError, match=r"past is \[2\], but rewards are \[2, 12, 3\]; give \[2, 3\]"):
         rl.discounted(value[:, 0, 0], steps)
     # They would be broadcast against each other.
     for values in ((value[..., None], value), (value, value[:, :1])):
-        with pytest.raises(hfta.BatchError, match=r"values are \[2, 1?2?, 3(, 1)?\], but rewards are \[2, 12, 3\]"):
+        with pytest.raises(
+            hfta.errors.BatchError, match=r"values are \[2, 1?2?, 3(, 1)?\], but rewards are \[2, 12, 3\]"
+        ):
             rl.gae(steps, *values)
 
 
 def test_a_policy_remembers_nothing_that_a_step_has():
     policy = rl.make_policy(nn.Linear(4, 1), lambda model, x: (act(model, x)[0], {"reward": x[..., 0]}))
     running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
-    with pytest.raises(hfta.StateError, match="remembers 'reward', which a step has already"):
+    with pytest.raises(hfta.errors.StateError, match="remembers 'reward', which a step has already"):
         rl.rollout(rl.CartPole(), policy, agents(), running, 2)
 
 
@@ -134,7 +136,7 @@ def test_a_policy_remembers_nothing_that_a_step_has():
 )
 def test_what_a_policy_returns(wrong):
     running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
-    with pytest.raises(hfta.StateError, match="act must return an action, or an action and a dict of tensors"):
+    with pytest.raises(hfta.errors.StateError, match="act must return an action, or an action and a dict of tensors"):
         rl.rollout(rl.CartPole(), rl.make_policy(nn.Linear(4, 1), wrong), agents(), running, 2)
 
 
@@ -144,7 +146,7 @@ def test_agents_are_one_for_each_member():
         (agents(3), "there are 3 agents, but 2 members' environments"),
         ([nn.Linear(4, 1)], "agents are a list; give a training state, or stack_params"),
     ):
-        with pytest.raises(hfta.StateError, match=message):
+        with pytest.raises(hfta.errors.StateError, match=message):
             rl.rollout(rl.CartPole(), policy, given, running, 2)
     with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
         rl.rollout(rl.CartPole(), policy, agents(), running, 0)
@@ -164,7 +166,7 @@ def test_agents_may_share_a_frozen_base():
         (models[0], array, "'0.weight' is in the model but not in the array; .* the same share_frozen"),
         (nn.Linear(5, 1), agents(), r"'weight' is \[1, 4\] per member but \[1, 5\] in the model"),
     ):
-        with pytest.raises(hfta.StateError, match=message):
+        with pytest.raises(hfta.errors.StateError, match=message):
             rl.rollout(rl.CartPole(), rl.make_policy(model, act), given, running, 4)
 
 
@@ -185,7 +187,7 @@ def test_n_steps_in_a_row(n):
         for name in ("next_observation", "terminated", "truncated"):
             assert torch.equal(found[name][i, t, e], steps[name][i, t + k, e])
         assert torch.equal(found["observation"][i, t, e], steps["observation"][i, t, e])
-    with pytest.raises(hfta.BatchError, match="12 steps have no 13 in a row"):
+    with pytest.raises(hfta.errors.BatchError, match="12 steps have no 13 in a row"):
         rl.n_step(steps, 13)
     with pytest.raises(ValueError, match="n is 0; give an integer of at least 1"):
         rl.n_step(steps, 0)
@@ -224,7 +226,7 @@ def test_moments_keep_their_kind(kind):
 @pytest.mark.parametrize("shape", [(M, 5, 4), (3, 5, 3), (M, 0, 3), (M,)])
 def test_moments_are_of_one_shape(shape):
     for call in (rl.observed, rl.normalised):
-        with pytest.raises(hfta.BatchError, match=r"values are \[.*\], but the moments are of \[2, ..., 3\]"):
+        with pytest.raises(hfta.errors.BatchError, match=r"values are \[.*\], but the moments are of \[2, ..., 3\]"):
             call(rl.moments(M, (3,)), torch.ones(shape))
 
 
@@ -238,12 +240,12 @@ def test_minibatches_hold_every_row_once_an_epoch():
     assert len({tuple(order.tolist()) for order in epochs.flatten(0, 1)}) == 4
     alone = rl.minibatches(hfta.random.keys([1]), hfta.take(rows, [1]), 3, epochs=2)
     assert torch.equal(alone["x"], batches["x"][:, 1:])
-    with pytest.raises(hfta.BatchError, match="12 rows cannot be split into 5"):
+    with pytest.raises(hfta.errors.BatchError, match="12 rows cannot be split into 5"):
         rl.minibatches(hfta.random.keys([0, 1]), rows, 5)
     for name, wrong in (("count", 0), ("count", 2.0), ("epochs", 0)):
         with pytest.raises(ValueError, match=f"{name} is {wrong}; give an integer of at least 1"):
             rl.minibatches(hfta.random.keys([0, 1]), rows, **{"count": 2, name: wrong})
-    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
+    with pytest.raises(hfta.errors.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.minibatches(hfta.random.keys([0]), rows, 3)
 
 
@@ -261,13 +263,13 @@ def test_a_buffer_keeps_the_latest_rows(donate):
             assert sorted(buffer.rows["x"][i, : buffer.size[i]].tolist()) == sorted(kept[i])
     assert (buffer.rows["x"].data_ptr() == before.rows["x"].data_ptr()) is donate
     assert torch.equal(hfta.concat([hfta.take(buffer, 0), hfta.take(buffer, 1)]).rows["x"], buffer.rows["x"])
-    with pytest.raises(hfta.BatchError, match="8 rows do not fit into a buffer of 7"):
+    with pytest.raises(hfta.errors.BatchError, match="8 rows do not fit into a buffer of 7"):
         rl.written(buffer, {"x": torch.zeros(M, 8, 2)})
     for shape, dtype in (((M, 1, 3), torch.float32), ((1, 1, 2), torch.float32), ((M, 1, 2), torch.float64)):
         kinds = rf"rows\['x'\] is torch.float32\[2, 1, 2\] in the buffer but {dtype}\[{str([*shape])[1:-1]}\] in"
-        with pytest.raises(hfta.BatchError, match=kinds):
+        with pytest.raises(hfta.errors.BatchError, match=kinds):
             rl.written(buffer, {"x": torch.zeros(shape, dtype=dtype)})
-    with pytest.raises(hfta.BatchError, match=r"what is written has rows\['y'\] but the buffer does not"):
+    with pytest.raises(hfta.errors.BatchError, match=r"what is written has rows\['y'\] but the buffer does not"):
         rl.written(buffer, {"y": torch.zeros(M, 1, 2)})
     with pytest.raises(ValueError, match="capacity is 0; give an integer of at least 1"):
         rl.replay({"x": torch.zeros(M, 1)}, 0)
@@ -288,13 +290,13 @@ def test_a_buffer_keeps_the_latest_rows(donate):
 )
 def test_rows_are_tensors_of_members(rows, message):
     for call in (lambda: rl.replay(rows, 8), lambda: rl.minibatches(hfta.random.keys([0, 1]), rows, 1)):
-        with pytest.raises(hfta.BatchError, match=message):
+        with pytest.raises(hfta.errors.BatchError, match=message):
             call()
 
 
 def test_samples_are_rows_that_were_written():
     buffer = rl.replay({"x": torch.zeros(M, 1)}, 100)
-    with pytest.raises(hfta.StateError, match="model 0: its buffer is empty"):
+    with pytest.raises(hfta.errors.StateError, match="model 0: its buffer is empty"):
         rl.sample(buffer, hfta.random.keys([0, 1]), 4)
     buffer = rl.written(buffer, {"x": torch.arange(1.0, 11.0).expand(M, 10)})
     (rows, index), own = rl.sample(buffer, hfta.random.keys([0, 1]), 4000), hfta.take(buffer, [1])
@@ -305,14 +307,14 @@ def test_samples_are_rows_that_were_written():
     for wrong in (-1, 2.0):
         with pytest.raises(ValueError, match=f"n is {wrong}; give an integer of at least 1"):
             rl.sample(buffer, hfta.random.keys([0, 1]), wrong)
-    with pytest.raises(hfta.StateError, match="has no priorities"):
+    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
         rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
-    with pytest.raises(hfta.StateError, match="has no priorities"):
+    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
         rl.with_priority(buffer, index, index + 1.0)
     known = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
-    with pytest.raises(hfta.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
+    with pytest.raises(hfta.errors.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
         rl.with_priority(known, torch.zeros(M, 1).long(), torch.ones(M, 2))
-    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
+    with pytest.raises(hfta.errors.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.sample(buffer, hfta.random.keys([0]), 4)
 
 
@@ -371,7 +373,7 @@ def test_a_member_with_an_empty_buffer_fails_alone_in_a_graph(draw):
     full = rl.written(rl.replay(rows, 8, prioritised=True), rows)
     buffer = hfta.concat([rl.replay(hfta.take(rows, 0), 8, prioritised=True), hfta.take(full, 1)])
     keys = hfta.random.keys([0, 1])
-    with pytest.raises(hfta.StateError, match="model 0: its buffer is empty"):
+    with pytest.raises(hfta.errors.StateError, match="model 0: its buffer is empty"):
         draw(buffer, keys, 3)
     found, index = torch.compile(draw, backend="eager", fullgraph=True)(buffer, keys, 3)
     expected, places = draw(full, keys, 3)

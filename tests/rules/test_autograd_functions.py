@@ -14,7 +14,7 @@ import hfta_func as hfta
 from comparisons import assert_trees_close
 from ways import WAYS, assert_as_alone
 
-pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")]
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")]
 
 M = 3
 
@@ -791,7 +791,7 @@ def test_a_function_warns_once_and_names_the_cure():
         for _ in range(2):
             hfta.vmap(lambda x: Warned.apply(x))(torch.ones(3, 2))
     (one,) = told
-    assert one.category is hfta.LoopWarning and one.filename == __file__
+    assert one.category is hfta.errors.LoopWarning and one.filename == __file__
     assert (
         "Warned is an autograd function without a batching rule and runs one member after another; write setup_"
         in str(one.message)
@@ -881,13 +881,13 @@ class Into(torch.autograd.Function):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
     func, message = REFUSED[name]
-    with pytest.raises(hfta.TraceError) as caught:
+    with pytest.raises(hfta.errors.TraceError) as caught:
         trained(lambda: Model(func), [0, 1, 2])
     assert message in str(caught.value) and "functorch" not in str(caught.value)
 
 
 def test_a_batching_rule_that_draws_is_refused():
-    with pytest.raises(hfta.RandomnessError, match="a vmap staticmethod draws random numbers"):
+    with pytest.raises(hfta.errors.RandomnessError, match="a vmap staticmethod draws random numbers"):
         trained(after(lambda y: NoisyBatched.apply(y.clone(), 0.5)[0]), [0, 1])
 
 
@@ -898,7 +898,7 @@ def test_draws_outside_of_models(randomness):
         rows = run(torch.ones(3, 8))
         assert not torch.equal(rows[0], rows[1])
         return
-    with pytest.raises(hfta.RandomnessError, match="draws from PyTorch's global generator"):
+    with pytest.raises(hfta.errors.RandomnessError, match="draws from PyTorch's global generator"):
         run(torch.ones(3, 8))
 
 
@@ -933,7 +933,9 @@ def test_uninstall_restores_pytorch():
     hfta.rules.install()
     assert method() != before
     if not KEEPS:
-        with pytest.raises(hfta.TraceError, match=r"a method that was kept, f = Function.apply, before the rules"):
+        with pytest.raises(
+            hfta.errors.TraceError, match=r"a method that was kept, f = Function.apply, before the rules"
+        ):
             hfta.vmap(early)(torch.ones(2))
     hfta.rules.uninstall()
     try:
@@ -968,7 +970,7 @@ class Asking(nn.Module):
         return Asks.apply(self.layer(x), self.layer.weight)
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["together", "evaluated"])
 def test_needs_input_grad_is_that_of_a_model_alone(way, count):

@@ -118,7 +118,7 @@ def test_the_loop_takes_the_place_of_a_wrong_rule(op, case, looped, cache, plant
     plant(op)
     few(case)
     with pytest.warns(
-        hfta.LoopWarning, match=rf"the batching rules of {looped} differ from a loop over members"
+        hfta.errors.LoopWarning, match=rf"the batching rules of {looped} differ from a loop over members"
     ) as told:
         hfta.rules.install()
     assert len(told) == 1
@@ -134,7 +134,9 @@ def test_the_loop_takes_the_place_of_a_wrong_rule(op, case, looped, cache, plant
 def test_all_rules_of_a_convolution_go_together(cache, plant, few):
     plant("convolution")
     few("conv2d")
-    with pytest.warns(hfta.LoopWarning, match="convolution, convolution_input_grad, convolution_weight_grad differ"):
+    with pytest.warns(
+        hfta.errors.LoopWarning, match="convolution, convolution_input_grad, convolution_weight_grad differ"
+    ):
         hfta.rules.install()
     x, weight = torch.randn(3, 2, 4, 9), torch.randn(3, 5, 4, 3)
     expected = torch.stack([torch.conv1d(*pair) for pair in zip(x, weight, strict=True)])
@@ -161,7 +163,7 @@ def test_a_rule_that_raises_is_wrong(cache, few, monkeypatch):
 
     monkeypatch.setitem(RULES, "mm", RULES["mm"]._replace(rule=broken))
     few("mm")
-    with pytest.warns(hfta.LoopWarning, match="the batching rules of mm differ"):
+    with pytest.warns(hfta.errors.LoopWarning, match="the batching rules of mm differ"):
         hfta.rules.install()
 
 
@@ -198,7 +200,7 @@ def test_a_first_use_inside_a_graph_and_under_a_transform(cache, few):
 def test_overrides_do_not_hide_a_wrong_rule(cache, plant, few):
     plant("mm")
     few("mm")
-    with hfta.rules.override(all="loop"), pytest.warns(hfta.LoopWarning, match="mm differ"):
+    with hfta.rules.override(all="loop"), pytest.warns(hfta.errors.LoopWarning, match="mm differ"):
         hfta.rules.install()
 
 

@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from ways import WAYS, assert_as_alone
 
-pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")]
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")]
 
 
 @torch.library.custom_op("hfta_test_custom::cube", mutates_args=())

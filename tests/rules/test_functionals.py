@@ -137,7 +137,7 @@ def _check(op: OpInfo, dtype: torch.dtype, form: str, sample: list[Any]) -> None
 
     def array(key: Tensor, *tensors: Tensor) -> Any:
         args, kwargs = rebuild(tensors)
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             return op.op(*args, **kwargs)
 
     def alone(member: int, *tensors: Tensor) -> Any:
@@ -146,7 +146,7 @@ def _check(op: OpInfo, dtype: torch.dtype, form: str, sample: list[Any]) -> None
 
     refused, match = EXPECTED_ERRORS.get(op.name.removeprefix(PREFIX), (None, ""))
     if refused is not None and refused(form, *args, **options):
-        with pytest.raises(hfta.TraceError, match=match):
+        with pytest.raises(hfta.errors.TraceError, match=match):
             assert_array_is_loop(array, alone, inputs, tolerance, in_dims)
     else:
         assert_array_is_loop(array, alone, inputs, tolerance, in_dims)

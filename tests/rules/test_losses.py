@@ -211,9 +211,9 @@ def test_an_index_outside_a_table_is_an_error() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(hfta.TraceError, match="use sparse=False"):
+    with pytest.raises(hfta.errors.TraceError, match="use sparse=False"):
         hfta.vmap(lambda w, i: F.embedding(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5)))
-    with pytest.raises(hfta.TraceError, match="use sparse=False"):
+    with pytest.raises(hfta.errors.TraceError, match="use sparse=False"):
         hfta.vmap(lambda w, i: F.embedding_bag(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5, 1)))
 
 
@@ -253,7 +253,7 @@ def test_fractional_pooling_draws_from_the_members_key() -> None:
     x, keys = torch.randn(1, 2, 3, 9, 9).expand(M, -1, -1, -1, -1), torch.tensor([5, 6, 5])
 
     def pool(x: Tensor, key: Tensor) -> Tensor:
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             return F.fractional_max_pool2d(x, 2, output_size=4)
 
     pooled = hfta.vmap(pool)(x, keys)

@@ -215,7 +215,7 @@ class _Model(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _array() -> tuple[hfta.TrainStep, hfta.TrainState, Tensor]:
+def _array() -> tuple[hfta.step.TrainStep, hfta.step.TrainState, Tensor]:
     models = [_Model().double() for _ in range(3)]
     step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
     return step, step.init(*hfta.stack_params(models), seeds=[0, 1, 2]), torch.randn(3, 4, 2, 6, 6).double()

@@ -341,9 +341,9 @@ def test_cumulative_average_in_a_vmap_of_ones_own(shared: bool) -> None:
 
 def test_counts_of_batches_are_no_values_elsewhere() -> None:
     module = nn.BatchNorm1d(4, momentum=None)
-    with pytest.raises(hfta.TraceError, match="asks for the value of a tensor"):
+    with pytest.raises(hfta.errors.TraceError, match="asks for the value of a tensor"):
         hfta.vmap(lambda count: torch.ones(2) * float(count))(torch.arange(3))
-    with pytest.raises(hfta.TraceError, match="asks for the value of a tensor"):
+    with pytest.raises(hfta.errors.TraceError, match="asks for the value of a tensor"):
         hfta.vmap(lambda count: torch.ones(2) * float(module.num_batches_tracked + count))(torch.arange(3))
 
 

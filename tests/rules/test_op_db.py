@@ -147,7 +147,9 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 def test_an_operator_without_a_rule_warns_once_and_is_explained() -> None:
     x, index = torch.randn(3, 4, 5, dtype=torch.float64), torch.randint(0, 20, (3, 6))
     expected = torch.stack([torch.take(*one) for one in zip(x, index, strict=True)])
-    with pytest.warns(hfta.LoopWarning, match=r"aten::take has no batching rule.*hfta_func.rules.register") as seen:
+    with pytest.warns(
+        hfta.errors.LoopWarning, match=r"aten::take has no batching rule.*hfta_func.rules.register"
+    ) as seen:
         assert torch.equal(hfta.vmap(_take)(x, index), expected)
     assert len(seen) == 1 and seen[0].filename == __file__
     with warnings.catch_warnings():
@@ -176,7 +178,9 @@ def test_writes_in_place_reach_the_tensor_through_views() -> None:
 
 def test_a_looped_write_into_what_members_share_is_refused() -> None:
     shared = torch.zeros(4, dtype=torch.float64)
-    with pytest.raises(hfta.TraceError, match="writes a member's value in place into a tensor that all members share"):
+    with pytest.raises(
+        hfta.errors.TraceError, match="writes a member's value in place into a tensor that all members share"
+    ):
         hfta.vmap(lambda mask, source: shared.masked_scatter_(mask, source))(
             torch.ones(3, 4) > 0, torch.ones(3, 4).double()
         )
@@ -216,7 +220,7 @@ def test_masks_that_choose_what_is_written() -> None:
     (got,), (wanted,) = (torch.autograd.grad(y.square().sum(), x) for y in (written, expected))
     assert torch.equal(got, wanted)
     shared = torch.zeros(4)
-    with pytest.raises(hfta.TraceError, match="in place into a tensor that all members share"):
+    with pytest.raises(hfta.errors.TraceError, match="in place into a tensor that all members share"):
         hfta.vmap(lambda mask: shared.index_put_((mask,), torch.tensor(1.0)))(mask)
 
 

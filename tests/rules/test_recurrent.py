@@ -170,7 +170,7 @@ def test_many_gradients_of_packed_data() -> None:
 
 def test_lengths_per_member_are_refused() -> None:
     lengths = LENGTHS.expand(M, N)
-    with pytest.raises(hfta.TraceError, match="each member has its own lengths of packed sequences"):
+    with pytest.raises(hfta.errors.TraceError, match="each member has its own lengths of packed sequences"):
         hfta.vmap(lambda x, lengths: torch._VF._pack_padded_sequence(x, lengths, False)[0])(
             torch.randn(M, T, N, I), lengths
         )
@@ -182,7 +182,7 @@ def test_lengths_per_member_are_refused() -> None:
         hx = x.new_zeros(1, N, H)
         return torch.gru(x, sizes, hx, list(params.values()), True, 1, 0.0, False, False)[0]
 
-    with pytest.raises(hfta.TraceError, match="each member has its own batch_sizes of packed sequences"):
+    with pytest.raises(hfta.errors.TraceError, match="each member has its own batch_sizes of packed sequences"):
         hfta.vmap(packed)(params, torch.randn(M, 12, I).double(), sizes)
 
 
@@ -256,7 +256,7 @@ def test_no_dropout_draws_nothing(kind: str, p: float) -> None:
 
 def test_dropout_without_a_key_is_refused() -> None:
     member, params = array_of([Deep("gru") for _ in range(M)])
-    with pytest.raises(hfta.RandomnessError, match=r"torch\.gru draws the dropout between its layers"):
+    with pytest.raises(hfta.errors.RandomnessError, match=r"torch\.gru draws the dropout between its layers"):
         hfta.vmap(member)(params, torch.randn(M, T, N, I))
 
 

@@ -119,7 +119,7 @@ def test_running_statistics_shared_by_members_are_refused() -> None:
     def norm(x: Tensor) -> Tensor:
         return torch.nn.functional.batch_norm(x, mean, var, training=True)
 
-    with pytest.raises(hfta.TraceError, match="running statistics that all members share"):
+    with pytest.raises(hfta.errors.TraceError, match="running statistics that all members share"):
         hfta.vmap(norm)(torch.randn(M, 4, 3))
 
 
@@ -182,7 +182,7 @@ def test_pooling_to_one_pixel_of_channels_last_images():
     pooled = nn.AdaptiveAvgPool2d(1)
     images = torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last).unflatten(0, (3, 8))
     torch.testing.assert_close(hfta.vmap(pooled)(images), torch.stack([pooled(x) for x in images]))
-    with pytest.raises(hfta.TraceError, match="as_strided_ reads memory outside of one member's tensor"):
+    with pytest.raises(hfta.errors.TraceError, match="as_strided_ reads memory outside of one member's tensor"):
         hfta.vmap(lambda x: x.clone().as_strided_((2, 2), (1, 2)))(torch.randn(3, 2, 2))
 
 

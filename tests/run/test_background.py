@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func import CompileWarning
+from hfta_func.errors import CompileWarning
 from hfta_func.run import background, compiler, graphs, kept
 from hfta_func.workers import process
 
@@ -33,7 +33,7 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
 
 
-def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     step = hfta.make_train_step(make(), loss, hfta.sgd(lr=[0.01, 0.02, 0.03]), **options)
     return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
 
@@ -154,7 +154,7 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
     run(state, batch)
     other = state._replace(params={name: param.float() for name, param in state.params.items()})
 
-    def refused(state: hfta.TrainState, batch: Tensor) -> bool:
+    def refused(state: hfta.step.TrainState, batch: Tensor) -> bool:
         with torch.compiler.set_stance("fail_on_recompile"):
             try:
                 run(state, batch)

@@ -66,7 +66,7 @@ CURVES = [
 def test_early_stopping(run, tmp_path, patience, min_delta, mode):
     sign = 1 if mode == "min" else -1
     table = [[sign * value for value in row] for row in zip(*CURVES, strict=True)]
-    callbacks = [hfta.early_stopping("score", patience, min_delta, mode)]
+    callbacks = [hfta.callbacks.early_stopping("score", patience, min_delta, mode)]
     expected = [stopped_after(curve, patience, min_delta) for curve in CURVES]
     state, _, states = run(table, callbacks=callbacks)
     assert state.step.tolist() == [2 * (stop or len(table)) for stop in expected]
@@ -76,33 +76,36 @@ def test_early_stopping(run, tmp_path, patience, min_delta, mode):
             assert torch.equal(state.params["weight"][member], states[stop - 1].params["weight"][member])
     # Nothing is lost where a run is broken off: a new callback sees the old history.
     for epochs in range(1, len(table) + 1):
-        callbacks = [hfta.early_stopping("score", patience, min_delta, mode)]
+        callbacks = [hfta.callbacks.early_stopping("score", patience, min_delta, mode)]
         resumed, *_ = run(table, epochs=epochs, callbacks=callbacks, resume=tmp_path / "run.safetensors")
     assert torch.equal(resumed.params["weight"], state.params["weight"])
     assert torch.equal(resumed.active, state.active)
 
 
 def test_a_run_ends_when_all_members_have_stopped(run):
-    _, history, _ = run([[1.0] * 4] * 9, callbacks=[hfta.early_stopping("score", 2)])
+    _, history, _ = run([[1.0] * 4] * 9, callbacks=[hfta.callbacks.early_stopping("score", 2)])
     assert len(history) == 3
 
 
 def test_members_that_were_stopped_stay_so(run):
     table = [[1.0, 1.0, 1.0, 1.0], [1.0, 0.9, 1.0, 1.0], [0.1, 0.8, 0.1, 0.1], [0.1, 0.7, 0.05, 0.01]]
-    state, *_ = run(table, callbacks=[hfta.early_stopping("score", 1)])
+    state, *_ = run(table, callbacks=[hfta.callbacks.early_stopping("score", 1)])
     assert state.active.tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hfta.early_stopping("loss", 0), "patience is 0; it must be at least 1 epoch"),
-        (lambda: hfta.early_stopping("loss", None), "patience is None; it must be at least 1 epoch"),
-        (lambda: hfta.early_stopping("loss", 1, mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
-        (lambda: hfta.keep_best("best", "loss", "low"), "mode is 'low'; it must be 'min' or 'max'"),
-        (lambda: hfta.keep_checkpoints("runs", keep=0), "keep is 0 and every is 1; both must be at least 1"),
-        (lambda: hfta.keep_checkpoints("runs", keep=1.5), "keep is 1.5 and every is 1; both must be at least 1"),
-        (lambda: hfta.keep_checkpoints("runs", every=0), "keep is 3 and every is 0; both must be at least 1"),
+        (lambda: hfta.callbacks.early_stopping("loss", 0), "patience is 0; it must be at least 1 epoch"),
+        (lambda: hfta.callbacks.early_stopping("loss", None), "patience is None; it must be at least 1 epoch"),
+        (lambda: hfta.callbacks.early_stopping("loss", 1, mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
+        (lambda: hfta.callbacks.keep_best("best", "loss", "low"), "mode is 'low'; it must be 'min' or 'max'"),
+        (lambda: hfta.callbacks.keep_checkpoints("runs", keep=0), "keep is 0 and every is 1; both must be at least 1"),
+        (
+            lambda: hfta.callbacks.keep_checkpoints("runs", keep=1.5),
+            "keep is 1.5 and every is 1; both must be at least 1",
+        ),
+        (lambda: hfta.callbacks.keep_checkpoints("runs", every=0), "keep is 3 and every is 0; both must be at least 1"),
     ],
 )
 def test_bad_arguments(make, message):
@@ -111,7 +114,8 @@ def test_bad_arguments(make, message):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda path: hfta.early_stopping("accuracy", 2), lambda p: hfta.keep_best(p, "accuracy")]
+    "make",
+    [lambda path: hfta.callbacks.early_stopping("accuracy", 2), lambda p: hfta.callbacks.keep_best(p, "accuracy")],
 )
 def test_a_metric_that_is_not_there(run, tmp_path, make):
     with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has loss, finite, score, pair"):
@@ -130,7 +134,7 @@ def test_keep_checkpoints(run, tmp_path):
     def look(state, history):
         names.append([n for n in range(1, 77) if (folder / f"epoch-{n:06d}.safetensors").is_file() and n > 1])
 
-    callbacks = [hfta.keep_checkpoints(folder, keep=2, every=2), look]
+    callbacks = [hfta.callbacks.keep_checkpoints(folder, keep=2, every=2), look]
     state, _, states = run([[1.0] * 4] * 7, callbacks=callbacks)
     assert names == [[], [2], [2], [2, 4], [2, 4], [4, 6], [4, 6]]
     own = [f"epoch-0000{n}.safetensors" for n in ("01", "04", "06", "77")]
@@ -139,7 +143,7 @@ def test_keep_checkpoints(run, tmp_path):
         path = folder / f"epoch-{epoch:06d}.safetensors"
         loaded = hfta.load(path, like=state)
         assert torch.equal(loaded.params["weight"], states[epoch - 1].params["weight"])
-        assert hfta.read_metadata(path)["metadata"] == {"epoch": epoch}
+        assert hfta.files.read_metadata(path)["metadata"] == {"epoch": epoch}
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -152,7 +156,7 @@ def test_keep_best(run, tmp_path, mode, broken_off):
     path.write_bytes(b"of another run")
     states = []
     for epochs in range(1, 5) if broken_off else [4]:
-        callbacks = [hfta.keep_best(path, "score", mode)]
+        callbacks = [hfta.callbacks.keep_best(path, "score", mode)]
         state, _, new = run(table, epochs=epochs, callbacks=callbacks, resume=tmp_path / "run")
         states += new
         # What is there may be ahead of the run: a process that ends here does the epoch once more.
@@ -165,14 +169,14 @@ def test_keep_best(run, tmp_path, mode, broken_off):
         for path_, param in loaded.params.items():
             assert torch.equal(param[member], states[epoch - 1].params[path_][member])
         assert int(loaded.step[member]) == 2 * epoch
-    record = hfta.read_metadata(path)["metadata"]
+    record = hfta.files.read_metadata(path)["metadata"]
     assert record["epoch"] == best and (record["metric"], record["mode"]) == ("score", mode)
     assert record["value"][:3] == pytest.approx([sign * 1.0, sign * 0.1, sign * 4.0]) and record["value"][3] == "nan"
     if broken_off:
         written = path.read_bytes()
         assert held != written
         os.replace(tmp_path / "copy", tmp_path / "run")
-        run(table, callbacks=[hfta.keep_best(path, "score", mode)], resume=tmp_path / "run")
+        run(table, callbacks=[hfta.callbacks.keep_best(path, "score", mode)], resume=tmp_path / "run")
         assert path.read_bytes() == written
 
 
@@ -182,7 +186,7 @@ def test_checkpoints_after_the_millionth_epoch(run, tmp_path):
         (tmp_path / name).touch()
     state, history, _ = run([[1.0] * 4])
     history.epochs *= 1_000_000
-    hfta.keep_checkpoints(tmp_path, keep=2)(state, history)
+    hfta.callbacks.keep_checkpoints(tmp_path, keep=2)(state, history)
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
 
 
@@ -197,23 +201,28 @@ def test_keep_best_refuses_other_files(run, tmp_path):
     ):
         hfta.save(state, path, metadata=metadata)
         with pytest.raises(
-            hfta.CheckpointError, match=r"best.safetensors is not a file of keep_best; pass a file of its"
+            hfta.errors.CheckpointError, match=r"best.safetensors is not a file of keep_best; pass a file of its"
         ):
-            hfta.keep_best(path, "score")(state, history)
+            hfta.callbacks.keep_best(path, "score")(state, history)
 
 
 def test_infinite_values_are_compared_after_a_break(run, tmp_path):
     table = [[INF, -INF, NAN, 1.0], [1.0, 0.0, INF, NAN]]
     for epochs in (1, 2):
-        run(table, epochs=epochs, callbacks=[hfta.keep_best(tmp_path / "best", "score")], resume=tmp_path / "run")
-    found = hfta.read_metadata(tmp_path / "best")["metadata"]
+        run(
+            table,
+            epochs=epochs,
+            callbacks=[hfta.callbacks.keep_best(tmp_path / "best", "score")],
+            resume=tmp_path / "run",
+        )
+    found = hfta.files.read_metadata(tmp_path / "best")["metadata"]
     assert found["epoch"] == [2, 1, 2, 1] and found["value"] == [1.0, "-inf", "inf", 1.0]
 
 
 def test_tensorboard(run, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     table = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
-    run(table, callbacks=[hfta.tensorboard(tmp_path)])
+    run(table, callbacks=[hfta.callbacks.tensorboard(tmp_path)])
     events = events.EventAccumulator(str(tmp_path))
     events.Reload()
     assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {"loss", "finite", "score"}
@@ -232,7 +241,7 @@ def test_tensorboard_with_a_writer(run):
         def flush(self):
             calls.append("flush")
 
-    run([[1.0, 2.0, 3.0, 4.0]], callbacks=[hfta.tensorboard(Writer())])
+    run([[1.0, 2.0, 3.0, 4.0]], callbacks=[hfta.callbacks.tensorboard(Writer())])
     assert [call for call in calls if call[0].startswith("score")] == [(f"score/{i}", i + 1.0, 1) for i in range(4)]
     assert calls[-1] == "flush"
 
@@ -249,13 +258,15 @@ def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"^tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'"):
-        hfta.tensorboard(tmp_path)
+        hfta.callbacks.tensorboard(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])
-@pytest.mark.parametrize("make", [lambda path: hfta.early_stopping("m", 1), lambda path: hfta.keep_best(path, "m")])
+@pytest.mark.parametrize(
+    "make", [lambda path: hfta.callbacks.early_stopping("m", 1), lambda path: hfta.callbacks.keep_best(path, "m")]
+)
 def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, make, shape):
-    history = hfta.History(torch.tensor(SEEDS))
+    history = hfta.run.History(torch.tensor(SEEDS))
     history.epochs = [{"m": torch.zeros(shape)}]
     _, _, (state,) = run([[1.0, 2.0, 3.0, 4.0]])
     path = tmp_path / "best.safetensors"

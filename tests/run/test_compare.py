@@ -97,7 +97,7 @@ def test_every_form_gives_the_same() -> None:
     expected = hfta.compare({"plain": PLAIN, "better": BETTER}).differences[0]
     histories = {}
     for name, values in (("plain", PLAIN), ("better", BETTER)):
-        histories[name] = hfta.History(torch.arange(24))
+        histories[name] = hfta.run.History(torch.arange(24))
         histories[name].epochs = [{"accuracy": torch.zeros(24)}, {"accuracy": torch.tensor(values)}]
     frame = pandas.concat(
         [

@@ -18,7 +18,7 @@ SCORES = RLIABLE["scores"]
 
 
 def test_statistics_and_intervals_are_those_of_rliable() -> None:
-    found = hfta.compare_tasks(SCORES, optimum=0.9, resamples=4000)
+    found = hfta.run.compare_tasks(SCORES, optimum=0.9, resamples=4000)
     wanted = {(name, key): ends for key, own in RLIABLE["estimates"].items() for name, ends in own.items()}
     wanted["tuned", "improves on plain"] = RLIABLE["improvement"]
     assert {(one.name, one.statistic) for one in found.estimates} == wanted.keys()
@@ -37,18 +37,18 @@ def test_statistics_and_intervals_are_those_of_rliable() -> None:
 def test_every_task_is_drawn_alone_and_both_sides_of_a_pair_too() -> None:
     """Scores that differ between seeds alone: one draw for all tasks would leave the spread of a single task."""
     scores = np.random.default_rng(0).normal(size=(20, 1)).repeat(16, 1)
-    (*_, mean, _) = hfta.compare_tasks({"a": scores}).estimates
+    (*_, mean, _) = hfta.run.compare_tasks({"a": scores}).estimates
     spread = scores[:, 0].std() / math.sqrt(20 * 16)
     assert mean.high - mean.low == pytest.approx(2 * 1.96 * spread, rel=0.1)
-    improvement = hfta.compare_tasks({"a": scores, "b": scores}).estimates[-1]
+    improvement = hfta.run.compare_tasks({"a": scores, "b": scores}).estimates[-1]
     assert improvement.value == 0.5
     assert improvement.high - improvement.low == pytest.approx(2 * 1.96 * math.sqrt(41 / 12 / 20**2 / 16), rel=0.1)
 
 
 def test_a_comparison_is_shown_and_drawn() -> None:
     tensors = {name: torch.tensor(own, dtype=torch.float64) for name, own in SCORES.items()}
-    found = hfta.compare_tasks(tensors, baseline="tuned", level=0.5, resamples=99)
-    assert found.estimates == hfta.compare_tasks(SCORES, baseline="tuned", level=0.5, resamples=99).estimates
+    found = hfta.run.compare_tasks(tensors, baseline="tuned", level=0.5, resamples=99)
+    assert found.estimates == hfta.run.compare_tasks(SCORES, baseline="tuned", level=0.5, resamples=99).estimates
     head, *rows = str(found).splitlines()
     assert head.split("  ")[-1].strip() == "improves on tuned" and "50% intervals" in head
     assert [row.split()[0] for row in rows[-2:]] == ["plain", "tuned"]
@@ -77,4 +77,4 @@ def test_a_comparison_is_shown_and_drawn() -> None:
 )
 def test_scores_that_say_nothing_are_refused(scores, more, message) -> None:
     with pytest.raises(ValueError, match=message):
-        hfta.compare_tasks(scores, **more)
+        hfta.run.compare_tasks(scores, **more)

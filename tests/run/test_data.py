@@ -133,7 +133,7 @@ def test_transform_of_shared_batches():
 
 def test_transform_that_draws_from_an_unrouted_operator():
     loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, transform=lambda batch: {"x": torch.poisson(batch["x"])})
-    with pytest.raises(hfta.RandomnessError, match=r"torch\.poisson draws"):
+    with pytest.raises(hfta.errors.RandomnessError, match=r"torch\.poisson draws"):
         next(iter(loader))
 
 
@@ -197,14 +197,14 @@ def test_position_of_another_loader():
         ({"epoch": -1, "batches": 0}, "at batch 0 of epoch -1"),
         ({"_num_yielded": 3}, r"has \['_num_yielded'\], but an ArrayLoader's has 'epoch' and 'batches'; pass what its"),
     ):
-        with pytest.raises(hfta.StateError, match=message):
+        with pytest.raises(hfta.errors.StateError, match=message):
             loader.load_state_dict(position)
         assert loader.state_dict() == {"epoch": 0, "batches": 0}
 
 
 def test_data_that_is_not_a_tensor_yet():
     pair = ([[1.0, 2.0], [3.0, 4.0]], DATA["x"].numpy()[:2])
-    with pytest.raises(hfta.BatchError, match="every leaf needs one row per sample"):
+    with pytest.raises(hfta.errors.BatchError, match="every leaf needs one row per sample"):
         hfta.ArrayLoader((1.0, pair[1]), 1, seeds=SEEDS)
     x = next(iter(hfta.ArrayLoader(pair[1], 1, seeds=SEEDS, shuffle=False)))
     assert torch.equal(x, DATA["x"][:1].expand(3, 1, 3))
@@ -217,36 +217,56 @@ def test_data_that_is_not_a_tensor_yet():
 @pytest.mark.parametrize(
     ("data", "options", "error", "message"),
     [
-        (DATA, {}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model, or shared=True"),
-        (DATA, {"seeds": 3}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model, or shared=True"),
-        (DATA, {"seeds": [1, 2], "shared": True}, hfta.HyperparameterError, "pass one integer as seeds, or none"),
-        (DATA, {"seeds": [1, 2.5]}, hfta.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
-        (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
-        ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
+        (DATA, {}, hfta.errors.HyperparameterError, r"pass seeds=\[...\], one integer per model, or shared=True"),
+        (
+            DATA,
+            {"seeds": 3},
+            hfta.errors.HyperparameterError,
+            r"pass seeds=\[...\], one integer per model, or shared=True",
+        ),
+        (
+            DATA,
+            {"seeds": [1, 2], "shared": True},
+            hfta.errors.HyperparameterError,
+            "pass one integer as seeds, or none",
+        ),
+        (DATA, {"seeds": [1, 2.5]}, hfta.errors.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
+        (
+            DATA,
+            {"seeds": SEEDS, "batch_size": 0},
+            hfta.errors.HyperparameterError,
+            "batch_size is 0; it must be at least 1",
+        ),
+        ({}, {"seeds": SEEDS}, hfta.errors.BatchError, r"leaves of shapes \[\].*at least one"),
         (
             pandas.DataFrame({"kind": ["a", "b"]}),
             {"seeds": SEEDS},
-            hfta.BatchError,
+            hfta.errors.BatchError,
             "no tree of tensors: .*; pass tensors",
         ),
-        (torch.zeros(0, 3), {"seeds": SEEDS}, hfta.BatchError, r"\[\[0, 3\]\].*at least one"),
+        (torch.zeros(0, 3), {"seeds": SEEDS}, hfta.errors.BatchError, r"\[\[0, 3\]\].*at least one"),
         (
             [0.5] * 9,
             {"seeds": SEEDS},
-            hfta.BatchError,
+            hfta.errors.BatchError,
             r"has 9 leaves of shapes \[\[\](, \[\]){7}\]; .*pass tensors or arrays",
         ),
         (
             (torch.zeros(4, 3), torch.zeros(5)),
             {"seeds": SEEDS},
-            hfta.BatchError,
+            hfta.errors.BatchError,
             r"\[\[4, 3\], \[5\]\]; every leaf needs one row per sample",
         ),
-        ((torch.zeros(4), torch.tensor(1.0)), {"seeds": SEEDS}, hfta.BatchError, r"\[\[4\], \[\]\]; every leaf needs"),
+        (
+            (torch.zeros(4), torch.tensor(1.0)),
+            {"seeds": SEEDS},
+            hfta.errors.BatchError,
+            r"\[\[4\], \[\]\]; every leaf needs",
+        ),
         (
             (torch.zeros(len(SEEDS), 50, 2), torch.zeros(len(SEEDS), 50)),
             {"seeds": SEEDS},
-            hfta.BatchError,
+            hfta.errors.BatchError,
             rf"seems to have a model axis.*batches \[{len(SEEDS)}, N, \.\.\.\]",
         ),
     ],
@@ -267,7 +287,7 @@ def test_transform_draws_anew_for_every_member_batch_and_epoch(shuffle):
     # Nor is it the noise of training or evaluation, at any step of the epoch.
     for data in [*range(15), *(~step for step in range(15))]:
         for key in hfta.random.fold_in(hfta.random.keys(SEEDS), data):
-            with hfta.routed(key):
+            with hfta.calls.routed(key):
                 assert tuple(torch.randn(4).tolist()) not in noise
 
 

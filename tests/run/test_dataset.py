@@ -212,7 +212,7 @@ def test_parts_held_out():
     assert torch.equal(held_out["x"], INPUTS[held_out["row"]]) and same([held_out], [again])
     assert torch.equal(held_out["row"], hfta.ArrayLoader(torch.arange(ROWS), 4, seeds=SEEDS, folds=3).held_out())
     assert not torch.isin(held_out["noise"], torch.cat([batch["noise"] for batch in array], 1)).any()
-    with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="only folds hold rows out"):
         loader().held_out()
 
 
@@ -275,73 +275,83 @@ WRONG = {
     "one of a kind": (
         (RAGGED, 4),
         {},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         r"model 0: default_collate cannot join items \[.*\]: stack expects each",
     ),
     "shared": (
         (RAGGED, 4),
         {"seeds": None, "shared": True},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         "^default_collate cannot join items .*pads or crops",
     ),
     "sizes of members": (
-        *(([[1.0], [1.0, 2.0]], 1), {"seeds": [0, 1, 2, 3, 4, 5], "collate_fn": pad}, hfta.BatchError),
+        *(([[1.0], [1.0, 2.0]], 1), {"seeds": [0, 1, 2, 3, 4, 5], "collate_fn": pad}, hfta.errors.BatchError),
         r"model \d: batch of pad is \[1, \d\] of torch.float32 but that of model 0 is \[1, \d\] of torch.float32; pass a",
     ),
     "words": (
         (["a", "b"], 2),
         {},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         r"model 0: batch\[0\] of default_collate is a str; pass a collate_fn that",
     ),
     "images": (
         ([object()], 1),
         {},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         r"default_collate cannot join items \[0\]: default_collate: batch must",
     ),
     "keys": (
-        *(([{"a": 1}, {"b": 1}], 1), {"seeds": [0, 1, 2, 3, 4, 5]}, hfta.BatchError),
+        *(([{"a": 1}, {"b": 1}], 1), {"seeds": [0, 1, 2, 3, 4, 5]}, hfta.errors.BatchError),
         r"model \d: batch\['[ab]'\] of default_collate is (missing but .* is \[1\]|\[1\] of torch.int64 but .* is missing)",
     ),
     "a stream": (
         (iter([1]), 1),
         {},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         r"a list_iterator has no length or no items by number.*batch_dims=None",
     ),
     "columns": (
         ((torch.ones(3, 2), torch.ones(3)), 1),
         {},
-        hfta.BatchError,
+        hfta.errors.BatchError,
         "a tuple, no items .* tensors to ArrayLoader",
     ),
-    "named columns": (({"x": torch.ones(3, 2)}, 1), {}, hfta.BatchError, "is a dict, no items one by one"),
-    "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset has no length or no items by number"),
-    "none": (([], 1), {}, hfta.BatchError, r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one"),
-    "no seeds": ((Noisy(), 4), {"seeds": None}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model"),
+    "named columns": (({"x": torch.ones(3, 2)}, 1), {}, hfta.errors.BatchError, "is a dict, no items one by one"),
+    "no length": ((Dataset(), 1), {}, hfta.errors.BatchError, r"a Dataset has no length or no items by number"),
+    "none": (
+        ([], 1),
+        {},
+        hfta.errors.BatchError,
+        r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one",
+    ),
+    "no seeds": (
+        (Noisy(), 4),
+        {"seeds": None},
+        hfta.errors.HyperparameterError,
+        r"pass seeds=\[...\], one integer per model",
+    ),
     "no rows": (
         (Noisy(), 4),
         {"rows": [[0], [], [1]]},
-        hfta.HyperparameterError,
+        hfta.errors.HyperparameterError,
         "model 1: .* which are no rows",
     ),
     "a part of a process": (
         (Noisy(), 4),
         {"num_workers": 0.5},
-        hfta.HyperparameterError,
+        hfta.errors.HyperparameterError,
         "num_workers is 0.5; pass a number",
     ),
     "less than none": (
         (Noisy(), 4),
         {"num_workers": -1},
-        hfta.HyperparameterError,
+        hfta.errors.HyperparameterError,
         "num_workers is -1; pass a number",
     ),
     "a sampler": (
         (Noisy(), 4),
         {"sampler": [1]},
-        hfta.HyperparameterError,
+        hfta.errors.HyperparameterError,
         "pass seeds, rows, .* instead of sampler",
     ),
     "what PyTorch refuses": ((Noisy(), 4), {"prefetch_factor": 2}, ValueError, "prefetch_factor"),
@@ -370,7 +380,7 @@ def test_errors_of_items_are_their_own():
 
 @pytest.mark.exhaustive
 def test_errors_in_processes():
-    with pytest.raises(hfta.BatchError, match="model 0: default_collate cannot join items"):
+    with pytest.raises(hfta.errors.BatchError, match="model 0: default_collate cannot join items"):
         next(iter(hfta.DatasetLoader(RAGGED, 4, seeds=SEEDS, num_workers=1)))
     # PyTorch's iterators outlive their errors, and must not be found by processes that are started later.
     gc.collect()

@@ -105,7 +105,9 @@ def test_a_grid_is_the_product():
         ({"lr": []}, r"lr is \[\]"),
         ({"lr": [1], "seeds": 0}, "seeds is 0"),
     ):
-        with pytest.raises(hfta.HyperparameterError, match=f"{shown}; a grid needs a list with at least one value"):
+        with pytest.raises(
+            hfta.errors.HyperparameterError, match=f"{shown}; a grid needs a list with at least one value"
+        ):
             hfta.grid(**wrong)
 
 

@@ -170,7 +170,9 @@ def test_evaluate_takes_data(setting, compiled):
                 expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, data)["error"]
                 torch.testing.assert_close(result.history["error"][-1], expected, rtol=1e-6, atol=0)
     once = iter([data])
-    with pytest.raises(hfta.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"):
+    with pytest.raises(
+        hfta.errors.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"
+    ):
         hfta.fit(step, state, loader, epochs=2, evaluate=(error, once), progress=False)
     for wrong, message in (
         ([error, data], "evaluate is a list"),
@@ -199,7 +201,7 @@ def test_evaluate_takes_data(setting, compiled):
 def test_data_is_no_loader(setting, loader):
     step, state, _ = setting
     with pytest.raises(
-        hfta.BatchError, match=r"the loader is a \w+, which does not yield batches; pass .*ArrayLoader\("
+        hfta.errors.BatchError, match=r"the loader is a \w+, which does not yield batches; pass .*ArrayLoader\("
     ):
         hfta.fit(step, state, loader, epochs=1, progress=False)
 
@@ -208,7 +210,7 @@ def test_batches_of_members_are_not_shared(setting):
     _, state, loader = setting
     step = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]), batch_dims=None)
     with pytest.raises(
-        hfta.BatchError, match=r"has a batch for each member, but .* share one; give the loader shared=True"
+        hfta.errors.BatchError, match=r"has a batch for each member, but .* share one; give the loader shared=True"
     ):
         hfta.fit(torch.compile(step, backend="eager"), state, loader, epochs=1, progress=False)
 
@@ -241,7 +243,7 @@ def test_batches_may_be_a_tuple(setting):
 
 
 def test_one_row_per_member():
-    history = hfta.History(torch.tensor([7, 8, 9]))
+    history = hfta.run.History(torch.tensor([7, 8, 9]))
     history.columns = {"lr": [0.1, 0.2, 0.3]}
     assert history.last().empty and list(history.last().columns) == ["member", "seed", "lr", "epoch"]
     rows = ([0.5, 0.4, NAN], [0.5, 0.7, NAN], [0.6, NAN, NAN])
@@ -255,7 +257,7 @@ def test_one_row_per_member():
         history.best("loss")
     with pytest.raises(ValueError, match=r"metric 'size' has shape \[3, 2\] per epoch"):
         history.best("size")
-    with pytest.raises(hfta.HyperparameterError, match="mode is 'least'"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="mode is 'least'"):
         history.best("acc", "least")
 
 
@@ -263,12 +265,12 @@ def test_short_texts(setting):
     step, state, loader = setting
     state, history = hfta.fit(step, state, loader, epochs=2, progress=False)
     texts = "TrainState(3 members, step 6, 3 active)", "History(3 members, 2 epochs: loss, finite, size, output)"
-    assert repr(hfta.Result(state, history)) == "Result(state={}, history={})".format(*texts)
+    assert repr(hfta.run.Result(state, history)) == "Result(state={}, history={})".format(*texts)
     later = state._replace(step=torch.tensor([6, 2, 9]), active=torch.tensor([True, False, False]))
     assert repr(later) == "TrainState(3 members, step 2 to 9, 1 active)"
     assert repr(optree.tree_map(lambda leaf: leaf.to("meta"), state)) == "TrainState(3 members)"
     assert "keys" not in repr(optree.tree_map(lambda leaf: 0, state)) and len(repr(loader)) < 60
-    assert repr(hfta.Stacked(state.params, {})) == "Stacked(3 members, 2 parameters, 0 buffers)"
+    assert repr(hfta.models.Stacked(state.params, {})) == "Stacked(3 members, 2 parameters, 0 buffers)"
     history.epochs[-1]["loss"] = torch.full((3,), NAN)
     html = history._repr_html_()
     assert html.count("<tr>") == 4 and html.count("<svg") == 3 and "nan ± nan" in html and "<td>output" not in html
@@ -426,7 +428,7 @@ def test_a_loss_scale_that_overflows_is_a_failure():
     def factory():
         return torch.nn.Linear(4, 2)
 
-    scale = hfta.LossScale(init_scale=[1.0, 3e38, 1.0])
+    scale = hfta.step.LossScale(init_scale=[1.0, 3e38, 1.0])
     step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.01), loss_scale=scale, batch_dims=None)
     state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
     _, history = hfta.fit(step, state, [(10 * torch.randn(4, 4), torch.randn(4, 2))], epochs=1, progress=False)
@@ -655,20 +657,23 @@ def test_files_that_hold_no_such_run(setting, tmp_path):
     path = tmp_path / "run.safetensors"
     options = {"epochs": 1, "resume": path, "progress": False}
     hfta.save(state, path)
-    with pytest.raises(hfta.CheckpointError, match=r"run.safetensors holds a state but no run; start from it with fit"):
+    with pytest.raises(
+        hfta.errors.CheckpointError, match=r"run.safetensors holds a state but no run; start from it with fit"
+    ):
         hfta.fit(step, state, loader, **options)
     path.unlink()
     hfta.fit(step, state, loader, **options)
     other = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1, momentum=0.9))
-    with pytest.raises(hfta.StateError, match=r"does not fit like: 3 paths differ(.|\n)*momentum"):
+    with pytest.raises(hfta.errors.StateError, match=r"does not fit like: 3 paths differ(.|\n)*momentum"):
         hfta.fit(other, other.init(state.params, seeds=SEEDS), loader, **options)
     another = state._replace(keys=hfta.random.keys([5, 3, 9]))
     with pytest.raises(
-        hfta.StateError, match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; use a file of its own"
+        hfta.errors.StateError,
+        match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; use a file of its own",
     ):
         hfta.fit(step, another, loader, **options)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(hfta.CheckpointError, match=r"run\.safetensors is damaged"):
+    with pytest.raises(hfta.errors.CheckpointError, match=r"run\.safetensors is damaged"):
         hfta.fit(step, state, loader, **options)
 
 
@@ -712,7 +717,7 @@ def test_files_whose_run_makes_no_sense(setting, tmp_path, keys, position):
         spoil(about, "metadata", *keys, value=value)
         checkpoint.write(path, state, about["metadata"])
         # Whatever is not noticed must be as good as what fit writes.
-        with contextlib.suppress(hfta.CheckpointError, hfta.StateError):
+        with contextlib.suppress(hfta.errors.CheckpointError, hfta.errors.StateError):
             batches = anew(loader) if position else list(loader.batches(0))
             _, history = hfta.fit(step, state, batches, epochs=2, resume=path, progress=False)
             assert len(history) == 2 or value in (5, True), (keys, value)
@@ -748,7 +753,7 @@ def test_arguments_that_are_none(setting):
         ({"resume": True}, "True is no path; pass the name of a file"),
         ({"resume": "run", "save_every": 1.5}, "save_every is 1.5 and resume is run; pass at least 1"),
     ):
-        with pytest.raises((ValueError, hfta.CheckpointError), match=message):
+        with pytest.raises((ValueError, hfta.errors.CheckpointError), match=message):
             hfta.fit(step, state, loader, epochs=1, progress=False, **given)
 
 
@@ -781,19 +786,19 @@ def test_callbacks_that_are_none(setting):
         hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
     with pytest.raises(ValueError, match=r"callbacks is \['early'\]; pass a list of them, \[callback\]"):
         hfta.fit(step, state, loader, epochs=1, callbacks=["early"], progress=False)
-    with pytest.raises(hfta.StateError, match=r"expected a TrainState, .* but got bool"):
+    with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState, .* but got bool"):
         hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
 
 
 def test_training_something_that_is_no_state(setting):
     step, state, loader = setting
-    with pytest.raises(hfta.StateError, match=r"expected a TrainState, .* but got Stacked"):
-        hfta.fit(step, hfta.Stacked(state.params, state.buffers), loader, epochs=1, progress=False)
+    with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState, .* but got Stacked"):
+        hfta.fit(step, hfta.models.Stacked(state.params, state.buffers), loader, epochs=1, progress=False)
 
 
 def test_a_metric_before_the_first_epoch():
     with pytest.raises(KeyError, match="no metric 'loss', because no epoch has ended"):
-        hfta.History(torch.tensor([1]))["loss"]
+        hfta.run.History(torch.tensor([1]))["loss"]
 
 
 @pytest.mark.sampled(every=2)
@@ -847,7 +852,7 @@ def test_counts_are_metrics_of_callbacks(setting):
     right = iter([[3, 1, 2], [2, 2, 2], [1, 3, 2]])
     state, history = hfta.fit(
         *(step, state, loader), epochs=3, evaluate=lambda state: {"right": torch.tensor(next(right))}, progress=False,
-        callbacks=[hfta.early_stopping("right", 2, mode="max")], restore_best=("right", "max"),
+        callbacks=[hfta.callbacks.early_stopping("right", 2, mode="max")], restore_best=("right", "max"),
     )  # fmt: skip
     assert history["right"].dtype == torch.int64 and state.active.tolist() == [False, True, False]
 

@@ -39,7 +39,9 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
     return SCALE * model(batch).square().mean()
 
 
-def arrayed(loss: Any = loss_fn, optimizer: Any = None, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def arrayed(
+    loss: Any = loss_fn, optimizer: Any = None, **options: Any
+) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     step = hfta.make_train_step(make(), loss, optimizer or hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
     return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
 
@@ -313,7 +315,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "recorded_whole", recorded)
 
 
-def named(step: hfta.TrainStep, state: hfta.TrainState) -> str:
+def named(step: hfta.step.TrainStep, state: hfta.step.TrainState) -> str:
     digest = kept.reached_by(step).digest
     assert digest is not None
     return kept.name_of(step, digest, (state, batch()))
@@ -359,7 +361,7 @@ def test_an_earlier_graph_with_other_losses_is_not_used(interpreted: None, monke
     other = torch.tensor(9.0, dtype=torch.float64)
     monkeypatch.setattr(kept, "load", lambda *args: lambda state, batch: (state, {"loss": other.expand(M)}))
     quick = hfta.compile(step)
-    with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
+    with pytest.warns(hfta.errors.CompileWarning, match="its graph has other losses"):
         found = quick(state, batch())
     assert torch.equal(found[1]["loss"], step(state, batch())[1]["loss"]) and not quick.is_compiled
     assert kept.kept() == []
@@ -443,7 +445,7 @@ def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib
     quick(state, batch())
     (graph,) = quick.shapes.values()
     kept.make(arrayed(lambda model, batch: 3 * loss_fn(model, batch))[0], (state, batch()), graph._name)
-    with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
+    with pytest.warns(hfta.errors.CompileWarning, match="its graph has other losses"):
         result = graph._go_over({"kept": True, "seconds": 0.0}, state, batch())
     assert torch.equal(result[1]["loss"], step(state, batch())[1]["loss"])
     assert not quick.is_compiled and kept.kept() == []
@@ -481,7 +483,7 @@ def images() -> nn.Module:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 3)).double()
 
 
-def arrayed_images(**options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def arrayed_images(**options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 

@@ -31,7 +31,7 @@ def test_the_best_epochs_go_on_where_they_were_left(tmp_path):
     Run().fit(3, restore_best="mse", resume=path)
     state, _ = Run().fit(6, restore_best="mse", resume=path)
     assert_same(state.params, whole.params)
-    with pytest.raises(hfta.CheckpointError, match="holds a run that cannot be read"):
+    with pytest.raises(hfta.errors.CheckpointError, match="holds a run that cannot be read"):
         Run().fit(3, resume=tmp_path / "other.safetensors")
         Run().fit(6, restore_best="mse", resume=tmp_path / "other.safetensors")
 
@@ -113,7 +113,7 @@ def test_a_run_follows_members_that_are_added():
             return hfta.take(hfta.concat([new[0], state, new[1]]), [0, 4, 1, 5])
         return None
 
-    state, history = Run().fit(5, grow, hfta.early_stopping("mse", patience=3), restore_best="mse")
+    state, history = Run().fit(5, grow, hfta.callbacks.early_stopping("mse", patience=3), restore_best="mse")
     assert history.seeds.tolist() == [*SEEDS, 77, 78] and history.members.tolist() == [4, 3, 0, 5]
     assert history.since.tolist() == [0, 0, 0, 0, 2, 2] and history["mse"].shape == (5, 6)
     for place, (seed, epochs) in enumerate([(77, 3), (9, 5), (5, 5), (78, 3)]):
@@ -138,10 +138,10 @@ def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
     assert_same(state.params, whole.params)
     assert_same(history["mse"], reported["mse"])
     assert history.members.tolist() == [3, 1, 4]
-    with pytest.raises(hfta.StateError, match="holds a run with seeds"):
+    with pytest.raises(hfta.errors.StateError, match="holds a run with seeds"):
         Run([5, 3, 8, 10]).fit(7, resume=path)
     with pytest.raises(
-        hfta.StateError, match=r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
+        hfta.errors.StateError, match=r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
     ):
         Run([5, 3]).fit(7, resume=path)
 
@@ -169,52 +169,54 @@ def test_plateaus_follow_members():
 
 def test_bad_uses(tmp_path):
     with pytest.raises(
-        hfta.StateError, match="dropped some of the 2 members with seed 1, and the run cannot tell which"
+        hfta.errors.StateError, match="dropped some of the 2 members with seed 1, and the run cannot tell which"
     ):
         Run([1, 1, 2]).fit(2, lambda state, history: optree.tree_map(lambda leaf: leaf[[1, 2]], state))
     with pytest.raises(ValueError, match="mode is 'best'; it must be 'min' or 'max'"):
         Run().fit(1, restore_best=("mse", "best"))
     with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has"):
         Run().fit(1, restore_best="accuracy")
-    with pytest.raises(hfta.StateError, match=r"keep_best does not follow members that come or go, so use fit\("):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"keep_best does not follow members that come or go, so use fit\("
+    ):
         Run().fit(
             3,
-            hfta.keep_best(tmp_path / "best", "mse"),
+            hfta.callbacks.keep_best(tmp_path / "best", "mse"),
             lambda state, history: hfta.take(state, [1, 2]) if len(history) == 1 else None,
         )
     run = Run()
     run.loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, folds=2)
-    with pytest.raises(hfta.HyperparameterError, match="make a loader for them"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="make a loader for them"):
         run.fit(2, lambda state, history: hfta.concat([state, Run([1]).state]))
 
 
 def test_averages_are_those_of_the_members():
     state = Run().state
     weights = torch.tensor([1.0, 2.0, 0.0, 5.0]).double()
-    found = hfta.average(state, weights)
+    found = hfta.step.average(state, weights)
     for path, leaf in state.params.items():
         expected = sum(weight * own for weight, own in zip(weights / 8, leaf, strict=True))
         assert_same(found.params[path], expected.expand(M, *leaf.shape[1:]))
     assert torch.equal(found.buffers["1.num_batches_tracked"], state.buffers["1.num_batches_tracked"])
     assert found.opt_state is state.opt_state
     matrix = torch.rand(M, M).double()
-    mixed = hfta.average(state.params, matrix)
+    mixed = hfta.step.average(state.params, matrix)
     for member in range(M):
-        assert_same(hfta.take(mixed, member), hfta.take(hfta.average(state.params, matrix[member]), member))
-    assert_same(hfta.average(state.params), hfta.average(state.params, [3] * M))
+        assert_same(hfta.take(mixed, member), hfta.take(hfta.step.average(state.params, matrix[member]), member))
+    assert_same(hfta.step.average(state.params), hfta.step.average(state.params, [3] * M))
     low = {"a": torch.full((300, 1), 1.0).bfloat16()}
-    assert hfta.average(low)["a"].eq(1).all()
+    assert hfta.step.average(low)["a"].eq(1).all()
 
 
 def test_a_bad_member_spoils_its_own_averages_only():
     tree = {"a": torch.tensor([[1.0, 2.0], [float("nan"), 3.0], [5.0, float("inf")]])}
-    assert_same(hfta.average(tree, [1, 0, 0])["a"], tree["a"][:1].expand(3, 2))
-    found = hfta.average(tree, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])["a"]
+    assert_same(hfta.step.average(tree, [1, 0, 0])["a"], tree["a"][:1].expand(3, 2))
+    found = hfta.step.average(tree, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])["a"]
     nan = float("nan")
     assert_same(found, torch.tensor([[1.0, 2.0], [nan, 2.5], [3.0, nan]]))
     for bad in ([1, 2], [-1, 1, 1], [0, 0, 0], [nan, 1, 1], [[1, 0, 0], [0, 0, 0], [0, 0, 1]], 1.0):
-        with pytest.raises(hfta.HyperparameterError, match="weights"):
-            hfta.average(tree, bad)
+        with pytest.raises(hfta.errors.HyperparameterError, match="weights"):
+            hfta.step.average(tree, bad)
 
 
 EQUAL = [7, 7, 7, 7]

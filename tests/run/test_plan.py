@@ -25,7 +25,7 @@ from hfta_func.run.plan import _line
 pytestmark = pytest.mark.usefixtures("small_heap")
 
 
-def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta.TrainState, Any]:
+def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta.step.TrainState, Any]:
     members = models(name, count)
     step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=1e-3), **options)
     (batch,) = batches(count, 1)
@@ -110,7 +110,7 @@ def test_measuring_takes_a_share_of_the_steps_to_come(
 def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:
     _, state, batch = _array()
 
-    def step(state: hfta.TrainState, batch: Any) -> tuple[hfta.TrainState, dict[str, Any]]:
+    def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
         time.sleep(2e-3 * hfta.num_models(state) ** power)
         return state, {}
 
@@ -131,7 +131,7 @@ def test_the_state_is_not_written(donate: bool) -> None:
     step, state, batch = _array(donate=donate)
     held = optree.tree_map(torch.clone, (state, batch))
     hfta.plan(step, state, batch, sizes=[1, 2])
-    hfta.max_models(step, state, batch, limit=3)
+    hfta.run.max_models(step, state, batch, limit=3)
     for a, b in zip(optree.tree_leaves((state, batch)), optree.tree_leaves(held), strict=True):
         assert torch.equal(a, b)
 
@@ -152,7 +152,7 @@ def test_sizes_that_make_no_line(sizes: list[int]) -> None:
 def _failing(most: int, error: Exception) -> Any:
     """A step that fails with more than so many models."""
 
-    def step(state: hfta.TrainState, batch: Any) -> tuple[hfta.TrainState, dict[str, Any]]:
+    def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
         if hfta.num_models(state) > most:
             raise error
         return state, {}
@@ -193,7 +193,7 @@ def test_one_array_at_a_time_and_none_afterwards() -> None:
     step, state, batch = _array()
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(state: hfta.TrainState, batch: Any) -> Any:
+    def watched(state: hfta.step.TrainState, batch: Any) -> Any:
         if all(ref() is not state.keys for ref in made):
             made.append(weakref.ref(state.keys))
         assert {len(keys) for ref in made if (keys := ref()) is not None} == {len(state.keys)}
@@ -202,7 +202,7 @@ def test_one_array_at_a_time_and_none_afterwards() -> None:
         return step(state, batch)
 
     hfta.plan(watched, state, batch)
-    assert hfta.max_models(watched, state, batch, limit=8) == 4
+    assert hfta.run.max_models(watched, state, batch, limit=8) == 4
     assert len(made) > 8 and all(ref() is None for ref in made)
 
 
@@ -305,10 +305,10 @@ def test_free_memory_is_what_the_control_groups_leave(
 
 def test_free_memory_of_devices_that_do_not_tell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_bytes(torch.device("cpu")) < 2**60
-    with pytest.raises(hfta.StateError, match="the free memory of meta cannot be read; pass free="):
+    with pytest.raises(hfta.errors.StateError, match="the free memory of meta cannot be read; pass free="):
         free_bytes(torch.device("meta"))
     monkeypatch.setattr(memory, "_PROC", tmp_path)
-    with pytest.raises(hfta.StateError, match="the free memory of cpu cannot be read; pass free="):
+    with pytest.raises(hfta.errors.StateError, match="the free memory of cpu cannot be read; pass free="):
         free_bytes(torch.device("cpu"))
 
 
@@ -325,18 +325,18 @@ def test_the_largest_that_runs(most: int, error: Exception) -> None:
     _, state, batch = _array()
     tried = []
 
-    def step(state: hfta.TrainState, batch: Any) -> tuple[hfta.TrainState, dict[str, Any]]:
+    def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
         tried.append(hfta.num_models(state))
         assert len(batch[0]) == hfta.num_models(state)
         if hfta.num_models(state) > most:
             raise error
         return state, {}
 
-    assert hfta.max_models(step, state, batch, limit=64) == most
+    assert hfta.run.max_models(step, state, batch, limit=64) == most
     assert len(set(tried)) <= 14
 
 
-@pytest.mark.parametrize("find", [hfta.plan, hfta.max_models])
+@pytest.mark.parametrize("find", [hfta.plan, hfta.run.max_models])
 def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
     _, state, batch = _array()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
@@ -347,7 +347,7 @@ def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
 def test_a_budget_is_kept() -> None:
     step, state, batch = _array()
     free = int(hfta.plan(step, state, batch, sizes=[8, 16]).memory(20))
-    assert hfta.max_models(step, state, batch, free=free) == pytest.approx(20, abs=3)
+    assert hfta.run.max_models(step, state, batch, free=free) == pytest.approx(20, abs=3)
 
 
 @pytest.mark.exhaustive
@@ -362,7 +362,7 @@ def test_a_process_that_runs_out_of_memory_goes_on() -> None:
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 400 * 2**20, -1))
         # Without a limit that it knows of, it has to find out.
-        most = hfta.max_models(step, state, batch, free=2**50)
+        most = hfta.run.max_models(step, state, batch, free=2**50)
         _, metrics = step(state, batch)
         print(most, bool(metrics["finite"]))
     """
@@ -419,7 +419,7 @@ def test_a_compiled_step_shares_its_batch_as_the_step_does() -> None:
     )
     state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1, 2]), seeds=[0, 1, 2])
     compiled = torch.compile(step, backend="eager")
-    assert hfta.max_models(compiled, state, torch.randn(5, 4), limit=2) == 2
+    assert hfta.run.max_models(compiled, state, torch.randn(5, 4), limit=2) == 2
     hfta.testing.assert_matches_solo(compiled, state, [torch.randn(5, 4)], members=[1], rtol=1e-5)
 
 
@@ -435,7 +435,7 @@ class _Trunk(torch.nn.Module):
         return self.head(self.trunk(x))
 
 
-def _over_a_trunk(trained: bool, count: int = 2) -> tuple[Any, hfta.TrainState, Any]:
+def _over_a_trunk(trained: bool, count: int = 2) -> tuple[Any, hfta.step.TrainState, Any]:
     torch.manual_seed(0)
     members = [_Trunk(trained) for _ in range(count)]
     for member in members:
@@ -465,7 +465,7 @@ def test_what_members_share_is_counted_once(trained: bool) -> None:
     # A budget for 24 members holds 24, and not as few as if each had a trunk.
     free = int(found.memory(24))
     assert hfta.plan(step, state, batch, sizes=[2, 4], limit=100, free=free).num_models == pytest.approx(24, abs=2)
-    assert hfta.max_models(step, state, batch, free=free) == pytest.approx(24, abs=2)
+    assert hfta.run.max_models(step, state, batch, free=free) == pytest.approx(24, abs=2)
 
 
 @pytest.mark.usefixtures("one_thread")

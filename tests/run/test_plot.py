@@ -20,7 +20,7 @@ def no_window():
 
 def history(values):
     """A history of ``values [epochs, M]``."""
-    made = hfta.History(torch.arange(values.shape[1]))
+    made = hfta.run.History(torch.arange(values.shape[1]))
     made.epochs = [{"accuracy": row} for row in torch.as_tensor(values)]
     return made
 

@@ -41,17 +41,17 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def array(**options: Any) -> tuple[Any, hfta.TrainState, Any]:
+def array(**options: Any) -> tuple[Any, hfta.step.TrainState, Any]:
     step = hfta.make_train_step(make_model(), loss_fn, hfta.adam(lr=[0.1, 0.2, 0.3]), **options)
     state = step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
     return step, state, (torch.randn(3, 5, 2, 8), torch.randint(0, 3, (3, 5)))
 
 
-def by_phase(result: hfta.Profile) -> dict[str, set[tuple[str, str, str]]]:
+def by_phase(result: hfta.run.Profile) -> dict[str, set[tuple[str, str, str]]]:
     return {phase: {line[1:4] for line in result.lines if line.phase == phase} for phase in result.phases}
 
 
-def check_sums(result: hfta.Profile) -> None:
+def check_sums(result: hfta.run.Profile) -> None:
     corrected = result.profiled - sum(count * each for count, each in result.costs.values())
     assert result.seconds == pytest.approx(corrected, rel=1e-6, abs=1e-9)
     assert result.seconds == pytest.approx(sum(result.phases.values()))
@@ -262,11 +262,11 @@ def test_bad_input(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / "trace.txt", tmp_path / "none" / "trace.json"):
         with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
             hfta.profile(step, state, batch, trace=path)
-    with pytest.raises(hfta.BatchError, match="the loader has no batch left"):
+    with pytest.raises(hfta.errors.BatchError, match="the loader has no batch left"):
         hfta.profile(step, state, (rows for rows in ()))
-    with pytest.raises(hfta.StateError, match="expected a TrainState"):
+    with pytest.raises(hfta.errors.StateError, match="expected a TrainState"):
         hfta.profile(step, batch, batch)
-    with pytest.raises(hfta.BatchError):
+    with pytest.raises(hfta.errors.BatchError):
         hfta.profile(step, state, (batch[0][:2], batch[1]))
     with pytest.raises(ValueError, match="there is no bar"):
         hfta.plot.bars({})

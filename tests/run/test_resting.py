@@ -41,7 +41,7 @@ def error(model, batch):
 
 
 def stop():
-    return hfta.early_stopping("error", 1, min_delta=0.01)
+    return hfta.callbacks.early_stopping("error", 1, min_delta=0.01)
 
 
 def jitter(batch):
@@ -164,7 +164,9 @@ def test_a_file_of_an_earlier_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Run, "state_dict", earlier)
         run(make_loader("tensors", members), members, epochs=2, **options)
-    with pytest.raises(hfta.StateError, match=r"is of an earlier version, in which .* start again with another file"):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"is of an earlier version, in which .* start again with another file"
+    ):
         run(make_loader("tensors", members), members, **options)
     even = make_loader("tensors", members, rows=OWN, batches_per_epoch=6)
     assert len(run(even, members, epochs=3, **options).history) == 3

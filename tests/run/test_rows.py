@@ -150,7 +150,7 @@ def test_members_train_as_they_do_alone():
     ],
 )
 def test_bad_input(options, message):
-    with pytest.raises(hfta.HyperparameterError, match=message):
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **options)
 
 
@@ -163,15 +163,15 @@ def test_counts_may_be_integers_of_numpy():
 def test_bad_uses():
     for seeds in ([], numpy.int64(3)):
         with pytest.raises(
-            hfta.HyperparameterError, match=r"pass seeds=\[...\], one integer per model, or shared=True"
+            hfta.errors.HyperparameterError, match=r"pass seeds=\[...\], one integer per model, or shared=True"
         ):
             hfta.ArrayLoader(DATA, 4, seeds=seeds)
-    with pytest.raises(hfta.HyperparameterError, match="leave out shared=True"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="leave out shared=True"):
         hfta.ArrayLoader(DATA, 4, shared=True, bootstrap=True)
-    with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="only folds hold rows out"):
         loader("rows").held_out()
     for way in ("rows", "folds", "weights each"):
-        with pytest.raises(hfta.HyperparameterError, match="make a loader for them"):
+        with pytest.raises(hfta.errors.HyperparameterError, match="make a loader for them"):
             loader(way).of_members(torch.tensor([1, 2]))
 
 
@@ -186,13 +186,15 @@ def test_epochs_of_one_length_are_the_same_in_any_array():
         rows = [OWN[member] for member in members]
         dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, batches_per_epoch=2)
         assert len(dealt) == 2
-        stop = hfta.early_stopping("loss", 1, min_delta=0.01)
+        stop = hfta.callbacks.early_stopping("loss", 1, min_delta=0.01)
         return hfta.fit(step, state, dealt, epochs=6, callbacks=[stop], progress=False).state.step.tolist()
 
     whole = stops([0, 1, 2, 3])
     assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
     for wrong in ({"batches_per_epoch": 0, "rows": OWN}, {"batches_per_epoch": 2, "shuffle": False}):
-        with pytest.raises(hfta.HyperparameterError, match="it must be at least 1, and for a loader that shuffles"):
+        with pytest.raises(
+            hfta.errors.HyperparameterError, match="it must be at least 1, and for a loader that shuffles"
+        ):
             hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **wrong)
 
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._torch import is_walked
-from hfta_func._types import TraceError
+from hfta_func.errors import TraceError
 from hfta_func.run import predict
 from hfta_func.run.memory import peak_bytes
 from hfta_func.run.predict import Measured, Predictor, Row, devices, features, find_device
 from hfta_func.run.walk import Operator, walk
 
-Setting = tuple[Any, hfta.TrainState, torch.Tensor]
+Setting = tuple[Any, hfta.step.TrainState, torch.Tensor]
 
 
 def make_model() -> nn.Module:

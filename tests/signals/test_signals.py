@@ -344,5 +344,5 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named(case):
     call, message = BAD[case]
-    with pytest.raises(hfta.BatchError, match=message):
+    with pytest.raises(hfta.errors.BatchError, match=message):
         call()

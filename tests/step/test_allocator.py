@@ -36,26 +36,26 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 
 
 def test_large_blocks_are_kept(library):
-    assert hfta.keep_memory() is True
+    assert hfta.step.keep_memory() is True
     assert library.settings == {TRIM_THRESHOLD: -1, MMAP_THRESHOLD: 2**30, MMAP_MAX: 0}
 
 
 def test_large_blocks_are_given_back_again(library):
-    hfta.keep_memory()
-    assert hfta.keep_memory(False) is False
+    hfta.step.keep_memory()
+    assert hfta.step.keep_memory(False) is False
     assert library.settings == {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25, MMAP_MAX: 2**16}
 
 
 def test_opting_out_leaves_the_allocator_alone(library):
     # To set a threshold, even to what it is, ends its adapting.
-    assert hfta.keep_memory(False) is False
+    assert hfta.step.keep_memory(False) is False
     assert library.settings == {}
 
 
 @pytest.mark.parametrize("refused", [TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX])
 def test_a_setting_that_is_refused(library, refused):
     library.refused = (refused,)
-    assert hfta.keep_memory() is False
+    assert hfta.step.keep_memory() is False
     assert len(library.settings) == 3
 
 
@@ -65,14 +65,14 @@ def test_a_setting_that_is_refused(library, refused):
 def test_other_systems_are_left_alone(library, monkeypatch, platform, libc):
     monkeypatch.setattr(allocator.sys, "platform", platform)
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: libc)
-    assert hfta.keep_memory() is False
+    assert hfta.step.keep_memory() is False
     assert library.settings == {}
 
 
 @pytest.mark.parametrize("opted_out", [False, True])
 def test_the_first_state_sets_it_up_unless_told_otherwise(library, opted_out):
     if opted_out:
-        hfta.keep_memory(False)
+        hfta.step.keep_memory(False)
     library.settings.clear()
     step = hfta.make_train_step(torch.nn.Linear(2, 1), lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
     assert library.settings == {}
@@ -97,7 +97,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 for enabled in map(int, sys.argv[1:]):
-    hfta.keep_memory(bool(enabled))
+    hfta.step.keep_memory(bool(enabled))
 block = torch.ones(50 << 20)
 held = resident()
 del block

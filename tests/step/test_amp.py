@@ -39,7 +39,9 @@ def _batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(M, N, 1, 4, 4), torch.randint(5, (M, N))) for _ in range(steps)]
 
 
-def _array(factory: Any = _model, optimizer: Any = None, **options: Any) -> tuple[Any, hfta.TrainStep, hfta.TrainState]:
+def _array(
+    factory: Any = _model, optimizer: Any = None, **options: Any
+) -> tuple[Any, hfta.step.TrainStep, hfta.step.TrainState]:
     members = [factory() for _ in range(M)]
     step = hfta.make_train_step(members[0], options.pop("loss", _loss), optimizer or hfta.sgd(lr=0.1), **options)
     return members, step, step.init(*hfta.stack_params(members), seeds=[5, 6, 7])
@@ -81,7 +83,7 @@ def test_members_under_autocast_are_arrays_of_one(dtype: torch.dtype) -> None:
 
 def test_defaults_of_a_loss_scale_are_those_of_torch() -> None:
     theirs = inspect.signature(torch.amp.GradScaler).parameters
-    ours = inspect.signature(hfta.LossScale).parameters
+    ours = inspect.signature(hfta.step.LossScale).parameters
     assert {name: own.default for name, own in ours.items()} == {name: theirs[name].default for name in ours}
 
 
@@ -112,7 +114,11 @@ def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> Non
         "growth_interval": [2, 3, 4],
     }
     members, step, state = _array(
-        lambda: _model("none"), loss=_steep, autocast=torch.float16, loss_scale=hfta.LossScale(**knobs), donate=donate
+        lambda: _model("none"),
+        loss=_steep,
+        autocast=torch.float16,
+        loss_scale=hfta.step.LossScale(**knobs),
+        donate=donate,
     )
     run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
     scalers = [torch.amp.GradScaler("cpu", **{name: values[i] for name, values in knobs.items()}) for i in range(M)]
@@ -133,7 +139,7 @@ def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> Non
             scaler.step(optimizer)
             scaler.update()
             stood_still = all(torch.equal(a, b) for a, b in zip(old, member.parameters(), strict=True))
-            overflow = metrics["failure"][i] == hfta.Failure.OVERFLOW
+            overflow = metrics["failure"][i] == hfta.step.Failure.OVERFLOW
             assert overflow == stood_still
             if overflow:
                 skipped.add(i)
@@ -161,17 +167,21 @@ def test_a_scale_that_is_a_power_of_two_changes_nothing() -> None:
 
 def test_a_gradient_that_fails_at_a_scale_of_one_has_failed() -> None:
     _, step, state = _array(
-        loss=_steep, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.LossScale([1.0, 4.0, 4.0])
+        loss=_steep, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.step.LossScale([1.0, 4.0, 4.0])
     )
     (batch,) = _batches(1)
     state, metrics = step(state, (*batch, torch.tensor([float("inf"), float("inf"), 1.0])))
     # An infinite loss is no matter of scale.
-    assert metrics["failure"].tolist() == [hfta.Failure.LOSS, hfta.Failure.LOSS, hfta.Failure.NONE]
+    assert metrics["failure"].tolist() == [hfta.step.Failure.LOSS, hfta.step.Failure.LOSS, hfta.step.Failure.NONE]
     _, step, state = _array(
-        loss=_root, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.LossScale([1.0, 4.0, 4.0])
+        loss=_root, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.step.LossScale([1.0, 4.0, 4.0])
     )
     state, metrics = step(state, torch.tensor([0.0, 0.0, 1.0]))
-    assert metrics["failure"].tolist() == [hfta.Failure.GRADIENT, hfta.Failure.OVERFLOW, hfta.Failure.NONE]
+    assert metrics["failure"].tolist() == [
+        hfta.step.Failure.GRADIENT,
+        hfta.step.Failure.OVERFLOW,
+        hfta.step.Failure.NONE,
+    ]
     assert state.active.tolist() == [False, True, True]
     assert state.loss_scale.scale.tolist() == [1.0, 2.0, 4.0]
 
@@ -189,7 +199,9 @@ def test_float16_has_a_loss_scale_unless_told_otherwise() -> None:
 
 
 def test_scales_follow_their_members() -> None:
-    _, _, state = _array(autocast=torch.float16, loss_scale=hfta.LossScale([2.0, 4.0, 8.0], growth_interval=[1, 2, 3]))
+    _, _, state = _array(
+        autocast=torch.float16, loss_scale=hfta.step.LossScale([2.0, 4.0, 8.0], growth_interval=[1, 2, 3])
+    )
     chosen = hfta.take(state, [2, 0])
     assert chosen.loss_scale.scale.tolist() == [8.0, 2.0]
     assert chosen.loss_scale.hyperparams["growth_interval"].tolist() == [3.0, 1.0]
@@ -201,9 +213,9 @@ def test_states_with_and_without_a_scale_do_not_mix() -> None:
     _, plain, state = _array()
     _, scaled, other = _array(loss_scale=4.0)
     (batch,) = _batches(1)
-    with pytest.raises(hfta.StateError, match=r"the state has no loss scale but this step needs one"):
+    with pytest.raises(hfta.errors.StateError, match=r"the state has no loss scale but this step needs one"):
         scaled(state, batch)
-    with pytest.raises(hfta.StateError, match=r"the state has a loss scale but this step needs none"):
+    with pytest.raises(hfta.errors.StateError, match=r"the state has a loss scale but this step needs none"):
         plain(other, batch)
 
 
@@ -217,12 +229,12 @@ def test_states_with_and_without_a_scale_do_not_mix() -> None:
     ],
 )
 def test_numbers_out_of_range(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(hfta.HyperparameterError, match=message):
-        hfta.LossScale(**knobs)
+    with pytest.raises(hfta.errors.HyperparameterError, match=message):
+        hfta.step.LossScale(**knobs)
 
 
 def test_scales_of_the_wrong_length() -> None:
-    with pytest.raises(hfta.HyperparameterError, match="init_scale has 2 values but the array has 3 models"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="init_scale has 2 values but the array has 3 models"):
         _array(loss_scale=[1.0, 2.0])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func import mixing
+from hfta_func.step import mixing
 from worker_arrays import assert_same
 
 M = 6
@@ -25,7 +25,7 @@ def mix(values: Tensor, callback: Any, rounds: int = 1, active: Tensor | None = 
     step = hfta.make_train_step(model, lambda model, batch: model(batch).mean(), hfta.sgd(0.1))
     state = step.init({"weight": values[:, None]}, seeds=range(count))
     state = state if active is None else state._replace(active=active)
-    history = hfta.History(state.keys)
+    history = hfta.run.History(state.keys)
     for _ in range(rounds):
         history.epochs.append({})
         state = callback(state, history) or state
@@ -40,30 +40,32 @@ def distance(values: Tensor) -> float:
 def test_groups_average_with_weights_and_who_is_away_keeps_its_own():
     values = torch.randn(M, 3).double()
     groups, weights = [0, 7, 0, -1, 7, -1], [1.0, 2.0, 3.0, 4.0, 0.0, 6.0]
-    found = mix(values, hfta.averaging(groups, weights=weights))
+    found = mix(values, hfta.callbacks.averaging(groups, weights=weights))
     expected = values.clone()
     expected[[0, 2]] = (values[0] + 3 * values[2]) / 4
     expected[[1, 4]] = values[1]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     # An inactive member is away, by groups and by a matrix.
     active = torch.tensor([True, True, False, True, True, True])
-    found = mix(values, hfta.averaging(groups), active=active)
+    found = mix(values, hfta.callbacks.averaging(groups), active=active)
     assert torch.equal(found[[0, 2, 3, 5]], values[[0, 2, 3, 5]]) and not torch.equal(found[1], values[1])
     matrix = torch.rand(M, M).double() + 0.1
-    found = mix(values, hfta.averaging(weights=matrix), active=active)
+    found = mix(values, hfta.callbacks.averaging(weights=matrix), active=active)
     own = matrix[:, active] / matrix[:, active].sum(1, keepdim=True)
     torch.testing.assert_close(found[active], (own @ values[active])[active], rtol=1e-12, atol=1e-14)
     assert torch.equal(found[2], values[2])
     # A group without any weight keeps what it has; all members are one group by default.
-    assert torch.equal(mix(values, hfta.averaging([0, 0, 1, 2, 3, 4], weights=[0, 0, 1, 1, 1, 1])), values)
-    torch.testing.assert_close(mix(values, hfta.averaging()), values.mean(0).expand(M, 3), rtol=1e-12, atol=1e-14)
+    assert torch.equal(mix(values, hfta.callbacks.averaging([0, 0, 1, 2, 3, 4], weights=[0, 0, 1, 1, 1, 1])), values)
+    torch.testing.assert_close(
+        mix(values, hfta.callbacks.averaging()), values.mean(0).expand(M, 3), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (4, 4, 4, 4), (2, 3, 5), (7,)])
 def test_a_grid_has_the_average_of_all_after_as_many_rounds_as_dimensions(sizes: tuple[int, ...]):
     values = torch.randn(math.prod(sizes), 3).double()
     groups = mixing.grid(*sizes)
-    callback = hfta.averaging(groups)
+    callback = hfta.callbacks.averaging(groups)
     before = mix(values, callback, rounds=len(sizes) - 1)
     after = mix(values, callback, rounds=len(sizes))
     torch.testing.assert_close(after, values.mean(0).expand_as(after), rtol=0, atol=1e-13)
@@ -93,7 +95,7 @@ def test_random_groups_approach_the_average_as_fast_as_the_formula_says(count: i
     # Columns are draws of their own, but share groups; seeds do not.
     for seed in range(30):
         values = torch.randn(peers, 8, generator=torch.Generator().manual_seed(seed)).double()
-        after = mix(values, hfta.averaging(mixing.at_random(peers, count, seed)), rounds)
+        after = mix(values, hfta.callbacks.averaging(mixing.at_random(peers, count, seed)), rounds)
         torch.testing.assert_close(after.mean(0), values.mean(0), rtol=0, atol=1e-13)
         found.append(distance(after) / distance(values))
     measured, error = torch.tensor(found).mean(), torch.tensor(found).std() / math.sqrt(len(found))
@@ -108,7 +110,7 @@ def test_peers_that_drop_out_slow_the_average_down_as_the_formula_says():
     for seed in range(60):
         values = torch.randn(peers, 8, generator=torch.Generator().manual_seed(seed)).double()
         groups = mixing.dropouts(mixing.at_random(peers, 16, seed), rate, seed)
-        after = mix(values, hfta.averaging(groups))
+        after = mix(values, hfta.callbacks.averaging(groups))
         torch.testing.assert_close(after.mean(0), values.mean(0), rtol=0, atol=1e-13)
         away = groups(0) < 0
         assert torch.equal(after[away], values[away]) and 0.1 < away.double().mean() < 0.3
@@ -122,7 +124,7 @@ def test_peers_that_drop_out_slow_the_average_down_as_the_formula_says():
     assert not torch.equal(groups(0), groups(1))
 
 
-def run(**options: Any) -> hfta.Result:
+def run(**options: Any) -> hfta.run.Result:
     def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
@@ -143,7 +145,7 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
         rounds.append(turn)
         return mixing.dropouts(mixing.grid(2, 3), 0.2)(turn)
 
-    callbacks = [hfta.averaging(groups, weights=lambda turn: torch.arange(1.0, M + 1), every=2)]
+    callbacks = [hfta.callbacks.averaging(groups, weights=lambda turn: torch.arange(1.0, M + 1), every=2)]
     whole = run(epochs=6, callbacks=callbacks)
     assert rounds == [0, 1, 2]
     for epochs in (1, 4, 6):
@@ -151,7 +153,7 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
     assert rounds == [0, 1, 2] * 2
     assert_same(found, whole)
     # Momentum, and what is counted, stay each member's own.
-    last, alone = run(epochs=2, callbacks=[hfta.averaging(every=2)]), run(epochs=2)
+    last, alone = run(epochs=2, callbacks=[hfta.callbacks.averaging(every=2)]), run(epochs=2)
     params = last.state.params["0.weight"]
     torch.testing.assert_close(params, params[:1].expand_as(params), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(params[0], alone.state.params["0.weight"].mean(0), rtol=1e-12, atol=1e-14)
@@ -162,23 +164,26 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
 def test_bad_input():
     values = torch.randn(M, 2)
     for callback, match in (
-        (hfta.averaging([0] * 5), r"groups is \[5\] for 6 models; give one per model"),
-        (hfta.averaging([0.5] * M), r"groups is torch.float32 of shape \[6\]; give one integer per model"),
-        (hfta.averaging(weights=[1.0] * 5), r"weights is \[5\] for 6 models in groups"),
-        (hfta.averaging(weights=[[1.0] * 5] * 5), r"weights is \[5, 5\] for 6 models"),
-        (hfta.averaging([0] * M, weights=torch.eye(M)), r"weights is \[6, 6\], which says who .* leave out groups"),
-        (hfta.averaging(weights=[-1.0] * M), "weights must be finite, not negative"),
-        (hfta.averaging(weights=torch.zeros(M, M)), "weights must be finite, not negative, and more than 0"),
+        (hfta.callbacks.averaging([0] * 5), r"groups is \[5\] for 6 models; give one per model"),
+        (hfta.callbacks.averaging([0.5] * M), r"groups is torch.float32 of shape \[6\]; give one integer per model"),
+        (hfta.callbacks.averaging(weights=[1.0] * 5), r"weights is \[5\] for 6 models in groups"),
+        (hfta.callbacks.averaging(weights=[[1.0] * 5] * 5), r"weights is \[5, 5\] for 6 models"),
+        (
+            hfta.callbacks.averaging([0] * M, weights=torch.eye(M)),
+            r"weights is \[6, 6\], which says who .* leave out groups",
+        ),
+        (hfta.callbacks.averaging(weights=[-1.0] * M), "weights must be finite, not negative"),
+        (hfta.callbacks.averaging(weights=torch.zeros(M, M)), "weights must be finite, not negative, and more than 0"),
     ):
-        with pytest.raises(hfta.HyperparameterError, match=match):
+        with pytest.raises(hfta.errors.HyperparameterError, match=match):
             mix(values, callback)
     for sizes in ((), (3, 0), (2.0,)):
-        with pytest.raises(hfta.HyperparameterError, match="sizes of the grid"):
+        with pytest.raises(hfta.errors.HyperparameterError, match="sizes of the grid"):
             mixing.grid(*sizes)
     for count in (0, 7, 2.5):
-        with pytest.raises(hfta.HyperparameterError, match=r"count is .*give an integer from 1 to .*, 6"):
+        with pytest.raises(hfta.errors.HyperparameterError, match=r"count is .*give an integer from 1 to .*, 6"):
             mixing.at_random(M, count)
-    with pytest.raises(hfta.HyperparameterError, match=r"rate is 1.5; it is a probability"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"rate is 1.5; it is a probability"):
         mixing.dropouts([0], 1.5)
     with pytest.raises(ValueError, match="every is 0; it must be at least 1 epoch"):
-        hfta.averaging(every=0)
+        hfta.callbacks.averaging(every=0)

@@ -12,7 +12,7 @@ from comparisons import assert_trees_close
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "double"),
-    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning"),
 ]
 
 TensorDict = pytest.importorskip("tensordict").TensorDict
@@ -134,7 +134,7 @@ def test_tensors_without_parts_of_members_are_refused(count, replay):
             step = hfta.make_train_step(nn.Linear(4, 1), of_sequences, hfta.sgd(lr=0.1), replay=replay)
             state = step.init(*hfta.init_params(lambda: nn.Linear(4, 1), range(count)), seeds=range(count))
             with pytest.raises(
-                hfta.BatchError, match=rf"batch\['x'\] is a {name} tensor, .* or share it, batch_dims=None"
+                hfta.errors.BatchError, match=rf"batch\['x'\] is a {name} tensor, .* or share it, batch_dims=None"
             ):
                 step(state, {"x": tensor})
 

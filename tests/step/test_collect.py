@@ -62,7 +62,9 @@ def test_what_collect_reports_hides_nothing():
     )
     state = step.init(*hfta.stack_params([model] * 3), seeds=SEEDS)
     for call in (step, step.loop):
-        with pytest.raises(hfta.LossError, match="collect reports 'loss', which the step reports too; give it another"):
+        with pytest.raises(
+            hfta.errors.LossError, match="collect reports 'loss', which the step reports too; give it another"
+        ):
             call(state)
 
 
@@ -90,7 +92,7 @@ def test_what_collect_carries_keeps_its_structure(change, message):
     )
     state = step.init(*hfta.stack_params([model] * 3), seeds=SEEDS, carry={"x": torch.zeros(3)})
     for call in (step, step.loop):
-        with pytest.raises(hfta.TraceError, match=message):
+        with pytest.raises(hfta.errors.TraceError, match=message):
             call(state)
 
 
@@ -123,22 +125,24 @@ def test_a_collect_that_writes_the_state_is_named(path, call):
     # A compiler makes it an error of its own, which says whose it was.
     with pytest.raises(Exception, match=f"collect writes {path} in place, .* return new tensors") as error:
         calls[call](state)
-    assert call == "compiled" or error.type is hfta.StateError
+    assert call == "compiled" or error.type is hfta.errors.StateError
 
 
 @pytest.mark.parametrize(
     "result, error, message",
     [
-        (lambda state: state.carry, hfta.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.LossError, "the metrics as a dict"),
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.LossError, "metric 'a' is a float; metrics"),
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.LossError,
+        (lambda state: state.carry, hfta.errors.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.errors.LossError, "the metrics as a dict"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.errors.LossError,
+         "metric 'a' is a float; metrics"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.errors.LossError,
          r"metric 'a' of collect is \[3\]; give each model its part, \[2, ...\]"),
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.LossError,
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.errors.LossError,
          "collect reports 'failed_step', which the step reports too"),
-        (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.TraceError,
+        (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.errors.TraceError,
          r"carry\['x'\] is torch.float32\[2, 6, 4\] in the state but torch.int64\[2\] in what collect"),
-        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.TraceError, r"the state has carry\['seen'\]\[0\] but what collect"),
+        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.errors.TraceError,
+         r"the state has carry\['seen'\]\[0\] but what collect"),
     ],
 )  # fmt: skip
 def test_a_collect_that_returns_something_else(result, error, message):

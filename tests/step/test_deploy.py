@@ -54,12 +54,12 @@ def test_mean_and_deviation_are_those_of_the_members(count: int) -> None:
         deviation = expected.std(0) if count > 1 else torch.zeros_like(mean)
         torch.testing.assert_close(std, deviation, rtol=1e-12, atol=1e-12)
         assert not mean.requires_grad and whole.training
-    prediction, each = hfta.Prediction(outputs), outputs.softmax(-1)
+    prediction, each = hfta.step.Prediction(outputs), outputs.softmax(-1)
     whole_entropy = -(each.mean(0) * each.mean(0).log()).sum(-1)
     torch.testing.assert_close(prediction.entropy, whole_entropy, rtol=1e-12, atol=1e-12)
     parts = whole_entropy + (each * each.log()).sum(-1).mean(0)
     torch.testing.assert_close(prediction.mutual_information, parts, rtol=1e-10, atol=1e-12)
-    sure = hfta.Prediction(torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]]))
+    sure = hfta.step.Prediction(torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]]))
     assert sure.entropy.tolist() == sure.mutual_information.tolist() == [pytest.approx(0.6931472)]
 
 
@@ -119,6 +119,6 @@ def test_what_cannot_be_deployed() -> None:
         hfta.Ensemble.from_modules(models).deploy("probabilities")(torch.randn(4, 3))
     models = [nn.LSTM(3, 2) for _ in range(2)]
     with pytest.raises(
-        hfta.BatchError, match=r"output is a tuple; .* one tensor .*, so deploy models that return it alone"
+        hfta.errors.BatchError, match=r"output is a tuple; .* one tensor .*, so deploy models that return it alone"
     ):
         hfta.Ensemble.from_modules(models).deploy()(torch.randn(4, 3))

@@ -49,7 +49,7 @@ def members() -> list[nn.Module]:
 
 
 @pytest.fixture(scope="module")
-def state(members: list[nn.Module]) -> hfta.TrainState:
+def state(members: list[nn.Module]) -> hfta.step.TrainState:
     step = hfta.make_train_step(members[0], lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
     first = step.init(*hfta.stack_params(members), seeds=SEEDS)
     return first._replace(step=torch.tensor([0, 3, 3, 1, 2**40]), active=torch.tensor([True, False, True, True, False]))
@@ -62,7 +62,7 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_runs_in_eval_mode(members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None) -> None:
+def test_it_runs_in_eval_mode(members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None) -> None:
     modes = []
 
     def watched(model: nn.Module, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_it_runs_in_eval_mode(members: Any, state: hfta.TrainState, inputs: Tens
     assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(held)))
 
 
-def test_a_model_in_eval_mode_stays_so(members: Any, state: hfta.TrainState, inputs: Tensor) -> None:
+def test_a_model_in_eval_mode_stays_so(members: Any, state: hfta.step.TrainState, inputs: Tensor) -> None:
     model = Noisy().double().eval()
     found = hfta.make_eval_step(model, outputs)(state, inputs)["outputs"]
     assert torch.equal(found, hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"])
@@ -96,14 +96,14 @@ def expected_draws(keys: Tensor) -> dict[str, Tensor]:
     """What members with these keys draw, one after another."""
     found = []
     for key in keys:
-        with hfta.routed(key):
+        with hfta.calls.routed(key):
             found.append(drawn(nn.Identity(), torch.empty(0)))
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_noise_is_that_of_seed_and_inverted_step(
-    members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None
+    members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None
 ) -> None:
     found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(state, inputs)
     expected = expected_draws(random.fold_in(state.keys, ~state.step))
@@ -116,16 +116,16 @@ def test_noise_is_that_of_seed_and_inverted_step(
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_without_a_training_state_all_draw_from_seed_0(
-    members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None
+    members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None
 ) -> None:
-    stacked = hfta.Stacked(state.params, state.buffers)
+    stacked = hfta.models.Stacked(state.params, state.buffers)
     found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(stacked, inputs)
     for name, value in expected_draws(torch.zeros(M, dtype=torch.int64)).items():
         assert torch.equal(found[name], value)
 
 
 @pytest.mark.parametrize("size", [*SIZES, "auto"])
-def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.TrainState, size: Any) -> None:
+def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.step.TrainState, size: Any) -> None:
     batch = {"x": torch.arange(M * 2.0).reshape(M, 2), "shared": torch.tensor([100.0, 200.0])}
 
     def total(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -138,7 +138,7 @@ def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.Train
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fast", [1, 2, 4, 5])
 def test_auto_keeps_the_fastest(
-    members: Any, state: hfta.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
+    members: Any, state: hfta.step.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = CallClock(monkeypatch, M, fast)
 
@@ -168,7 +168,7 @@ def test_autocast_in_groups(size: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found["outputs"], expected, rtol=1e-2, atol=1e-2)
 
 
-def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.TrainState, inputs: Tensor) -> None:
+def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.step.TrainState, inputs: Tensor) -> None:
     def looks(model: nn.Module, x: Tensor) -> Tensor:
         y = model(x)
         return y if y.sum().item() > 0 else -y
@@ -177,7 +177,7 @@ def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.Tra
     plain = hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"]
     torch.testing.assert_close(found, plain * plain.sum((1, 2), keepdim=True).sign(), rtol=1e-12, atol=1e-12)
     assert plain.sum((1, 2)).sign().unique().numel() == 2
-    with pytest.raises(hfta.TraceError):
+    with pytest.raises(hfta.errors.TraceError):
         hfta.make_eval_step(members[0], looks, chunk_size=2)(state, inputs)
 
 
@@ -262,7 +262,7 @@ def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> 
     state = step.init(*hfta.stack_params(models), seeds=[0, 1])
     trained = outcome(lambda: step(state, batch))
     assert trained == outcome(lambda: evaluate(state, batch))
-    assert trained is None if accepted else trained is not None and trained[0] is hfta.BatchError
+    assert trained is None if accepted else trained is not None and trained[0] is hfta.errors.BatchError
 
 
 @pytest.mark.parametrize("make", [hfta.make_train_step, hfta.make_eval_step])
@@ -275,10 +275,10 @@ def test_the_model_axis_of_a_batch_is_the_first(make: Any, dims: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stacked", [False, True])
-def test_compiled_it_is_the_eager_one(members: Any, state: hfta.TrainState, inputs: Tensor, stacked: bool) -> None:
+def test_compiled_it_is_the_eager_one(members: Any, state: hfta.step.TrainState, inputs: Tensor, stacked: bool) -> None:
     torch._dynamo.reset()
     evaluate = hfta.make_eval_step(members[0], outputs)
-    held: Any = hfta.Stacked(state.params, state.buffers) if stacked else state
+    held: Any = hfta.models.Stacked(state.params, state.buffers) if stacked else state
     compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager", dynamic=False)
     torch.testing.assert_close(compiled(held, inputs), evaluate(held, inputs), rtol=1e-12, atol=1e-12)
 
@@ -310,7 +310,7 @@ def test_what_a_model_writes_is_its_own_copy(way: str, size: Any, dims: Any, cou
     held = optree.tree_map(torch.clone, (stacked, x))
     evaluate = hfta.make_eval_step(models[0], lambda model, x: model(x), batch_dims=dims, chunk_size=size)
     for _ in range(2):
-        refused = pytest.raises(hfta.StateError, match=r"writes its parameter 'rows.weight' in place")
+        refused = pytest.raises(hfta.errors.StateError, match=r"writes its parameter 'rows.weight' in place")
         with refused if way == "in place" else contextlib.nullcontext():
             evaluate(stacked, x)
         assert all(map(torch.equal, optree.tree_leaves((stacked, x)), optree.tree_leaves(held)))
@@ -333,7 +333,7 @@ class WritesSometimes(nn.Module):
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_model_is_refused_before_it_writes_whichever_member_does(trains: bool) -> None:
     stacked, x = hfta.stack_params([WritesSometimes() for _ in range(2)]), torch.stack([-torch.ones(3), torch.ones(3)])
-    with pytest.raises(hfta.StateError, match=r"writes its parameter 'weight' in place"):
+    with pytest.raises(hfta.errors.StateError, match=r"writes its parameter 'weight' in place"):
         if trains:
             step = hfta.make_train_step(WritesSometimes(), lambda model, x: model(x), hfta.sgd(lr=0.1), chunk_size=1)
             step(step.init(*stacked, seeds=[0, 1]), x)
@@ -353,7 +353,7 @@ def test_metrics_take_the_hparams_of_a_training_state() -> None:
     state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2], hparams={"scale": [1.0, 2.0, 4.0]})
     evaluate = hfta.make_eval_step(models[0], weighted, batch_dims=0, chunk_size=2)
     assert torch.equal(evaluate(state, x)["weighted"], step(state, x)[1]["loss"])
-    with pytest.raises(hfta.StateError, match="weighted takes hparams, which a Stacked does not hold"):
+    with pytest.raises(hfta.errors.StateError, match="weighted takes hparams, which a Stacked does not hold"):
         evaluate(hfta.stack_params(models), x)
 
 
@@ -372,14 +372,16 @@ def test_metrics_that_are_no_tensors(value: Any, named: str, size: int | None) -
         return value
 
     evaluate = hfta.make_eval_step(nn.Linear(4, 1), metric, chunk_size=size)
-    with pytest.raises(hfta.LossError, match=named):
+    with pytest.raises(hfta.errors.LossError, match=named):
         evaluate(hfta.stack_params([nn.Linear(4, 1)] * 2), torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize("state", [None, {}, (), ({}, {})])
 def test_something_that_is_no_state(state: Any) -> None:
     evaluate = hfta.make_eval_step(nn.Linear(4, 1), outputs)
-    with pytest.raises(hfta.StateError, match=f"expected a TrainState or Stacked but got {type(state).__qualname__}"):
+    with pytest.raises(
+        hfta.errors.StateError, match=f"expected a TrainState or Stacked but got {type(state).__qualname__}"
+    ):
         evaluate(state, torch.zeros(3, 4))
 
 
@@ -405,7 +407,7 @@ class _Asking(torch.autograd.Function):
         return grads[0]
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning")
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     "metric",

@@ -274,7 +274,7 @@ def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
     assert start.opt_state.groups["group0"].step.tolist() == [4, 4, 4]
     assert all(map(torch.equal, optree.tree_leaves(start.opt_state), optree.tree_leaves(held)))
     state, _ = hfta.fit(run, start, batches, epochs=3, progress=False, resume=path)
-    _assert_same(hfta.unstack_params(models[0], *hfta.stacked(state)), models, 1e-11)
+    _assert_same(hfta.unstack_params(models[0], *hfta.step.stacked(state)), models, 1e-11)
     assert [*state.opt_state.groups] == ["group0", "group1"]
     rates = hfta.with_hyperparams(state, **{"group1.lr": 1.0}).opt_state.groups["group1"].hyperparams["lr"]["value"]
     assert rates.tolist() == [1.0] * M
@@ -282,7 +282,7 @@ def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
     train()
     for batch in batches:
         state, _ = step(state, batch)
-    back = hfta.unstack_params(models[0], *hfta.stacked(state))
+    back = hfta.unstack_params(models[0], *hfta.step.stacked(state))
     _assert_same(back, [models[2], models[0]], 1e-11)
     returned, _ = hfta.to_torch(optimizer, state, back)
     assert [group["maximize"] for group in returned[0].param_groups] == [False, True]
@@ -302,9 +302,9 @@ def test_epochs_of_unequal_length() -> None:
         assert (-updates["w"][:, 0]).tolist() == [0.5 ** min(number // length, 3) for length in lengths]
     _, followers = hfta.to_torch(optimizer, state, models, schedulers)
     assert [follower.last_epoch for follower in followers] == [min(4 // length, 3) for length in lengths]
-    with pytest.raises(hfta.StackError, match=r"every is \[0, 1.*\]; give"):
+    with pytest.raises(hfta.errors.StackError, match=r"every is \[0, 1.*\]; give"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, *[1] * (M - 1)])
-    with pytest.raises(hfta.HyperparameterError, match="every"):
+    with pytest.raises(hfta.errors.HyperparameterError, match="every"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[1] * (M + 1)).init(params)
 
 
@@ -428,7 +428,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
 def test_what_is_refused_and_why(refused: Callable[[], Any], message: str) -> None:
-    with pytest.raises(hfta.StackError, match=message):
+    with pytest.raises(hfta.errors.StackError, match=message):
         refused()
 
 
@@ -458,7 +458,7 @@ def test_optimizers_of_several_networks_go_on_and_back() -> None:
     state = step.init(*hfta.stack_params(models), seeds=range(3))
     for batch in batches[1:3]:
         state, _ = step(state, batch)
-    trained = hfta.unstack_params(models[0], *hfta.stacked(state))
+    trained = hfta.unstack_params(models[0], *hfta.step.stacked(state))
     train(trained, {n: hfta.to_torch(made[n], state.opt_state.groups[n], trained)[0] for n in SIGNS}, batches[3:])
     train(models, optimizers, batches[1:])
     for model, solo in zip(trained, models, strict=True):
@@ -475,18 +475,18 @@ def test_what_does_not_go_back() -> None:
         (hfta.partition({"weight": "a", "bias": "b"}, {"a": adam, "b": sgd}), "groups of one of them"),
         (hfta.optim.GradientTransformation(sgd.init, lambda *_: _), "takes one of SGD"),
     ):
-        with pytest.raises(hfta.StackError, match=message):
+        with pytest.raises(hfta.errors.StackError, match=message):
             hfta.to_torch(optimizer, optimizer.init(params), models)
-    with pytest.raises(hfta.StateError, match="of another optimizer"):
+    with pytest.raises(hfta.errors.StateError, match="of another optimizer"):
         hfta.to_torch(adam, sgd.init(params), models)
     for arguments in ([models[:1]], [models, _schedulers([])["schedulers"] + [None]]):
-        with pytest.raises(hfta.StackError, match="for 3 members; pass one each"):
+        with pytest.raises(hfta.errors.StackError, match="for 3 members; pass one each"):
             hfta.to_torch(sgd, sgd.init(params), *arguments)
     schedulers = [lr_scheduler.ExponentialLR(torch.optim.SGD(model.parameters()), 0.9) for model in models]
-    with pytest.raises(hfta.StackError, match="not made of these schedulers"):
+    with pytest.raises(hfta.errors.StackError, match="not made of these schedulers"):
         hfta.to_torch(sgd, sgd.init(params), models, schedulers)
     matrices = hfta.muon(maximize=True)
-    with pytest.raises(hfta.StackError, match="Muon has no maximize, which is True"):
+    with pytest.raises(hfta.errors.StackError, match="Muon has no maximize, which is True"):
         hfta.to_torch(
             matrices, matrices.init({"weight": params["weight"]}), [nn.Linear(2, 1, bias=False) for _ in models]
         )

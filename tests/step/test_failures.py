@@ -19,7 +19,7 @@ M = 3
 SEEDS = [11, 7, 1002]
 
 
-def _array(name: str = "cnn", **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def _array(name: str = "cnn", **options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     members = models(name, M, 0.3)
     step = hfta.make_train_step(members[0], options.pop("loss", loss_fn), hfta.adamw(lr=[1e-3, 1e-2, 3e-3]), **options)
     return step, step.init(*hfta.stack_params(members), seeds=SEEDS)
@@ -74,7 +74,7 @@ def test_failures_stay_where_they_happen(name: str, nonfinite: str, donate: bool
     healthy, sick = states
     # Eagerly, members are updated by other operators when one of them fails; all of them give the same bits.
     assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
-    assert failures == [hfta.Failure.NONE, hfta.Failure.LOSS, hfta.Failure.NONE]
+    assert failures == [hfta.step.Failure.NONE, hfta.step.Failure.LOSS, hfta.step.Failure.NONE]
     assert sick.active.tolist() == [True, nonfinite == "skip", True]
     assert sick.step.tolist() == [5, 5 if nonfinite == "skip" else 3, 5]
 
@@ -89,9 +89,9 @@ def test_the_cause(compiled: bool) -> None:
     (batch,) = _poisoned([batch], 0, 2, float("inf"))
     _, metrics = run(state, batch)
     assert metrics["failure"].tolist() == [
-        hfta.Failure.NONE,
-        hfta.Failure.GRADIENT,
-        hfta.Failure.LOSS,
+        hfta.step.Failure.NONE,
+        hfta.step.Failure.GRADIENT,
+        hfta.step.Failure.LOSS,
     ]
 
 
@@ -101,7 +101,7 @@ def test_causes_in_a_transform(leaves: int) -> None:
     torch._dynamo.reset()
     losses, grads = torch.zeros(2, 3), [torch.randn(2, 3, 4) for _ in range(leaves)]
     grads[-1][1, 2, 3] = float("inf")
-    expected = [[0, 0, 0], [0, 0, hfta.Failure.GRADIENT]]
+    expected = [[0, 0, 0], [0, 0, hfta.step.Failure.GRADIENT]]
     each = torch.compile(lambda *args: torch.func.vmap(failures.diagnose)(*args), fullgraph=True, backend="aot_eager")
     assert each(losses, grads).tolist() == torch.func.vmap(failures.diagnose)(losses, grads).tolist() == expected
 
@@ -127,7 +127,9 @@ def test_raising(backend: str | None) -> None:
     assert metrics["finite"].all()
     held = optree.tree_map(torch.clone, state)
     (spoilt,) = _poisoned([second], 0, 1, float("nan"))
-    with pytest.raises(hfta.NonFiniteError, match="model 1: the loss is not finite at step 1; lower its learning rate"):
+    with pytest.raises(
+        hfta.errors.NonFiniteError, match="model 1: the loss is not finite at step 1; lower its learning rate"
+    ):
         run(state, spoilt)
     assert _identical(state, held)
     # Members that have stopped may fail.

@@ -174,20 +174,22 @@ def test_failures_that_freeze_or_raise():
     step = make_joint([loss_d, failing(loss_g)], nonfinite="raise", donate=True)
     state = start(step)
     before = copied(state)
-    with pytest.raises(hfta.NonFiniteError, match=r"model 1: the loss of its 'g' is not finite at step 0; lower"):
+    with pytest.raises(
+        hfta.errors.NonFiniteError, match=r"model 1: the loss of its 'g' is not finite at step 0; lower"
+    ):
         step(state, bad)
     assert same(state, before)
 
 
 def test_an_overflow_only_skips_the_update_of_its_network():
-    scale = hfta.LossScale(init_scale=[1.0, 2.0**100, 2.0])
+    scale = hfta.step.LossScale(init_scale=[1.0, 2.0**100, 2.0])
     steps = {}
     for name, loss, more in (("d", loss_d, {}), ("g", lambda *given: 1e280 * loss_g(*given), {"loss_scale": scale})):
         steps[name] = hfta.make_train_step(GAN(), loss, hfta.sgd(lr=LR), **more)
     step = hfta.joint(**steps)
     state = start(step)
     after, metrics = step(state, make_batches()[0])
-    assert metrics["failure"].tolist() == [0, hfta.Failure.OVERFLOW, 0] and metrics["finite"].tolist() == [
+    assert metrics["failure"].tolist() == [0, hfta.step.Failure.OVERFLOW, 0] and metrics["finite"].tolist() == [
         True,
         False,
         True,
@@ -330,7 +332,7 @@ def test_in_one_graph(donate, every):
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     bad = make_batches()[0]
     bad[0][2] = torch.nan
-    with pytest.raises(hfta.NonFiniteError, match="model 2: the loss of its 'd'"):
+    with pytest.raises(hfta.errors.NonFiniteError, match="model 2: the loss of its 'd'"):
         compiled(copied(state), bad)
 
 
@@ -348,9 +350,13 @@ class Tied(GAN):
 @pytest.mark.parametrize(
     ("build", "kind", "words"),
     [
-        (lambda: hfta.joint(), hfta.LossError, "there is no network to train; name a step for each"),
+        (lambda: hfta.joint(), hfta.errors.LossError, "there is no network to train; name a step for each"),
         (lambda: hfta.joint(d=loss_d), ValueError, "d is a function; pass a TrainStep"),
-        (lambda: hfta.joint(x=make()), hfta.LossError, r"no parameter of the model in 'x' of \[.*\] requires grad"),
+        (
+            lambda: hfta.joint(x=make()),
+            hfta.errors.LossError,
+            r"no parameter of the model in 'x' of \[.*\] requires grad",
+        ),
         (lambda: hfta.joint(d=make(), g=make(batch_dims=None)), ValueError, "batch_dims is None for 'g' but 0 before"),
         (
             lambda: hfta.joint(d=make(), g=make(donate=True)),
@@ -369,7 +375,11 @@ class Tied(GAN):
         ),
         (lambda: hfta.joint(d=make(), every={"h": 2}), ValueError, "every has 'h': 2; give d integers"),
         (lambda: hfta.joint(d=make(), every={"d": 0}), ValueError, "every has 'd': 0"),
-        (lambda: hfta.joint(d=make(Tied()), g=make(Tied())), hfta.StackError, "'g.0.weight' is 'd.0.weight', too"),
+        (
+            lambda: hfta.joint(d=make(Tied()), g=make(Tied())),
+            hfta.errors.StackError,
+            "'g.0.weight' is 'd.0.weight', too",
+        ),
     ],
 )
 def test_what_is_refused(build, kind, words):
@@ -380,14 +390,14 @@ def test_what_is_refused(build, kind, words):
 def test_states_and_batches_that_do_not_fit():
     step, plain = make_joint(every={"g": 5}), make()
     parts = hfta.partition({"d": "d", "g": "g"}, {"d": hfta.sgd(), "g": hfta.sgd()})
-    with pytest.raises(hfta.StateError, match=r"the state is of \['d', 'g'\], the step of"):
+    with pytest.raises(hfta.errors.StateError, match=r"the state is of \['d', 'g'\], the step of"):
         step(start(hfta.make_train_step(GAN(), loss_d, parts)), make_batches()[0])
-    with pytest.raises(hfta.StateError, match=r"the state is of \[\], the step of \['d', 'g'\]; make one"):
+    with pytest.raises(hfta.errors.StateError, match=r"the state is of \[\], the step of \['d', 'g'\]; make one"):
         step(start(plain), make_batches()[0])
     words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; batches need multiples of 5 rows"
-    with pytest.raises(hfta.BatchError, match=words):
+    with pytest.raises(hfta.errors.BatchError, match=words):
         step(start(step), make_batches()[0])
-    with pytest.raises(hfta.HyperparameterError, match=r"'gamma'.* would not be used"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"'gamma'.* would not be used"):
         start(step, hparams={"gamma": 1.0})
 
 

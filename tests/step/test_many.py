@@ -27,7 +27,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return loss, {"double": 2 * loss.detach()}
 
 
-def start(**options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+def start(**options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
     step = hfta.make_train_step(make_model(), loss_fn, hfta.sgd(lr=[0.1, 0.01], momentum=0.9), **options)
     return step, step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
 
@@ -103,7 +103,7 @@ def test_it_can_be_sent_to_other_processes():
 )
 def test_batches_of_unequal_number(wrong):
     step, state = start()
-    with pytest.raises(hfta.BatchError, match="stack as many batches in every leaf"):
+    with pytest.raises(hfta.errors.BatchError, match="stack as many batches in every leaf"):
         step.many(state, batches() | wrong)
 
 

@@ -41,7 +41,7 @@ from hfta_func._torch import Reads, Recorder, Tape
 from hfta_func.step import records, replay
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning"),
     pytest.mark.filterwarnings("ignore:called:UserWarning"),
 ]
 
@@ -479,11 +479,13 @@ def restored() -> Iterator[None]:
 M = 2
 
 
-def _state(step: hfta.TrainStep, make: Callable[[], nn.Module]) -> hfta.TrainState:
+def _state(step: hfta.step.TrainStep, make: Callable[[], nn.Module]) -> hfta.step.TrainState:
     return step.init(*hfta.init_params(make, range(M)), seeds=range(M))
 
 
-def _steps(make: Callable[[], nn.Module], loss_fn: Any, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainStep]:
+def _steps(
+    make: Callable[[], nn.Module], loss_fn: Any, **options: Any
+) -> tuple[hfta.step.TrainStep, hfta.step.TrainStep]:
     optimizer = hfta.adam(lr=[0.01, 0.02])
     return tuple(hfta.make_train_step(make(), loss_fn, optimizer, replay=on, **options) for on in (True, False))  # type: ignore[return-value]
 
@@ -624,7 +626,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in pairs": _rows(chunk_size=2),
     "written in place": _rows(donate=True),
     "in bfloat16": _rows(autocast=torch.bfloat16),
-    "with loss scales": _rows(loss_scale=hfta.LossScale(growth_interval=3)),
+    "with loss scales": _rows(loss_scale=hfta.step.LossScale(growth_interval=3)),
     "with less kept": _rows(save="less"),
     "with checkpoints": _rows(checkpoint=["conv"]),
     "failures freeze": _rows(nonfinite="freeze"),
@@ -639,7 +641,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_bits_of_the_eager_step(name: str, count: int) -> None:
     options, make = OPTIONS[name], functools.partial(Net, "recurrent" in name)
 
-    def state(step: hfta.TrainStep) -> hfta.TrainState:
+    def state(step: hfta.step.TrainStep) -> hfta.step.TrainState:
         return step.init(*hfta.init_params(make, range(count)), seeds=range(count))
 
     step, plain = (
@@ -731,8 +733,8 @@ def test_members_own_numbers() -> None:
     assert step.status.startswith("replayed"), step.status
 
 
-def _by_global() -> hfta.Schedule:
-    return hfta.Schedule({"value": 0.1}, lambda count, value: value * SETTINGS.value)
+def _by_global() -> hfta.schedules.Schedule:
+    return hfta.schedules.Schedule({"value": 0.1}, lambda count, value: value * SETTINGS.value)
 
 
 UPDATES: dict[str, tuple[Callable[[], Any], bool]] = {
@@ -815,7 +817,7 @@ def test_what_the_step_runs_in() -> None:
         with context:
             step(state, x)
             assert step.status == "eager: a context around the step observes or changes operators"
-    with torch.inference_mode(), pytest.raises(hfta.StateError):
+    with torch.inference_mode(), pytest.raises(hfta.errors.StateError):
         step(state, x)
     step(state, x)
     assert step.status.startswith("replayed")
@@ -900,14 +902,14 @@ def scanning(model: nn.Module, x: Tensor) -> Tensor:
     def body(place: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
         return place * SCALE["by"] + push, place
 
-    return hfta.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
+    return hfta.calls.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
 
 
 def scanning_and_asking(model: nn.Module, x: Tensor) -> Tensor:
     def body(place: Tensor, push: Tensor) -> tuple[Tensor, None]:
         return place + (2 * push if torch.compiler.is_compiling() else push), None
 
-    return hfta.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
+    return hfta.calls.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -203,7 +203,7 @@ def test_members_taken_from_a_state_do_not_write_its_trunk():
     assert torch.equal(state.shared.params["trunk.0.weight"], before)
     assert not torch.equal(part.shared.params["trunk.0.weight"], before)
     with pytest.raises(
-        hfta.StackError, match=r"array 1: tree.shared.params\['trunk.0.bias'\].* not been trained apart"
+        hfta.errors.StackError, match=r"array 1: tree.shared.params\['trunk.0.bias'\].* not been trained apart"
     ):
         hfta.concat([state, part])
 
@@ -230,7 +230,7 @@ def test_files_modules_evaluation_and_predictions_have_the_trunk(tmp_path):
         )
     assert all(torch.equal(resumed.shared.params[path], straight.shared.params[path]) for path in TRUNK)
     hfta.save(straight, tmp_path / "state.safetensors")
-    header = hfta.read_metadata(tmp_path / "state.safetensors")
+    header = hfta.files.read_metadata(tmp_path / "state.safetensors")
     assert header["shapes"]["state.shared.params['trunk.0.weight']"] == [6, 5] and header["num_models"] == M
     loaded = hfta.load(tmp_path / "state.safetensors", like=state, members=[2, 0])
     assert torch.equal(loaded.shared.params["trunk.0.weight"], straight.shared.params["trunk.0.weight"])
@@ -271,7 +271,7 @@ def test_hyperparameters_of_the_trunk_have_names_of_their_own():
     changed = hfta.with_hyperparams(state, lr=[1.0, 2.0, 3.0], **{"shared.lr": 0.5})
     assert changed.opt_state.hyperparams["lr"].tolist() == [1, 2, 3]
     assert changed.shared.opt_state.hyperparams["lr"].tolist() == [0.5]
-    with pytest.raises(hfta.HyperparameterError, match=r"shared\.momentum"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"shared\.momentum"):
         hfta.with_hyperparams(state, nothing=1.0)
 
 
@@ -288,44 +288,46 @@ def test_init_params_leaves_the_trunk_to_the_step():
 def test_bad_uses_are_refused_with_the_cure():
     models = make_models()
     make = hfta.make_train_step
-    with pytest.raises(hfta.StackError, match="shared_params names 'body', which is no parameter"):
+    with pytest.raises(hfta.errors.StackError, match="shared_params names 'body', which is no parameter"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["body"])
     with pytest.raises(ValueError, match="shared_params is 'trunk'; it must be a list"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params="trunk")
-    with pytest.raises(hfta.StackError, match="no trained parameter of their own"):
+    with pytest.raises(hfta.errors.StackError, match="no trained parameter of their own"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["trunk", "norm", "head"])
     with pytest.raises(ValueError, match="shared_optimizer, but no shared_params"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_optimizer=hfta.sgd(lr=0.1))
     frozen = copy.deepcopy(models[0])
     frozen.trunk.requires_grad_(False)
-    with pytest.raises(hfta.StackError, match="'trunk', which does not require grad; share_frozen=True"):
+    with pytest.raises(hfta.errors.StackError, match="'trunk', which does not require grad; share_frozen=True"):
         make(frozen, loss_fn, hfta.sgd(lr=0.1), shared_params=NAMES)
     table = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 1))
-    with pytest.raises(hfta.StackError, match="'0' has max_norm"):
+    with pytest.raises(hfta.errors.StackError, match="'0' has max_norm"):
         make(table, loss_fn, hfta.sgd(lr=0.1), shared_params=["0"])
     step = make(models[0], loss_fn, hfta.sgd(lr=LR), shared_params=NAMES)
     stacked = hfta.stack_params(models, shared_params=NAMES)
-    with pytest.raises(hfta.HyperparameterError, match=r"lr has 3 values .* pass shared_optimizer"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"lr has 3 values .* pass shared_optimizer"):
         step.init(*stacked, seeds=range(M))
-    with pytest.raises(hfta.StateError, match=r"trunk.0.weight' is in the array but members share it.*shared_params"):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"trunk.0.weight' is in the array but members share it.*shared_params"
+    ):
         step.init(*hfta.stack_params(models), seeds=range(M))
     with torch.no_grad():
         models[2].trunk[0].bias[1] += 0.5
     with pytest.raises(
-        hfta.StackError, match=r"model 2: the shared 'trunk.0.bias' .* up to 0.5.*leave out shared_params"
+        hfta.errors.StackError, match=r"model 2: the shared 'trunk.0.bias' .* up to 0.5.*leave out shared_params"
     ):
         hfta.stack_params(models, shared_params=NAMES)
     step, state = array(make_models())
     batch = make_batches(1)[0]
-    with pytest.raises(hfta.StateError, match=r"does not share 'trunk.0.bias' .* step.init"):
+    with pytest.raises(hfta.errors.StateError, match=r"does not share 'trunk.0.bias' .* step.init"):
         step(state._replace(shared=()), batch)
     other, _ = array(make_models(), shared=hfta.adam(lr=0.1))
-    with pytest.raises(hfta.StateError, match=r"belongs to another optimizer: .*state\.shared.opt_state"):
+    with pytest.raises(hfta.errors.StateError, match=r"belongs to another optimizer: .*state\.shared.opt_state"):
         other(state, batch)
     evaluate = hfta.make_eval_step(models[0], loss_fn, shared_params=NAMES, batch_dims=0)
-    with pytest.raises(hfta.StateError, match=r"'trunk.0.bias' is shared by members of this step alone"):
+    with pytest.raises(hfta.errors.StateError, match=r"'trunk.0.bias' is shared by members of this step alone"):
         evaluate(stacked, batch)
     keeping = {"callbacks": [hfta.callbacks.keep_best("best.safetensors", "loss")]}
     for options in (keeping, {"restore_best": "loss"}, {"workers": 2}):
-        with pytest.raises(hfta.StateError, match=r"share 'trunk.0.weight'.*leave out"):
+        with pytest.raises(hfta.errors.StateError, match=r"share 'trunk.0.weight'.*leave out"):
             hfta.fit(step, state, [batch], epochs=1, progress=False, **options)

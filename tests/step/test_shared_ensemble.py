@@ -218,7 +218,7 @@ def test_what_members_share_is_not_written(how: str) -> None:
         model.how = how
     whole = ensemble(given)
     before = copy.deepcopy(whole.state_dict()), whole.array.mask.offset.clone()
-    with pytest.raises(hfta.StateError, match=r"writes (its parameter )?'(mask.offset|trunk.bias)'"):
+    with pytest.raises(hfta.errors.StateError, match=r"writes (its parameter )?'(mask.offset|trunk.bias)'"):
         whole(X[0])
     assert_same(whole.state_dict(), before[0])
     assert torch.equal(whole.array.mask.offset, before[1])
@@ -227,20 +227,22 @@ def test_what_members_share_is_not_written(how: str) -> None:
 def test_bad_input_is_refused_with_a_cure() -> None:
     given = models()
     given[0].base.train()
-    with pytest.raises(hfta.StackError, match=r"'base.1' .* writes its running statistics in train mode"):
+    with pytest.raises(hfta.errors.StackError, match=r"'base.1' .* writes its running statistics in train mode"):
         ensemble(given)
     given = models()
     stacked = hfta.stack_params(given, share_frozen=True, shared_params=["trunk"])
-    with pytest.raises(hfta.StackError, match=r"the shared 'trunk.weight' is \[3, 6, 5\] but \[6, 5\] in the model"):
+    with pytest.raises(
+        hfta.errors.StackError, match=r"the shared 'trunk.weight' is \[3, 6, 5\] but \[6, 5\] in the model"
+    ):
         hfta.Ensemble(
             *(given[0], *stacked), share_frozen=True, shared={path: torch.zeros(3, 6, 5) for path in sorted(SHARED)}
         )
     with pytest.raises(
-        hfta.StackError, match="pass the model that the array was stacked from, and the same share_frozen"
+        hfta.errors.StackError, match="pass the model that the array was stacked from, and the same share_frozen"
     ):
         hfta.Ensemble(given[0], *stacked, share_frozen=True)
-    with pytest.raises(hfta.StackError, match="is in the array but members share it"):
+    with pytest.raises(hfta.errors.StackError, match="is in the array but members share it"):
         hfta.Ensemble(given[0], *hfta.stack_params(given), share_frozen=True)
     given[1].trunk = nn.Linear(5, 6).double()
-    with pytest.raises(hfta.StackError, match=r"model 1: the shared 'trunk.weight' is not that of model 0"):
+    with pytest.raises(hfta.errors.StackError, match=r"model 1: the shared 'trunk.weight' is not that of model 0"):
         ensemble(given)

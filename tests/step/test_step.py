@@ -36,7 +36,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def _array(
     factory: Any = _factory, loss: Any = _loss, optimizer: Any = None, count: int = M, **options: Any
-) -> tuple[list[nn.Module], hfta.TrainStep, hfta.TrainState]:
+) -> tuple[list[nn.Module], hfta.step.TrainStep, hfta.step.TrainState]:
     models = [factory() for _ in range(count)]
     step = hfta.make_train_step(models[0], loss, optimizer or hfta.sgd(lr=0.1, momentum=0.9), **options)
     return models, step, step.init(*hfta.stack_params(models), seeds=[*SEEDS, *range(count)][:count])
@@ -72,12 +72,12 @@ def test_noise_is_that_of_seed_and_step(size: Any) -> None:
         keys = random.fold_in(state.keys, state.step - 2**62)
         state, metrics = step(state, _x())
         for i in range(M):
-            with hfta.routed(keys[i]):
+            with hfta.calls.routed(keys[i]):
                 expected = _draws()
             for name, value in expected.items():
                 assert torch.equal(metrics[name][i], value)
             # The noise of a user who folds in the step is another.
-            with hfta.routed(random.fold_in(state.keys[i], state.step[i] - 1)):
+            with hfta.calls.routed(random.fold_in(state.keys[i], state.step[i] - 1)):
                 assert not torch.equal(_draws()["normal"], metrics["normal"][i])
         masks += metrics["mask"].tolist()
     # Every member draws another mask at every step.
@@ -169,7 +169,7 @@ def test_the_clock_goes_on() -> None:
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 @pytest.mark.parametrize("failing", [False, True])
 def test_inactive_members_keep_everything(failing: bool, nonfinite: Any, donate: bool) -> None:
-    scale = hfta.LossScale(init_scale=[4.0, 8.0, 16.0], growth_interval=1)
+    scale = hfta.step.LossScale(init_scale=[4.0, 8.0, 16.0], growth_interval=1)
     _, step, state = _array(loss_scale=scale, nonfinite=nonfinite, donate=donate)
     state = state._replace(active=torch.tensor([True, False, True]), step=torch.tensor([1, 2, 3]))
     before = optree.tree_map(torch.clone, state)
@@ -245,7 +245,7 @@ def test_a_gradient_whose_sum_overflows_is_finite(size: int | None) -> None:
     slopes[1] = 3e38
     assert slopes[1].sum().isinf()
     after, metrics = step(state, slopes)
-    assert metrics["finite"].tolist() == [True] * M and metrics["failure"].tolist() == [hfta.Failure.NONE] * M
+    assert metrics["finite"].tolist() == [True] * M and metrics["failure"].tolist() == [hfta.step.Failure.NONE] * M
     torch.testing.assert_close(after.params["weight"][1], state.params["weight"][1] - 3.0)
 
 
@@ -277,7 +277,7 @@ def test_one_entry_that_is_not_finite_is_found(value: float, place: int) -> None
     slopes[1, 0, place] = value
     after, metrics = step(state, slopes)
     assert metrics["loss"].isfinite().all()
-    assert metrics["failure"].tolist() == [hfta.Failure.NONE, hfta.Failure.GRADIENT, hfta.Failure.NONE]
+    assert metrics["failure"].tolist() == [hfta.step.Failure.NONE, hfta.step.Failure.GRADIENT, hfta.step.Failure.NONE]
     assert metrics["finite"].tolist() == [True, False, True]
     assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
     assert not _identical(hfta.take(after.params, [0]), hfta.take(state.params, [0]))
@@ -293,16 +293,16 @@ def test_raising_names_the_member_the_step_and_what_failed(loss: Any, poison: fl
     _, step, state = _array(_vector(), loss, nonfinite="raise")
     x = torch.ones(M, 1, 8)
     x[2] = poison
-    with pytest.raises(hfta.NonFiniteError, match=f"model 2: the {what} .*step 7"):
+    with pytest.raises(hfta.errors.NonFiniteError, match=f"model 2: the {what} .*step 7"):
         step(state._replace(step=torch.tensor([0, 1, 7])), x)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
-    scale = hfta.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
+    scale = hfta.step.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
     _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=0.1), loss_scale=scale, nonfinite=nonfinite)
     after, metrics = step(state, torch.full((M, 1, 8), 10.0))
-    assert metrics["failure"].tolist() == [hfta.Failure.NONE, hfta.Failure.OVERFLOW, hfta.Failure.NONE]
+    assert metrics["failure"].tolist() == [hfta.step.Failure.NONE, hfta.step.Failure.OVERFLOW, hfta.step.Failure.NONE]
     assert after.active.tolist() == [True] * M
     assert torch.equal(after.params["weight"][1], state.params["weight"][1])
     assert after.loss_scale.scale[1] == state.loss_scale.scale[1] / 2
@@ -314,7 +314,7 @@ def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
 
 @pytest.mark.parametrize("start", [2.0**127, 3e38])
 def test_a_scale_never_becomes_infinite(start: float) -> None:
-    scale = hfta.LossScale(init_scale=[start, 1.0], growth_factor=[2.0, 4.0], growth_interval=1)
+    scale = hfta.step.LossScale(init_scale=[start, 1.0], growth_factor=[2.0, 4.0], growth_interval=1)
     state = scale.init(2, CPU)
     first = state.scale[0].item()
     for _ in range(3):
@@ -326,7 +326,7 @@ def test_a_scale_never_becomes_infinite(start: float) -> None:
 
 
 def test_scales_of_members_that_do_not_take_part_stay() -> None:
-    scale = hfta.LossScale(init_scale=8.0, growth_interval=2)
+    scale = hfta.step.LossScale(init_scale=8.0, growth_interval=2)
     state = scale.init(4, CPU)
     overflow, active = torch.tensor([False, True, False, True]), torch.tensor([True, True, False, False])
     scales, streaks = [], []
@@ -339,7 +339,7 @@ def test_scales_of_members_that_do_not_take_part_stay() -> None:
 
 
 def test_gradients_are_those_of_the_loss_whatever_the_scale() -> None:
-    scale = hfta.LossScale(init_scale=[1.0, 3.0, 1024.0])
+    scale = hfta.step.LossScale(init_scale=[1.0, 3.0, 1024.0])
     _, step, state = _array(_vector(torch.float64), _slopes, hfta.sgd(lr=1.0), loss_scale=scale)
     slopes = torch.randn(M, 1, 8, dtype=torch.float64)
     after, metrics = step(state, slopes)
@@ -437,12 +437,12 @@ def test_donating_takes_less_room() -> None:
 
 
 def test_failures_keep_their_numbers() -> None:
-    assert {failure.name: failure.value for failure in hfta.Failure} == {
+    assert {failure.name: failure.value for failure in hfta.step.Failure} == {
         **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3},
     }
 
 
 def test_numbers_that_the_loss_does_not_take_are_refused() -> None:
     models, step, _ = _array()
-    with pytest.raises(hfta.HyperparameterError, match=r"smoothing.*third argument"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"smoothing.*third argument"):
         step.init(*hfta.stack_params(models), seeds=SEEDS, hparams={"smoothing": 0.1})

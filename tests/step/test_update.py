@@ -91,7 +91,7 @@ def test_noise_for_shared_parameters_is_that_of_all_members():
     }.values(),
 )
 def test_noise_that_is_no_members_is_refused(draw, match, seeds):
-    with pytest.raises(hfta.RandomnessError, match=match):
+    with pytest.raises(hfta.errors.RandomnessError, match=match):
         trained(langevin(draw), seeds)
 
 

@@ -191,7 +191,7 @@ def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
         tune.run(build, SPACE, storage=storage, **options)
     (folder / "members.json").write_bytes(b"{")
     with pytest.raises(
-        hfta.CheckpointError, match=r"members\.json is damaged: truncated, or changed after it was saved"
+        hfta.errors.CheckpointError, match=r"members\.json is damaged: truncated, or changed after it was saved"
     ):
         tune.run(build, SPACE, resume=folder, **options)
 
@@ -437,7 +437,7 @@ def test_members_that_cannot_be_added_leave_nothing_behind() -> None:
 
     table = {"lr": [0.1, 0.2], "momentum": [0.5, 0.5], "width": [4, 6]}
     population = tune.population(build_wide, {name: values[:1] for name, values in table.items()})
-    with pytest.raises(hfta.StackError, match="'width' decides the shapes"):
+    with pytest.raises(hfta.errors.StackError, match="'width' decides the shapes"):
         population.add(table)
     assert len(population.members) == 1
     population.fit(1)
@@ -543,7 +543,7 @@ def test_bad_builds() -> None:
     def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         return build(fixed, {name: values[:1] for name, values in members.items()})
 
-    with pytest.raises(hfta.StateError, match=r"returned a state of 1 models for .* members"):
+    with pytest.raises(hfta.errors.StateError, match=r"returned a state of 1 models for .* members"):
         tune.run(few, SPACE, **STUDY)
     with pytest.raises(TypeError, match=r"build returned a tuple; return tune.Array"):
         tune.run(lambda fixed, members: (1, 2), SPACE, **STUDY)
@@ -754,7 +754,7 @@ def test_members_of_other_shapes_are_named() -> None:
 
     table = [{"lr": 0.1, "momentum": 0.5, "width": 4}, {"lr": 0.2, "momentum": 0.5, "width": 4}]
     population = tune.population(build_wide, table)
-    with pytest.raises(hfta.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
+    with pytest.raises(hfta.errors.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
         population.add([{"lr": 0.3, "momentum": 0.5, "width": 6}])
 
 

@@ -86,9 +86,11 @@ def test_metrics_need_a_cluster_that_exports_them(monkeypatch: pytest.MonkeyPatc
     ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     options: dict[str, Any] = STUDY | {"trials": 2, "epochs": 1, "max_models": 2}
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(hfta.WorkerError, match=r"tune\.prometheus needs a Ray cluster; call cluster\.ray"):
+    with pytest.raises(hfta.errors.WorkerError, match=r"tune\.prometheus needs a Ray cluster; call cluster\.ray"):
         tune.run(build, SPACE, callbacks=[tune.prometheus("first")], **options)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "MetricsExportPort": -1}])
-    with pytest.raises(hfta.WorkerError, match=r"exports no metrics; pip install 'ray\[default\]' on all of its nodes"):
+    with pytest.raises(
+        hfta.errors.WorkerError, match=r"exports no metrics; pip install 'ray\[default\]' on all of its nodes"
+    ):
         tune.run(build, SPACE, callbacks=[tune.prometheus("first")], **options)

@@ -34,7 +34,7 @@ def test_this_process_keeps_the_laws(kind: type[Inline]) -> None:
 @pytest.mark.exhaustive
 def test_worker_processes_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfta_func.workers.pool.cores", lambda: [0, 0])
-    with hfta.WorkerPool(2) as pool:
+    with hfta.workers.WorkerPool(2) as pool:
         assert_executor(pool, restarts=True)
 
 

@@ -32,7 +32,7 @@ def elsewhere(way: str) -> dict[str, Any]:
     return {"workers": 2} if way == "workers" else {"executor": Two()}
 
 
-def assert_same_run(found: hfta.Result, expected: hfta.Result) -> None:
+def assert_same_run(found: hfta.run.Result, expected: hfta.run.Result) -> None:
     assert_same(found.state._replace(opt_state=()), expected.state._replace(opt_state=()))
     assert_same(leaves(found.state.opt_state), leaves(expected.state.opt_state))
     for name in expected.history.epochs[0]:
@@ -42,7 +42,7 @@ def assert_same_run(found: hfta.Result, expected: hfta.Result) -> None:
     assert found.history.failures == expected.history.failures
 
 
-def change(state: Any, history: hfta.History) -> Any:
+def change(state: Any, history: hfta.run.History) -> Any:
     """Members in another order, with a new one; as many as before, of which one is new; and a single one."""
     if len(history) == 1:
         return hfta.take(hfta.concat([state, Run([77]).state]), [3, 4, 0, 2, 1])
@@ -127,7 +127,7 @@ def test_failures_and_errors_name_members_of_the_whole_array(way: str) -> None:
 
     found = Run().fit(3, spoil, compact=True, **elsewhere(way))
     assert {(failure.member, failure.seed) for failure in found.history.failures} == {(3, 9)}
-    with pytest.raises(hfta.NonFiniteError, match=r"^model 3: the "):
+    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 3: the "):
         Run(nonfinite="raise").fit(3, spoil, compact=True, **elsewhere(way))
 
 
@@ -136,7 +136,7 @@ def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
         state.params["0.weight"][3] = torch.nan
         return state._replace(active=torch.tensor([False, True, False, True]))
 
-    with pytest.raises(hfta.NonFiniteError, match=r"^model 3: the "):
+    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 3: the "):
         Run(nonfinite="raise").fit(3, spoil, compact=True)
 
 

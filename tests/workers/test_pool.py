@@ -34,16 +34,16 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ne
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[hfta.WorkerPool]:
+def crew() -> Iterator[hfta.workers.WorkerPool]:
     with pytest.MonkeyPatch.context() as patch:
         if len(pool.cores()) < 2:
             patch.setattr(pool, "cores", lambda: [0, 0])
-        with hfta.WorkerPool(2) as found:
+        with hfta.workers.WorkerPool(2) as found:
             yield found
 
 
 @pytest.mark.exhaustive
-def test_several_fits_use_the_same_processes(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+def test_several_fits_use_the_same_processes(crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path) -> None:
     step, state = arrayed()
     before: list[int] = []
     for options in (
@@ -62,7 +62,7 @@ def test_several_fits_use_the_same_processes(crew: hfta.WorkerPool, tmp_path: pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("save_every", [None, 3])
-def test_batches_of_any_kind(crew: hfta.WorkerPool, tmp_path: pathlib.Path, save_every: int | None) -> None:
+def test_batches_of_any_kind(crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path, save_every: int | None) -> None:
     inputs, targets = data()
     batches = [
         (inputs[at : at + 6], torch.stack([targets[at : at + 6] * (i + 1) for i in range(M)])) for at in range(0, 24, 6)
@@ -73,7 +73,9 @@ def test_batches_of_any_kind(crew: hfta.WorkerPool, tmp_path: pathlib.Path, save
     assert_same(found, hfta.fit(step, state, batches, epochs=3, progress=False))
 
 
-def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(
+    crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path
+) -> None:
     step, state = arrayed()
     calls: list[int] = []
     submit = crew.submit
@@ -228,7 +230,9 @@ def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(
+    crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path
+) -> None:
     def slow(model: Any, batch: Any) -> Any:
         time.sleep(0.2)
         return loss_fn(model, batch)
@@ -286,7 +290,7 @@ def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | N
     assert_same(found, hfta.fit(step, state, loader() if dealt else batches, epochs=2, progress=False))
 
 
-def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:
+def test_errors_and_failures_name_the_member(crew: hfta.workers.WorkerPool) -> None:
     lr = [0.01, 0.01, 0.01, 0.01, 1e300]
     step, state = arrayed(lr)
     found, expected = (
@@ -294,13 +298,13 @@ def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:
     )
     assert found.history.failures == expected.history.failures != []
     step, state = arrayed(lr, nonfinite="raise")
-    with pytest.raises(hfta.NonFiniteError, match=r"^model 4: the "):
+    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 4: the "):
         hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew)
 
 
 @pytest.mark.exhaustive(ids="population|median|none")
 @pytest.mark.parametrize("scheduler", ["hyperband", "population", "median", "none"])
-def test_a_study_in_workers_finds_the_same(crew: hfta.WorkerPool, scheduler: str) -> None:
+def test_a_study_in_workers_finds_the_same(crew: hfta.workers.WorkerPool, scheduler: str) -> None:
     options = STUDY | {"scheduler": SCHEDULERS[scheduler], "max_models": 4}
     found = tune.run(build, SPACE, executor=crew, **options)
     expected = tune.run(build, SPACE, **options)
@@ -314,7 +318,7 @@ def test_a_study_in_workers_finds_the_same(crew: hfta.WorkerPool, scheduler: str
 
 
 def test_both_workers_train_and_none_waits_for_the_slowest(
-    crew: hfta.WorkerPool, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "hfta_func")
     slow, gate = tmp_path / "slow", tmp_path / "gate"
@@ -358,7 +362,7 @@ def test_both_workers_train_and_none_waits_for_the_slowest(
 
 
 @pytest.mark.exhaustive
-def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.WorkerPool) -> None:
+def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.workers.WorkerPool) -> None:
     here = os.getpid()
 
     def build_deadly(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
@@ -389,11 +393,11 @@ def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.WorkerP
 @pytest.mark.exhaustive
 @pytest.mark.soak(ids="64")
 @pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
-def test_workers_that_are_killed_change_nothing(crew: hfta.WorkerPool, trials: int, kills: int) -> None:
+def test_workers_that_are_killed_change_nothing(crew: hfta.workers.WorkerPool, trials: int, kills: int) -> None:
     check_kills(crew, trials, kills)
 
 
-def test_ctrl_c_ends_a_study_which_goes_on(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_ends_a_study_which_goes_on(crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path) -> None:
     options = STUDY | {"scheduler": tune.halving(), "max_models": 2, "executor": crew, "resume": tmp_path / "study"}
 
     def press(study: tune.Study) -> None:
@@ -442,14 +446,14 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     crew.forget()
 
 
-def test_what_nobody_waits_for_is_dropped(crew: hfta.WorkerPool) -> None:
+def test_what_nobody_waits_for_is_dropped(crew: hfta.workers.WorkerPool) -> None:
     crew.submit(time.sleep, **{})
     crew.forget()
     call = crew.submit(dict, seed=3)
     assert crew.wait() == (call, {"seed": 3})
 
 
-def test_bad_input(crew: hfta.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     options: dict[str, Any] = STUDY | {"max_models": 4}
     with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
@@ -464,11 +468,11 @@ def test_bad_input(crew: hfta.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> No
         tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **options)
     # Nothing is left behind.
     assert told(tune.run(build, SPACE, executor=crew, **options)) == told(tune.run(build, SPACE, **options))
-    with pytest.raises(hfta.WorkerError, match=r"worker 3 has torch 1.0 and this process 2"):
+    with pytest.raises(hfta.errors.WorkerError, match=r"worker 3 has torch 1.0 and this process 2"):
         process.check_versions("worker 3", process.versions() | {"torch": "1.0"})
-    with hfta.WorkerPool(1) as closed:
+    with hfta.workers.WorkerPool(1) as closed:
         pass
-    with pytest.raises(hfta.WorkerError, match="have been closed"):
+    with pytest.raises(hfta.errors.WorkerError, match="have been closed"):
         closed.submit(dict)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from clocks import press_ctrl_c
-from hfta_func import WorkerError
+from hfta_func.errors import WorkerError
 from hfta_func.run import trainers
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
@@ -45,7 +45,7 @@ def test_two_processes_are_one_array(donate: bool) -> None:
     }
 
     def callbacks() -> list[Any]:
-        return [hfta.early_stopping("error", patience=2), hfta.schedules.plateau("loss", patience=0)]
+        return [hfta.callbacks.early_stopping("error", patience=2), hfta.schedules.plateau("loss", patience=0)]
 
     found, expected = (
         hfta.fit(step, state, loader(), callbacks=callbacks(), workers=count, **options)
@@ -94,7 +94,7 @@ def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
     assert found.history.failures and {failure.member for failure in found.history.failures} == {4}
     assert found.history.failures == expected.history.failures
     step, state = arrayed(lr, nonfinite="raise")
-    with pytest.raises(hfta.NonFiniteError, match=r"^model 4: the "):
+    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 4: the "):
         hfta.fit(step, state, loader(), epochs=3, progress=False, workers=2)
 
 
@@ -117,7 +117,7 @@ def test_workers_keep_large_blocks() -> None:
 
     step, state = arrayed(loss=loss)
     hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
-    with hfta.WorkerPool(1) as pool:
+    with hfta.workers.WorkerPool(1) as pool:
         hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
 
 
@@ -127,7 +127,7 @@ def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> N
     expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
     crews = pools(monkeypatch)
 
-    def kill(state: Any, history: hfta.History) -> None:
+    def kill(state: Any, history: hfta.run.History) -> None:
         worker = crews[0]._workers[len(history) % 2]
         threading.Timer(0.001 * len(history), os.kill, (worker.pid, signal.SIGKILL)).start()
 
@@ -161,7 +161,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
     assert_same(expected, hfta.fit(step, state, loader(), **{**options, "save_every": None}))
     stops = 0
 
-    def stop(state: Any, history: hfta.History) -> None:
+    def stop(state: Any, history: hfta.run.History) -> None:
         if len(history) % 3 == 1:
             press_ctrl_c(0.013 * (stops + 1))
 
@@ -192,7 +192,7 @@ def test_steps_while_workers_start_are_those_of_workers(
             file.write(f"{os.getpid() == here} ")
         return loss_fn(model, batch)
 
-    def run(later: int) -> tuple[hfta.Result, list[str]]:
+    def run(later: int) -> tuple[hfta.run.Result, list[str]]:
         """Train with workers that are ready after some pieces."""
         left = [later]
 
@@ -276,7 +276,7 @@ def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyP
     ):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
     with (
-        hfta.WorkerPool(1) as pool,
+        hfta.workers.WorkerPool(1) as pool,
         pytest.raises(WorkerError, match="worker 0 died 3 times in a row while it started"),
     ):
         hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
@@ -302,10 +302,10 @@ def test_bad_input() -> None:
 
 @pytest.mark.exhaustive
 def test_batches_that_are_written_between_epochs_are_read_again() -> None:
-    def run(count: int | None) -> hfta.Result:
+    def run(count: int | None) -> hfta.run.Result:
         whole = tuple(torch.stack([leaf] * M).repeat(1, 40, 1) for leaf in data())
 
-        def change(state: Any, history: hfta.History) -> None:
+        def change(state: Any, history: hfta.run.History) -> None:
             whole[1].add_(1.0)
 
         step, state = arrayed()

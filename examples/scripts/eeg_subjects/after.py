@@ -66,7 +66,7 @@ def main(argv=None):
     train, val, test = ([(i * 160 + part).tolist() for i in range(args.subjects)] for part in split(160))
     data, seeds = (x.flatten(0, 1), y.flatten(0, 1)), range(args.subjects)
     array = hfta.Experiment(EEGNet, loss_fn, hfta.adamw(lr=args.lr, weight_decay=1e-2), metrics, seeds=seeds)
-    stop = [hfta.early_stopping("val_loss", args.patience)]
+    stop = [hfta.callbacks.early_stopping("val_loss", args.patience)]
     best = {"evaluate": (metrics, data, val), "restore_best": "val_loss", "callbacks": stop}
     array.fit(data, args.batch_size, rows=train, epochs=args.epochs, **best)
     accuracies = array.evaluate(data, test)["accuracy"].tolist()

@@ -70,7 +70,7 @@ def main(argv=None):
     parser.add_argument("--patience", type=int, default=5)
     args = parser.parse_args(argv)
 
-    array = hfta.lightning(LitDigits, seeds=args.seeds, lr=args.lr)
+    array = hfta.integrations.lightning(LitDigits, seeds=args.seeds, lr=args.lr)
     history = array.fit(
         max_epochs=args.epochs,
         gradient_clip_val=1.0,

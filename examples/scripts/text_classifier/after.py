@@ -87,7 +87,7 @@ def main(argv=None):
 
     train_set, eval_set = Reviews(args.rows, seed=1), Reviews(200, seed=2)
     trainers = [make_trainer(args, seed, train_set, eval_set) for seed in range(args.seeds)]
-    _, history = hfta.train_trainers(trainers)
+    _, history = hfta.integrations.train_trainers(trainers)
     print(history.last())
     return history["eval_loss"][-1].tolist()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfta_func._types import VersionWarning
+from hfta_func.errors import VersionWarning
 
 OLDEST, NEWEST = (2, 9), (2, 15)
 """The oldest and the newest release of PyTorch that the tests have run on."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from hfta_func._torch import batch_dim, get_unwrapped, is_wrapped, outside_transforms, pytree
-from hfta_func._types import TraceError
 from hfta_func.calls.body import running_body
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.made import targets
+from hfta_func.errors import TraceError
 
 _OF_ONE_DTYPE = (
     "addbmm addmm addmv baddbmm matmul mm bmm mv dot __matmul__ __rmatmul__ linear bilinear complex polar heaviside "

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._types import TraceError
 from hfta_func.calls.body import Body, is_trained, running_body
+from hfta_func.errors import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""

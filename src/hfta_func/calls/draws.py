@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._kernels import noise
-from hfta_func._types import RandomnessError
 from hfta_func.calls import distributions
 from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
+from hfta_func.errors import RandomnessError
 
 
 class _Keys(Protocol):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
-from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.errors import TraceError
 
 Call = Callable[..., Any]
 """``call(part, func, *args)`` is ``func(*args)``, with noise of its own unless ``part`` is None."""

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import constant_to_compiler
-from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import is_users_file
 from hfta_func.calls.modes import Mode
+from hfta_func.errors import TraceError
 
 Line = tuple[str, int] | None
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import is_users_file
+from hfta_func.errors import TraceError
 
 
 class Mode(TorchFunctionMode):

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._torch import known_values
-from hfta_func._types import StackError
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.tensor_scalars import affine
+from hfta_func.errors import StackError
 
 
 class Event(NamedTuple):

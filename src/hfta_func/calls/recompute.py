@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hfta_func import _torch
-from hfta_func._types import StateError
+from hfta_func.errors import StateError
 
 WRITTEN = (
     "a tensor that the backward pass needs was written in place after it was used; write a copy instead, or make the step "

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy, ctc_loss, normalize, one_hot
 
 from hfta_func._torch import BatchNorm, constant_to_compiler, is_batched, is_nestable
-from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.nan_linalg import GUARDED
+from hfta_func.errors import TraceError
 
 
 class lowered(Mode):
-    """Replaces the functions in :data:`LOWERED` inside the ``with`` block, as :class:`hfta_func.routed` does too."""
+    """Replaces the functions in :data:`LOWERED` inside the ``with`` block, as :class:`hfta_func.calls.routed` does too."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""

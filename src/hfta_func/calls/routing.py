@@ -25,13 +25,13 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func._types import RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
+from hfta_func.errors import RandomnessError, TraceError
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 

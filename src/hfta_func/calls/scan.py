@@ -12,9 +12,10 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import constant_to_compiler, function_modes, inside_transform, operator_scan, pytree
 from hfta_func._tree import difference, leaves, paths, tree_map, watched
-from hfta_func._types import TraceError, Tree
+from hfta_func._types import Tree
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
+from hfta_func.errors import TraceError
 
 
 def scan(

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hfta_func import WorkerError
 from hfta_func._types import require
+from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
 from hfta_func.workers.wire import dumps, one_line_error
@@ -132,7 +132,7 @@ class Kind(NamedTuple):
 
     Args:
         workers: Number of actors.
-        max_models: The largest array that each trains, such as :func:`hfta_func.max_models` finds on that device.
+        max_models: The largest array that each trains, such as :func:`hfta_func.run.max_models` finds on that device.
         cpus: Processors, and threads, of each.
         gpus: GPUs of each; by default 1 if the cluster has any.
         resources: Further resources of each by name, which decide the nodes it can be placed on.

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
+from hfta_func import make_eval_step, num_models, stack_params
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import require
 from hfta_func.cluster import ray_actors
+from hfta_func.errors import WorkerError
+from hfta_func.models import Stacked
+from hfta_func.step import EvalStep
 from hfta_func.workers.pool import Pool, WorkerPool
 from hfta_func.workers.wire import dumps, one_line_error
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hfta_func import WorkerError
+from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool, Worker
 from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
 from hfta_func.workers.wire import TensorBytes, one_line_error

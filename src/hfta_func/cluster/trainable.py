@@ -75,7 +75,7 @@ def trainable(build: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], 
         def load_checkpoint(self, checkpoint: Any) -> None:
             path = os.path.join(checkpoint, _FILE)
             self._state = hfta.load(path, like=self._array.state)
-            self._done = hfta.read_metadata(path)["metadata"]["epochs"]
+            self._done = hfta.files.read_metadata(path)["metadata"]["epochs"]
 
     Trainable.__name__ = Trainable.__qualname__ = getattr(build, "__name__", "array")
     return Trainable

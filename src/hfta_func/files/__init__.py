@@ -1,1 +1,4 @@
 """States in files, and plain PyTorch models out of an array and into one."""
+
+from hfta_func.files.checkpoint import import_models as import_models
+from hfta_func.files.checkpoint import read_metadata as read_metadata

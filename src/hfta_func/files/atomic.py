@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from typing import IO, BinaryIO, TypeAlias
 
-from hfta_func._types import CheckpointError
+from hfta_func.errors import CheckpointError
 
 if sys.platform != "win32":
     import fcntl

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hfta_func._tree import leaves, num_models, paths, shared_paths, take
-from hfta_func._types import HYPERPARAMS, CheckpointError, StackError, StateError, Tree
+from hfta_func._types import HYPERPARAMS, Tree
+from hfta_func.errors import CheckpointError, StackError, StateError
 from hfta_func.files import storage
 from hfta_func.files.atomic import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params

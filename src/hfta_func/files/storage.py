@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from hfta_func._types import CheckpointError
+from hfta_func.errors import CheckpointError
 from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfta_func import schedules
-from hfta_func._types import StackError
+from hfta_func.errors import StackError
 from hfta_func.integrations.lightning_steps import TrainerFacts
 from hfta_func.run.history import Callback
 from hfta_func.step.exchange import from_torch

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import ROWS, StackError, TraceError
+from hfta_func._types import ROWS
+from hfta_func.errors import StackError, TraceError
 from hfta_func.models.scalar_attributes import is_number
 
 Logged = dict[str, tuple[Tensor, "int | Tensor | None"]]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import optim, random
-from hfta_func._types import BatchError, HyperparameterError, StackError
 from hfta_func.callbacks import early_stopping, while_active
+from hfta_func.errors import BatchError, HyperparameterError, StackError
 from hfta_func.models.stack import stack_params, unstack_params
 from hfta_func.models.structure import equal
 from hfta_func.run.dataset import generators_restored, seed_all

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func._tree import num_models, take
-from hfta_func._types import HyperparameterError, Params, StackError, require
+from hfta_func._types import Params, require
+from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.models.sharing import base_of, check_same_base
 from hfta_func.models.sizes import tensors_by_path
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
-from hfta_func._types import RandomnessError, StateError
 from hfta_func.calls.as_alone import first_member as first_member
 from hfta_func.calls.body import Body
 from hfta_func.calls.captured import drawn_state
+from hfta_func.errors import RandomnessError, StateError
 from hfta_func.models.structure import UNSET, equal
 
 # Hooks, which no call changes, make up most of a module.

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import Places, outside_transforms, pytree
-from hfta_func._types import StackError
 from hfta_func.calls.body import KEYS, Reference
 from hfta_func.calls.captured import contents
+from hfta_func.errors import StackError
 
 T = TypeVar("T", bound=nn.Module)
 _TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}

@@ -19,10 +19,11 @@ from hfta_func._torch import (
     pytree,
     tensors_of,
 )
-from hfta_func._types import Params, StateError, TraceError
+from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import KEYS, Body
 from hfta_func.calls.padding import Padded
+from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
 from hfta_func.models.padding import Size, padding_of

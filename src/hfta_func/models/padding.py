@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
-from hfta_func._types import Params, StackError
+from hfta_func._types import Params
+from hfta_func.errors import StackError
 from hfta_func.models.copies import copied_module
 from hfta_func.models.masking import masked
 from hfta_func.models.scalar_attributes import may_differ

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import outside_transforms, pytree, unwritten
-from hfta_func._types import HFTAError, Params, StackError
+from hfta_func._types import Params
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes, Traced
+from hfta_func.errors import HFTAError, StackError
 from hfta_func.models.attributes import first_member
 from hfta_func.models.padding import Padding
 from hfta_func.models.scalar_attributes import numbers_of

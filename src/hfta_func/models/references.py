@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, is_compiled
-from hfta_func._types import StackError
 from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents
+from hfta_func.errors import StackError
 
 _CACHED = type(functools.cache(len))
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
-from hfta_func._types import StateError
 from hfta_func.calls.autodiff import only_vmap
 from hfta_func.calls.recompute import unrecalled
 from hfta_func.calls.routing import routed
+from hfta_func.errors import StateError
 from hfta_func.rules._aliasing import current, watched
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, writes
-from hfta_func._types import HFTAError, HyperparameterError, Params, StateError, TraceError
+from hfta_func._types import Params
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import called_with
+from hfta_func.errors import HFTAError, HyperparameterError, StateError, TraceError
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import out_of_sight, outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
-from hfta_func._types import StackError, StateError
+from hfta_func.errors import StackError, StateError
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
-from hfta_func._types import StackError
+from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import is_number
 from hfta_func.models.structure import class_of, computed, equal
 

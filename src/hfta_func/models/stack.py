@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
-from hfta_func._types import HyperparameterError, Params, StackError, StateError
+from hfta_func._types import Params
+from hfta_func.errors import HyperparameterError, StackError, StateError
 from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
@@ -249,7 +250,7 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                 if is_placeholder(leaves[path]):
                     raise StateError(
                         f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
-                        f"it there, and where params and buffers are wanted without a state, pass *hfta.stacked(state)"
+                        f"it there, and where params and buffers are wanted without a state, pass *hfta.step.stacked(state)"
                     )
                 if leaves[path].dim() == 1:
                     continue

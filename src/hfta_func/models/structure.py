@@ -23,9 +23,9 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, storage_number, tensors_of, weight_hooks
-from hfta_func._types import StackError
 from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents, drawn_state
+from hfta_func.errors import StackError
 from hfta_func.models.references import check_references, check_same_marks
 from hfta_func.models.scalar_attributes import may_differ
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
 from hfta_func._tree import leaves, num_models, where, write
-from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, call_text, recipe
+from hfta_func._types import Params, PerModel, Schedule, Tree, call_text, recipe
+from hfta_func.errors import HyperparameterError
 
 true_sizes: ContextVar[Mapping[str, Sequence[Tensor]] | None] = ContextVar("true_sizes", default=None)
 """While an optimizer's state is made for a padded model: by path, each member's own size along each axis, ``[M]``."""
@@ -179,7 +180,7 @@ def restrict(owner: type, **ranges: Range) -> None:
 
     Args:
         owner: The class of the optimizer's state, by which :func:`with_hyperparams` looks the ranges up; for the
-            hyperparameters of schedules, :class:`~hfta_func.Schedule`.
+            hyperparameters of schedules, :class:`~hfta_func.schedules.Schedule`.
         ranges: The range of each hyperparameter, by name.
 
     Example:

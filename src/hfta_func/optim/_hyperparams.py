@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, HyperparameterError, Shared, direction_of
+from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, Shared, direction_of
+from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, range_of, vector
 from hfta_func.optim._transforms import PartitionState
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hfta_func._torch import can_look, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._tree import per_model, where, write_leaf
-from hfta_func._types import HyperparameterError, Params, PerModel
+from hfta_func._types import Params, PerModel
+from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
 from hfta_func.optim._kernel import Kernel
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._types import HyperparameterError, Params, PerModel, recorded
+from hfta_func._types import Params, PerModel, recorded
+from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, renew, true_sizes
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 

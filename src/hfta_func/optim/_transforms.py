@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
-from hfta_func._types import HyperparameterError, Params, PerModel, recorded
+from hfta_func._types import Params, PerModel, recorded
+from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import (
     GradientTransformation,
     Hyperparams,

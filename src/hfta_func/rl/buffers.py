@@ -10,8 +10,9 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, tree_map, where
-from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
+from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import alike
+from hfta_func.errors import BatchError, StateError
 from hfta_func.rl.environment import check_keys
 from hfta_func.rl.rollouts import check_rows, ended, per_member, rows_at
 

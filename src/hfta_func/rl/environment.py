@@ -14,8 +14,9 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, names, tree_map, watched
-from hfta_func._types import BatchError, PerModel, RandomnessError, StateError, TraceError, Tree, check_counts, require
+from hfta_func._types import PerModel, Tree, check_counts, require
 from hfta_func.calls.scan import alike
+from hfta_func.errors import BatchError, RandomnessError, StateError, TraceError
 from hfta_func.rules.vmap import vmap
 
 spaces = require("gymnasium.spaces", "rl")

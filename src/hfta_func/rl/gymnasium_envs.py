@@ -11,7 +11,8 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
-from hfta_func._types import StateError, check_counts, require
+from hfta_func._types import check_counts, require
+from hfta_func.errors import StateError
 from hfta_func.rl.environment import Running, check_action, check_keys, counted, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import leaves, paths, per_model, tree_map
-from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
+from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import scan
+from hfta_func.errors import BatchError, StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.rl.environment import Environment, Running, advance, check_keys

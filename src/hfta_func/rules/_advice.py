@@ -6,10 +6,10 @@ import os
 import re
 import traceback
 
-from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.autodiff import CALLS_BACKWARD
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.made import REFUSAL
+from hfta_func.errors import HFTAError, RandomnessError, TraceError
 
 _VMAP = os.path.join(os.path.dirname(__file__), "vmap.py")
 UNROUTED = (

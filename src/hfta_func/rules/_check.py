@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._torch import cure, gradient
-from hfta_func._types import LoopWarning
+from hfta_func.errors import LoopWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._check_cases import CASES, Case, Integers
 from hfta_func.rules._lowering import TABLE, Row, always, known_lowerings

@@ -23,8 +23,8 @@ from torch.autograd.function import FunctionCtx
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
-from hfta_func._types import TraceError
 from hfta_func.calls.made import made_for_each
+from hfta_func.errors import TraceError
 
 
 @contextlib.contextmanager

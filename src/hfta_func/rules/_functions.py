@@ -19,13 +19,13 @@ from torch.autograd import Function
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
-from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.made import made_for_each, refuse_write
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
+from hfta_func.errors import LoopWarning, RandomnessError, TraceError
 from hfta_func.rules._function_graphs import apply_to_all
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -185,7 +185,7 @@ def _warn_of(function: Any) -> None:
         warn(
             f"{function.__qualname__} is an autograd function without a batching rule and runs one member after another; "
             f"write setup_context and a vmap staticmethod, or generate_vmap_rule = True, or compute with operators; or "
-            f"silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+            f"silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
             LoopWarning,
         )
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._types import LoopWarning
 from hfta_func.calls.body import warn
+from hfta_func.errors import LoopWarning
 from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
@@ -156,7 +156,7 @@ def _loop(name: str) -> Callable[..., Any]:
     enter(op, "rest", "no batching rule: one member after another", "loop")
     warn(
         f"{name} has no batching rule and runs one member after another; register a rule with hfta_func.rules.register, "
-        f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+        f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
         LoopWarning,
     )
     return _kernel(op, None, BATCHED, None, False)

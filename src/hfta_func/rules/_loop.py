@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import written_by
-from hfta_func._types import TraceError
 from hfta_func.calls.made import refuse_write
+from hfta_func.errors import TraceError
 
 
 def one_by_one(

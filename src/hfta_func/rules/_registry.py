@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hfta_func._torch import operator
-from hfta_func._types import TraceError
+from hfta_func.errors import TraceError
 from hfta_func.rules._lowering import enter
 
 Dims = tuple[Any, ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import current_interpreter, has_tangents
-from hfta_func._types import RandomnessError
+from hfta_func.errors import RandomnessError
 from hfta_func.rules._layout import align, each, fold, split
 from hfta_func.rules._registry import MODE, Call, Result, register, register_each
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import is_wrapped, num_dispatch_modes
-from hfta_func._types import TraceError
+from hfta_func.errors import TraceError
 from hfta_func.rules._layout import each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator

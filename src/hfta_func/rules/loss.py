@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._types import StateError
 from hfta_func.calls.recompute import WRITTEN, recalls
+from hfta_func.errors import StateError
 from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._operator import Operator

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._types import TraceError
 from hfta_func.calls.made import refuse_write
 from hfta_func.calls.recompute import recalls
+from hfta_func.errors import TraceError
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
 from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._registry import Call, Result, register

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._torch import has_native_lstm, num_dispatch_modes
-from hfta_func._types import RandomnessError
+from hfta_func.errors import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, models_first
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register

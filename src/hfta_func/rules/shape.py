@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import is_alias
-from hfta_func._types import TraceError
 from hfta_func.calls.rewrites import layouts
+from hfta_func.errors import TraceError
 from hfta_func.rules._aliasing import COPIED, current
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._registry import Call, Result, register

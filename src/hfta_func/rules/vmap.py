@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
-from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.as_alone import as_alone
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL, targets
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import layouts, lowered
+from hfta_func.errors import HFTAError, RandomnessError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.rules._advice import UNROUTED, advice
 from hfta_func.rules._aliasing import COPIED, AliasFacts, watched
@@ -38,7 +38,7 @@ def vmap(
         func: A function of one member's tensors.
         in_dims: The model axis of each input, or ``None`` for an input that all members share.
         out_dims: The model axis of each output.
-        randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.routed` need no flag.
+        randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.calls.routed` need no flag.
         chunk_size: Number of members that run at once; ``None`` is all of them.
 
     Returns:
@@ -46,7 +46,8 @@ def vmap(
 
     Raises:
         TraceError: if ``func`` reads the value of a tensor (``.item()``, ``if tensor``), which differs between members.
-        RandomnessError: if ``func`` draws random numbers outside :class:`hfta_func.routed` and ``randomness`` is "error".
+        RandomnessError: if ``func`` draws random numbers outside :class:`hfta_func.calls.routed` and
+            ``randomness`` is "error".
 
     Example:
         >>> torch.equal(vmap(torch.dot)(torch.ones(3, 2), torch.ones(3, 2)), torch.full((3,), 2.0))
@@ -67,7 +68,7 @@ _MODELS_FIRST.models_first = True
 
 
 def vmap_routed(func: Callable[..., Any], in_dims: Any, known: AliasFacts) -> Callable[..., Any]:
-    """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``.
+    """``vmap`` of a function that enters :class:`hfta_func.calls.routed` itself; a single member runs without ``vmap``.
 
     The function must not write its arguments, because it may run a second time, see :mod:`hfta_func.rules._aliasing`.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfta_func._torch import compiled_from_cache, is_compiler_loaded, stand_for
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import CompileWarning
+from hfta_func.errors import CompileWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept

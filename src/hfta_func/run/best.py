@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import concat, leaves, take, tree_map, where
-from hfta_func._types import SIGNS, CheckpointError, HyperparameterError, direction_of
+from hfta_func._types import SIGNS, direction_of
+from hfta_func.errors import CheckpointError, HyperparameterError
 from hfta_func.run.history import History, Mode, present
 from hfta_func.step.state import TrainState
 

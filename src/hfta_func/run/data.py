@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._tree import indices, leaves, tree_map
-from hfta_func._types import HyperparameterError, StateError, Tree
+from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
+from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.rules.vmap import vmap
 from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
 from hfta_func.run.tables import at_rows, refuse_model_axis, tensors_of

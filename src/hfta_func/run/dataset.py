@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hfta_func import random
 from hfta_func._tree import leaves, paths, tree_map
-from hfta_func._types import BatchError, HyperparameterError
+from hfta_func.errors import BatchError, HyperparameterError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import is_table, plain, restored
 

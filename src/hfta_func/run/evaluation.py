@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, per_model, take, tree_map
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
 from hfta_func.run.tables import array_of, is_dataset

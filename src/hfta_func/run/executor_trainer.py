@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from hfta_func._tree import concat, num_models, take, tree_map
-from hfta_func._types import WorkerError
+from hfta_func.errors import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.parts import NEVER, PartWorker, StateBuffers, renumbered
 from hfta_func.run.running import Running

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import indices, take
-from hfta_func._types import HyperparameterError, Params, Shared, StackError
+from hfta_func._types import Params, Shared
+from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.models.padding import padded
 from hfta_func.models.stack import build, init_params, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader

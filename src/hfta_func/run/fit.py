@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from tqdm.auto import tqdm
 
 from hfta_func._torch import is_compilable, original
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best import Best

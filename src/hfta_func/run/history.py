@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
+from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline
+from hfta_func.errors import StateError
 from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
-from hfta_func._types import CheckpointError, Schedule, Tree, recipe
+from hfta_func._types import Schedule, Tree, recipe
+from hfta_func.errors import CheckpointError
 from hfta_func.files import atomic
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from hfta_func._types import StateError
+from hfta_func.errors import StateError
 
 _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 

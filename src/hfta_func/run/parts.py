@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import leaves, tree_map, write
-from hfta_func._types import HFTAError
+from hfta_func.errors import HFTAError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.running import Running

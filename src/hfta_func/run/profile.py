@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, tree_map
-from hfta_func._types import BatchError, text_table
+from hfta_func._types import text_table
+from hfta_func.errors import BatchError
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, costs, events_of, reference

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import put, take
-from hfta_func._types import HFTAError
+from hfta_func.errors import HFTAError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.parts import renumbered
 from hfta_func.run.running import Running

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._types import HyperparameterError
+from hfta_func.errors import HyperparameterError
 
 # Negative, to differ from the step numbers that a training step folds in.
 _BAG, _FOLDS = -(2**61) - 2, -(2**61) - 3

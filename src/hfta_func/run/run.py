@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hfta_func._tree import followed
-from hfta_func._types import BatchError, CheckpointError, StateError
+from hfta_func.errors import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best import Best

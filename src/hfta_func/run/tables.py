@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import BatchError, Tree
+from hfta_func._types import Tree
+from hfta_func.errors import BatchError
 from hfta_func.step.batch import plain
 
 

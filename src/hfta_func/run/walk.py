@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree, storage_number
 from hfta_func._tree import tree_map
-from hfta_func._types import HFTAError, TraceError
+from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.run.roofline import flops_of
 

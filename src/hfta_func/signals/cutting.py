@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.signals.signal import Signal, as_tensor, naming
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.signals.signal import Signal, for_each, naming, numbers
 
 

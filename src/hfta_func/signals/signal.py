@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels.breaks import breaks
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.step.allocator import keep_memory_once
 
 

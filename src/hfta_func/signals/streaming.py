@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from hfta_func._types import BatchError
+from hfta_func.errors import BatchError
 from hfta_func.signals.signal import Signal
 
 

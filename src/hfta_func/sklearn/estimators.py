@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func._types import HyperparameterError, require
+from hfta_func._types import require
+from hfta_func.errors import HyperparameterError
 
 numpy, base, multiclass, validation = (
     require(name, "sklearn")
@@ -27,8 +28,8 @@ class Fitted(NamedTuple):
     """Trained members of one array."""
 
     model: nn.Module
-    params: hfta.Stacked
-    history: hfta.History
+    params: hfta.models.Stacked
+    history: hfta.run.History
 
 
 def perceptron(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -170,7 +171,7 @@ class ArrayClassifier(base.ClassifierMixin, ArrayEstimator):
         groups_: The groups, in the order of the members.
         model_: A module of the architecture.
         params_: What :func:`hfta_func.stack_params` makes of the members.
-        history_: The :class:`hfta_func.History`.
+        history_: The :class:`hfta_func.run.History`.
 
     Example:
         >>> x = torch.randn(90, 4)
@@ -300,7 +301,7 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
         options["evaluate"] = (experiment.metric, (inputs, targets), held_out)
         options |= {
-            "callbacks": [hfta.early_stopping("val_loss", first.patience)],
+            "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)],
             "restore_best": "val_loss",
             "compact": True,
         }
@@ -313,7 +314,9 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         **options,
     )
     state = experiment.state
-    return Fitted(experiment.model, hfta.Stacked(state.params, hfta.stacked(state).buffers), experiment.history)
+    return Fitted(
+        experiment.model, hfta.models.Stacked(state.params, hfta.step.stacked(state).buffers), experiment.history
+    )
 
 
 def _seed(random_state: Any) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
-from hfta_func._types import HyperparameterError, require
+from hfta_func._types import require
+from hfta_func.errors import HyperparameterError
 from hfta_func.sklearn.estimators import ArrayEstimator, train
 
 numpy, base, metrics, selection, validation = (

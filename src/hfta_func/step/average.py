@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import num_models, tree_map
-from hfta_func._types import HyperparameterError
+from hfta_func.errors import HyperparameterError
 from hfta_func.models.stack import Stacked
 from hfta_func.step.state import TrainState
 

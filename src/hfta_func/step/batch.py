@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
-from hfta_func._types import BatchError, Tree
+from hfta_func._types import Tree
+from hfta_func.errors import BatchError
 
 
 def plain(batch: Tree) -> Tree:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hfta_func._torch import can_look, writes
-from hfta_func._types import HyperparameterError, Params, StateError, Tree
+from hfta_func._types import Params, Tree
+from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain

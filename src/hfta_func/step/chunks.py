@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import LoopWarning, TraceError, Tree
+from hfta_func._types import Tree
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
+from hfta_func.errors import LoopWarning, TraceError
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
@@ -65,7 +66,7 @@ class Chunks:
         warnings.warn(
             f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
             f"compute with tensors instead (torch.where, masks), or silence this with "
-            f"warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+            f"warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
             LoopWarning,
             stacklevel=2,
         )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import get_unwrapped, inside_transform, is_batched, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, take
-from hfta_func._types import HyperparameterError, Params, StackError, StateError, Tree
+from hfta_func._types import Params, Tree
+from hfta_func.errors import HyperparameterError, StackError, StateError
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
@@ -73,7 +74,7 @@ class Ensemble(nn.Module):
         if not isinstance(params, Mapping):
             raise StateError(
                 f"params is a {type(params).__qualname__}; unpack it: Ensemble(model, *stacked), or "
-                f"Ensemble(model, *hfta.stacked(state)) of a training state"
+                f"Ensemble(model, *hfta.step.stacked(state)) of a training state"
             )
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))

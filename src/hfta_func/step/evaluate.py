@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
-from hfta_func._types import Params, StateError, Tree
+from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.errors import StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of

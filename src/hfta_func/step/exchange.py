@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hfta_func import optim
 from hfta_func._torch import has_step_hooks
 from hfta_func._tree import difference, num_models, tree_map
-from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
+from hfta_func._types import Params, PerModel, Schedule, Tree, recipe, recorded
+from hfta_func.errors import StackError, StateError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
 from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths

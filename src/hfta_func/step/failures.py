@@ -11,7 +11,7 @@ from torch import Tensor
 from hfta_func._kernels import nonfinite
 from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
-from hfta_func._types import NonFiniteError
+from hfta_func.errors import NonFiniteError
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import per_model, tree_map
-from hfta_func._types import LossError, Params, Tree
+from hfta_func._types import Params, Tree
 from hfta_func.calls.recompute import Recalls
+from hfta_func.errors import LossError
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice

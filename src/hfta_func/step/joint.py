@@ -14,7 +14,8 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
-from hfta_func._types import LossError, Params, StackError, StateError, Tree
+from hfta_func._types import Params, Tree
+from hfta_func.errors import LossError, StackError, StateError
 from hfta_func.optim._transforms import PartitionState
 from hfta_func.step.batch import rows_of
 from hfta_func.step.check import require

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import leaves, tree_map, watched, where, write
-from hfta_func._types import BatchError, LossError, StateError, Tree, check_counts
+from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
+from hfta_func.errors import BatchError, LossError, StateError
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.gradients import check_metrics
 from hfta_func.step.members import Members

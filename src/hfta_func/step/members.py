@@ -21,9 +21,10 @@ from hfta_func._torch import (
     set_compiling,
 )
 from hfta_func._tree import tree_map
-from hfta_func._types import Params, TraceError, Tree
+from hfta_func._types import Params, Tree
 from hfta_func.calls.as_alone import unreplaced
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.errors import TraceError
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch

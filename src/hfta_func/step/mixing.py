@@ -1,4 +1,4 @@
-"""Who averages with whom: groups of members, round after round, for :func:`hfta_func.averaging`.
+"""Who averages with whom: groups of members, round after round, for :func:`hfta_func.callbacks.averaging`.
 
 Groups are ``[M]`` integers: members with the same number average among each other, and those with -1 are away and keep what
 they have. What changes from round to round is a function of the round's number, so that a resumed run goes on with the same
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._types import HyperparameterError
+from hfta_func.errors import HyperparameterError
 
 Groups = Callable[[int], Tensor]
 
@@ -118,7 +118,7 @@ def at(groups: Tensor | Sequence[int] | Groups, turn: int) -> Tensor:
 
 
 def matrix(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | None = None) -> Tensor:
-    """Groups as weights ``[M, M]`` for :func:`hfta_func.average`.
+    """Groups as weights ``[M, M]`` for :func:`hfta_func.step.average`.
 
     Args:
         groups: ``[M]`` integers.

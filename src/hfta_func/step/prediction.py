@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import leaves, num_models, tree_map
-from hfta_func._types import BatchError, Params, Shared, StateError, Tree
+from hfta_func._types import Params, Shared, Tree
+from hfta_func.errors import BatchError, StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, copied, leaf_dims, plain, restored

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import per_model
-from hfta_func._types import HyperparameterError, Params, Shared, StackError, StateError
+from hfta_func._types import Params, Shared
 from hfta_func.calls.routing import routed_by_member
+from hfta_func.errors import HyperparameterError, StackError, StateError
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim._base import GradientTransformation, is_of_package, renew
 from hfta_func.step.gradients import StepOutputs

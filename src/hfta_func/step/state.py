@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import inside_transform, is_captured
 from hfta_func._tree import difference, leaves, paths
-from hfta_func._types import Params, Shared, StateError, Tree
+from hfta_func._types import Params, Shared, Tree
+from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
 

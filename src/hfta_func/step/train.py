@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
-from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
+from hfta_func._types import Params, PerModel, Tree
+from hfta_func.errors import HyperparameterError, LossError, StateError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import base_of

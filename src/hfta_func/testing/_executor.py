@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func._tree import concat, take
-from hfta_func._types import NonFiniteError, WorkerError
+from hfta_func.errors import NonFiniteError, WorkerError
 from hfta_func.models.stack import init_params
 from hfta_func.optim import adam
 from hfta_func.run.data import ArrayLoader

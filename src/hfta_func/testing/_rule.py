@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import LoopWarning
+from hfta_func.errors import LoopWarning
 from hfta_func.rules._check import as_tuple, objective
 from hfta_func.rules.vmap import vmap
 from hfta_func.testing._laws import assert_close, law

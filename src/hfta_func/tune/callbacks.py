@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hfta_func import History, WorkerError
 from hfta_func._types import require
+from hfta_func.errors import WorkerError
 from hfta_func.files.atomic import PathLike
+from hfta_func.run.history import History
 from hfta_func.tune.study import Study, Trial
 from hfta_func.workers.pool import Pool
 

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
 
-    def planned(args: argparse.Namespace) -> hfta.Plan:
+    def planned(args: argparse.Namespace) -> hfta.run.Plan:
         return hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes)
 
     plan = command("plan", planned, "Measure how many models of a file's study fit into an array.", study)

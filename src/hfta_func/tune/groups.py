@@ -57,7 +57,7 @@ class Group:
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
         elif _shapes(block.state) != _shapes(self.array.state):
-            raise hfta.StackError(self._culprit(next(iter(configs.values()))))
+            raise hfta.errors.StackError(self._culprit(next(iter(configs.values()))))
         self.blocks.append(block)
         return {}
 
@@ -87,14 +87,14 @@ class Group:
             )
         count = hfta.num_models(made.state)
         if count != len(numbers):
-            raise hfta.StateError(
+            raise hfta.errors.StateError(
                 f"build returned a state of {count} models for {len(numbers)} members; give it one model for each of "
                 f"members['seed']"
             )
         loader, step = made.loader, inspect.unwrap(made.step)
         if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
             if len(loader.keys) != count:
-                raise hfta.StateError(
+                raise hfta.errors.StateError(
                     f"build returned a loader for {len(loader.keys)} models and a state of {count}; give both the seeds "
                     f"members['seed']"
                 )
@@ -103,7 +103,7 @@ class Group:
             not getattr(getattr(step, "options", None), "collect", None)
             and getattr(step, "batch_dims", None) is not None
         ):
-            raise hfta.StateError(
+            raise hfta.errors.StateError(
                 f"build returned a {type(loader).__qualname__} for a step whose members have batches of their own; return an "
                 f"ArrayLoader, or make the step with batch_dims=None"
             )
@@ -163,7 +163,7 @@ class Group:
 
     def _size(self, count: int, limit: int) -> int:
         """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
-        if isinstance(self.array.step, hfta.TrainStep):
+        if isinstance(self.array.step, hfta.step.TrainStep):
             return count
         most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
         return min([1 << (count - 1).bit_length(), *most])
@@ -192,7 +192,7 @@ class Group:
             return wanted
         # Arrays of equal sizes, not full ones and a small one, unless each size is compiled.
         turns = -(-wanted // self.limit)
-        return -(-wanted // turns) if isinstance(self.array.step, hfta.TrainStep) else self.limit
+        return -(-wanted // turns) if isinstance(self.array.step, hfta.step.TrainStep) else self.limit
 
     def _culprit(self, config: Mapping[str, Any]) -> str:
         """The error for members of other shapes; it names the value with which alone the first member's shapes change."""

@@ -94,7 +94,7 @@ class Jobs:
 
     def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
         half = -(-len(numbers) // 2)
-        if hfta.is_out_of_memory(error):
+        if hfta.run.is_out_of_memory(error):
             text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
             warnings.warn(text, stacklevel=2)
             if job.limit:

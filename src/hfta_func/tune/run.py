@@ -46,7 +46,8 @@ def population(
         nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seed: The seed of members whose configuration names none.
-        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; or this process.
+        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.workers.WorkerPool`; or this
+            process.
 
     Raises:
         ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
@@ -136,7 +137,8 @@ def run(
         workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
             ``"auto"`` is one per processor or GPU. ``build`` is sent to them, and makes its arrays there. A process that dies
             is replaced, and its call is repeated.
-        executor: An executor instead of ``workers``: a :class:`~hfta_func.WorkerPool` or ``hfta_func.cluster.ray(...)``.
+        executor: An executor instead of ``workers``: a :class:`~hfta_func.workers.WorkerPool` or
+            ``hfta_func.cluster.ray(...)``.
 
     Returns:
         The study. Ctrl-C ends it early, and sets ``interrupted``.
@@ -188,7 +190,7 @@ def run(
         session = SamplerSession(space, options.directions, sampler, seed)
         about = options.about(session.json)
         if workers is not None and workers != 1:
-            executor = stack.enter_context(hfta.WorkerPool(workers))
+            executor = stack.enter_context(hfta.workers.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
         stack.callback(members.jobs.fall_back)
         study = Study(members, session, options)

@@ -126,7 +126,7 @@ class Search:
             for name in sorted(set(config) - {"seed", *population.nonfusible}):
                 try:
                     hfta.with_hyperparams(population.state(number), **{name: [config[name]]})
-                except hfta.HyperparameterError as error:
+                except hfta.errors.HyperparameterError as error:
                     raise ValueError(
                         f"the scheduler changes hyperparameters by name, and '{name}' is none of the state's; "
                         f"name it in the space as the optimizer or hparams do, or pass it as nonfusible ({error})"

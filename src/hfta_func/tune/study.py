@@ -95,14 +95,14 @@ class Study:
         return {status: statuses.count(status) for status in ("running", "complete", "stopped", "failed")}
 
     @property
-    def history(self) -> hfta.History:
+    def history(self) -> hfta.run.History:
         """The metrics of all members by epoch, as callbacks of :func:`hfta_func.fit` get them.
 
         A column is a member of :attr:`population`, with NaN after the epochs that it has trained; ``history.members`` are
         the members that have trained last.
         """
         members = self.population.members
-        history = hfta.History(torch.tensor([member.config["seed"] for member in members]))
+        history = hfta.run.History(torch.tensor([member.config["seed"] for member in members]))
         history.members = torch.tensor(self.population.last, dtype=torch.int64)
         for epoch in range(max((member.epoch for member in members), default=0)):
             rows = [member.metrics[epoch] if epoch < len(member.metrics) else {} for member in members]

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 class Executor(Protocol):
     """Calls functions, several at a time, and returns their results; what trains arrays.
 
-    :func:`hfta_func.fit` and ``tune.run`` take any executor as ``executor=``. :class:`~hfta_func.WorkerPool` is one of worker
-    processes, ``hfta_func.cluster.ray(...)`` one of Ray's actors. To write one, subclass this class and define ``count``,
-    ``submit``, ``wait`` and ``forget``; the rest has defaults.
+    :func:`hfta_func.fit` and ``tune.run`` take any executor as ``executor=``. :class:`~hfta_func.workers.WorkerPool` is one
+    of worker processes, ``hfta_func.cluster.ray(...)`` one of Ray's actors. To write one, subclass this class and define
+    ``count``, ``submit``, ``wait`` and ``forget``; the rest has defaults.
 
     Every function is called many times. An executor sends it to a worker once and keeps the copy, so that what the function
     holds, such as data, stays there. If a worker dies, its call may be repeated with the same arguments.

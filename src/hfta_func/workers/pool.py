@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from hfta_func._types import WorkerError
+from hfta_func.errors import WorkerError
 from hfta_func.workers.executor import Executor
 from hfta_func.workers.process import TRIES, Died, Process, cores
 from hfta_func.workers.wire import Folder, dumps, loads, one_line_error

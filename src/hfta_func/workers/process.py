@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hfta_func._types import WorkerError
+from hfta_func.errors import WorkerError
 from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.workers.fork_server import Forked, forked
 from hfta_func.workers.wire import dumps, loads, one_line_error, receive, send, sweep

@@ -10,9 +10,9 @@ import hfta_func as hfta
 def keep_up(metric: str) -> Any:
     """Made for a metric of which less is better."""
 
-    def callback(trained: Any, history: hfta.History) -> Any:
+    def callback(trained: Any, history: hfta.run.History) -> Any:
         values = history[metric][-1, history.members]
-        if not isinstance(trained, hfta.TrainState):
+        if not isinstance(trained, hfta.step.TrainState):
             return None
         return trained._replace(active=trained.active & (values <= 2 * values.min()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import hfta_func as hfta
 
 
-class LastFirst(hfta.Executor):
+class LastFirst(hfta.workers.Executor):
     """Calls a function when its answer is waited for."""
 
     count = 2

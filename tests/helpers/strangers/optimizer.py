@@ -16,7 +16,9 @@ restrict(SlowState, alpha=Range.DECAY, mix=Range.NONNEGATIVE)
 
 
 @recorded
-def slow(lr: hfta.PerModel = 0.1, alpha: hfta.PerModel = 0.9, mix: hfta.PerModel = 1.0) -> hfta.GradientTransformation:
+def slow(
+    lr: hfta.schedules.PerModel = 0.1, alpha: hfta.schedules.PerModel = 0.9, mix: hfta.schedules.PerModel = 1.0
+) -> hfta.GradientTransformation:
     """``a = alpha * a + (1 - alpha) * g``; ``p -= lr * (g + mix * a)``."""
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], average: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import optim
-from hfta_func._types import SIGNS, HyperparameterError, StackError, direction_of
+from hfta_func._types import SIGNS, direction_of
 from hfta_func.callbacks import early_stopping, while_active
+from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.integrations.lightning_optimizers import optimizer_of
 from hfta_func.integrations.lightning_steps import (
     TrainerFacts,
