@@ -24,6 +24,10 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON3) is no Python 3.10 or later: name one that is, make $(or $(MAKECMDGOALS),test) PYTHON3=python3.12"; exit 1; }
+	@$(PYTHON3) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON3) cannot make an environment: install its venv, apt-get install python3-venv"; exit 1; }
 	@echo "Setting up .venv; this takes a minute or two"
 	$(PYTHON3) -m venv .venv
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]'

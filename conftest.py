@@ -1,4 +1,4 @@
-"""What the examples in docstrings take for granted: torch, and the public names of the package."""
+"""What the examples in docstrings take for granted: torch, and the public names of the package and its rooms."""
 
 import pytest
 import torch
@@ -21,5 +21,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace):
-    public = {name: value for name, value in vars(hfta).items() if not name.startswith("_")}
+    rooms = hfta.callbacks, hfta.files, hfta.models, hfta.run, hfta.step, hfta.workers, hfta
+    public = {name: value for room in rooms for name, value in vars(room).items() if not name.startswith("_")}
     doctest_namespace.update(public, torch=torch, hfta=hfta)

@@ -73,6 +73,11 @@ def test(wheel: Path, python: str, torch: str | None) -> None:
         install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off"]
         install += ["-c", folder / "constraints.txt"]
         run(*install, wheel, *TOOLS)
+        if (ROOT / ".git").exists():
+            # As from the address of a repository.
+            run(*install, "--no-deps", "--target", folder / "cloned", f"hfta_func @ git+{ROOT.as_uri()}")
+            if not (folder / "cloned" / "hfta_func" / "py.typed").exists():
+                raise SystemExit("pip installs no package from the repository")
 
         # What is outside of `tests` beside it: the configuration of pytest, and the names that doctests take for granted.
         (folder / "tests").mkdir()

@@ -1,38 +1,101 @@
-"""The table in README: arrays against the fastest alternative at the same M."""
+"""README's numbers: the output of its first example beside that of the loop, and ratios of committed results.
+
+``python -m benchmarks readme`` runs the example and its loop in turns and writes what they print.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._measure import ROOT
 from benchmarks._tables import COMPILED, EAGER, NAMES, about, counts, mark, markdown, ratio, shown, times
-from benchmarks.gpu.tables import NOTHING, title
+from benchmarks.modes import IN_FIT, PER_CORE, PROCESSES, SERIAL
 from benchmarks.workloads import WORKLOADS
 
 README = ROOT / "README.md"
-BEGIN = "<!-- speed, made by python -m benchmarks report -->"
-GPUS = "<!-- speed on a GPU, made by python -m benchmarks report -->"
+BEGIN = "<!-- speed: benchmarks report -->"
+ALTERNATIVES = "<!-- alternatives: benchmarks report -->"
+EXAMPLE = "<!-- example: benchmarks readme -->"
+END = "<!-- end -->"
 SIZES = {"small": "cpu-small", "published size": "cpu-paper"}
-GPU_SIZES = {"small": "-small", "published size": "-paper", "published, bfloat16": "-paper-bf16"}
-"""Columns, and how the names of a card's results end."""
+ROWS = {"mlp": "MLP", "resnet": "ResNet-18", "transformer": "Transformer"}
+COLUMNS = {
+    "stock `vmap`, compiled": ["stock vmap compiled"],
+    "array in `fit`": [IN_FIT],
+    "array, compiled": ["array compiled"],
+}
 
 
-def gpus(results: dict[str, dict[str, Any]]) -> str:
-    """The same table for each GPU, or what is known without one."""
-    cards = dict.fromkeys(
-        key.rsplit("-paper", 1)[0].rsplit("-small", 1)[0] for key in results if key not in SIZES.values()
+def headline(results: dict[str, dict[str, Any]], models: str = "16") -> str:
+    """The table of README: three small workloads, the loop is 1."""
+    found = {name: results[SIZES["small"]][name][models]["rows"] for name in ROWS}
+    lines = [[title, *(times(ratio(found[name], mode)) for mode in COLUMNS.values())] for name, title in ROWS.items()]
+    where = found["mlp"][SERIAL]["machine"]
+    machine = f"{where['cores']} cores of an {where['cpu']}, PyTorch {where['torch'].split('+')[0]}"
+    return f"{markdown([f'M = {models}, small', *COLUMNS], lines)}\n\nThe loop over the models is 1; {machine}."
+
+
+def alternatives(results: dict[str, dict[str, Any]], models: str = "16") -> str:
+    """README's lines on what else one could run, each with its ratio of the same sweep."""
+    small = results[SIZES["small"]]
+
+    def over(name: str, *modes: str) -> str:
+        return times(ratio(small[name][models]["rows"], modes))
+
+    lines = (
+        f"a **loop**: an array of {models} MLPs is {over('mlp', IN_FIT)} as fast. Better if code differs.",
+        f"**processes**: {over('mlp', PROCESSES, PER_CORE)}. Better for scripts left as they are.",
+        f"stock **`vmap`**: {over('mlp', 'stock vmap')} uncompiled, without noise, buffers and optimizers per member. "
+        f"Better on compiled DCGANs: {over('dcgan', 'stock vmap compiled')} to {over('dcgan', 'array compiled')}.",
+        f"**JAX**: {over('mlp', 'JAX')} on the MLP, {over('resnet', 'JAX')} on the ResNet. Better for models written in it, "
+        f"and agents.",
     )
-    parts = []
-    for name in cards:
-        sizes = {size: f"{name}{ending}" for size, ending in GPU_SIZES.items()}
-        found = next((results[key] for key in sizes.values() if key in results), None)
-        if found is not None:
-            parts.append(f"{title(found).split(',')[0]}:\n\n{speed(results, sizes)}")
-    return "\n\n".join(parts) or NOTHING
+    return "\n".join(f"- {line[0].upper()}{line[1:]}" for line in lines)
+
+
+def example(rounds: int) -> str:
+    """What the example prints in the round of its median time, and the loop's median time, in turns."""
+    found = [[_printed(name) for name in ("first", "first_loop")] for _ in range(rounds)]
+    array, loop = (sorted(column, key=_seconds)[rounds // 2] for column in zip(*found, strict=True))
+    return f"```text\n{array}\n```\n\nThe [ordinary loop](examples/jobs/first_loop.py) takes {_seconds(loop):.1f} s."
+
+
+def _printed(name: str) -> str:
+    command = [sys.executable, "-m", f"examples.jobs.{name}"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _seconds(text: str) -> float:
+    return float(re.findall(r"([\d.]+) s$", text.splitlines()[0])[0])
+
+
+def replaced(page: str, section: str, begin: str) -> str:
+    """The page with another section after this mark."""
+    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n\n{section}\n\n{END}", page)
+
+
+def written(page: str, results: dict[str, dict[str, Any]]) -> str:
+    """README with the ratios of the results."""
+    return replaced(replaced(page, headline(results), BEGIN), alternatives(results), ALTERNATIVES)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Run the example and the loop, and write what they print into README."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each runs")
+    text = example(parser.parse_args(argv).rounds)
+    README.write_text(replaced(README.read_text(), text, EXAMPLE))
+    print(text)
+    return 0
 
 
 def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES, every: bool = False) -> str:
-    """The table, and how its figures were measured.
+    """The table of the benchmarks page, arrays against the fastest alternative at the same M, and how it was measured.
 
     Args:
         results: The sweeps by name.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +42,7 @@ from benchmarks.workloads import WORKLOADS
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "benchmarks.md"
-BEGIN, END = "<!-- sweeps, made by python -m benchmarks report -->", "<!-- end -->"
+BEGIN = "<!-- sweeps, made by python -m benchmarks report -->"
 UPDATES = "<!-- updates, made by python -m benchmarks report -->"
 PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
@@ -360,18 +359,13 @@ def gpus(folder: Path = RESULTS) -> str:
     return "\n\n".join(filter(None, [steps or gpu.NOTHING, *own, gpu.singles(rows)]))
 
 
-def replaced(page: str, section: str, begin: str = BEGIN) -> str:
-    """The page with another section after this mark."""
-    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n\n{section}\n\n{END}", page)
-
-
 def written(page: str, folder: Path = RESULTS) -> str:
     """The page with all tables of the results in a folder."""
     sweeps = results(folder)
-    page = replaced(page, tables({key: sweeps[key] for key in TITLES if key in sweeps}))
-    page = replaced(page, readme.speed(sweeps, every=True), BEST)
-    page = replaced(page, gpus(folder), GPUS)
-    page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
+    page = readme.replaced(page, tables({key: sweeps[key] for key in TITLES if key in sweeps}), BEGIN)
+    page = readme.replaced(page, readme.speed(sweeps, every=True), BEST)
+    page = readme.replaced(page, gpus(folder), GPUS)
+    page = readme.replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
     single = (
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
         *((ENSEMBLES, ensembles, "ensembles-cpu"), (ADAPTERS, adapters, "adapters-cpu")),
@@ -379,17 +373,18 @@ def written(page: str, folder: Path = RESULTS) -> str:
     )
     for begin, make, name in single:
         path = folder / f"{name}.json"
-        page = replaced(page, make(json.loads(path.read_text())) if path.exists() else NOTHING, begin)
+        page = readme.replaced(page, make(json.loads(path.read_text())) if path.exists() else NOTHING, begin)
     sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}
     found = {size: json.loads((folder / f"{name}.json").read_text()) for size, name in sizes.items()}
-    return replaced(page, predictions(found), PREDICTIONS)
+    return readme.replaced(page, predictions(found), PREDICTIONS)
 
 
 def pages(folder: Path = RESULTS) -> dict[Path, str]:
     """Every page that shows results, as it should be."""
-    readme_page = replaced(readme.README.read_text(), readme.speed(results(folder)), readme.BEGIN)
-    readme_page = replaced(readme_page, readme.gpus(results(folder)), readme.GPUS)
-    return {PAGE: written(PAGE.read_text(), folder), readme.README: readme_page}
+    return {
+        PAGE: written(PAGE.read_text(), folder),
+        readme.README: readme.written(readme.README.read_text(), results(folder)),
+    }
 
 
 def older(sweeps: dict[str, dict[str, Any]]) -> list[str]:

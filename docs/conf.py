@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation."""
 
 import base64
+import importlib.metadata
 import inspect
 import json
 import re
@@ -30,13 +31,12 @@ author = "the authors of hfta_func"
 release = version = hfta_func.__version__
 html_title = f"hfta_func {release}"
 html_theme = "furo"
-REPOSITORY = "https://github.com/hfta-func/hfta_func"
-html_theme_options = {
-    "source_repository": REPOSITORY,
-    "source_branch": "main",
-    "source_directory": "docs/",
-    "top_of_page_buttons": ["view"],
-}
+# The address of the repository, once there is one; without it, pages do not link to their source.
+REPOSITORY = importlib.metadata.metadata("hfta_func").json.get("project_url", [""])[0].partition(", ")[2]
+html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
+html_theme_options = (
+    {**html_theme_options, "top_of_page_buttons": ["view"]} if REPOSITORY else {"top_of_page_buttons": []}
+)
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_copyright = False
@@ -118,8 +118,9 @@ def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _to_repository(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links to examples open them in the repository; Sphinx would offer single files to download."""
-    source[0] = re.sub(r"\]\((?:\.\./)+(examples/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", source[0])
+    """Links to examples open them in the repository, or name them; Sphinx would offer single files to download."""
+    link = rf"[\1]({REPOSITORY}/blob/main/\2)" if REPOSITORY else r"\1 (`\2`)"
+    source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)+(examples/[^)]*)\)", link, source[0])
 
 
 def _notebook_source(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """The package's own, imported only when there is an error: plain PyTorch trains without the package."""
-    return importlib.import_module("hfta_func").is_out_of_memory(error)
+    return importlib.import_module("hfta_func").run.is_out_of_memory(error)
 
 
 def optional(module: str, use: str) -> Any:

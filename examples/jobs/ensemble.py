@@ -20,12 +20,8 @@ def mse(model, batch):
 
 
 ensemble = hfta.Experiment(make_model, mse, hfta.adam(lr=3e-3), mse, seeds=20)
-options = {
-    "callbacks": [hfta.callbacks.early_stopping("mse", 5)],
-    "restore_best": "mse",
-    "compact": True,
-    "progress": False,
-}
+stop = hfta.callbacks.early_stopping("mse", 5)
+options = {"callbacks": [stop], "restore_best": "mse", "compact": True, "progress": False}
 ensemble.fit(train, 32, bootstrap=True, epochs=60, evaluate=val, **options)
 deployed, alone = ensemble.ensemble().deploy(), ensemble.evaluate(test)["mse"].mean()
 torch.export.save(deployed.export(test[0]), sys.argv[1])

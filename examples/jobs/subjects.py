@@ -21,11 +21,7 @@ def mse(model, batch):
 
 
 subjects = hfta.Experiment(make_model, mse, hfta.adam(lr=1e-2), seeds=24)
-options = {
-    "callbacks": [hfta.callbacks.early_stopping("mse", 5)],
-    "restore_best": "mse",
-    "compact": True,
-    "progress": False,
-}
+stop = hfta.callbacks.early_stopping("mse", 5)
+options = {"callbacks": [stop], "restore_best": "mse", "compact": True, "progress": False}
 history = subjects.fit(data, 16, rows=train, batches_per_epoch=8, epochs=30, evaluate=(mse, data, val), **options)
 print(history.best("mse")[["member", "epoch", "mse"]].to_string(index=False))

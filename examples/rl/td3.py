@@ -94,9 +94,8 @@ def make(env, lr, discount=0.99, tau=0.005, capacity=50_000):
     def start(params, seeds):
         """Agents that have wandered for some steps."""
         running = rl.start(env, hfta.random.keys(seeds), N)
-        running, steps = rl.rollout(
-            env, rl.make_policy(agent, wander), hfta.models.Stacked(params, {}), running, WARMUP
-        )
+        first = hfta.models.Stacked(params, {})
+        running, steps = rl.rollout(env, rl.make_policy(agent, wander), first, running, WARMUP)
         buffer = rl.written(rl.replay(common.transitions(steps), capacity), common.transitions(steps))
         return step.init(params, seeds=seeds, carry={"running": running, "buffer": buffer, "target": params})
 

@@ -377,9 +377,9 @@ def rows_of_a_card(bench, gpu="NVIDIA H100"):
 
 
 def test_pages_show_the_rows(bench, tmp_path):
-    report, readme, tables, x = bench("report"), bench("readme"), bench("gpu.tables"), bench("_tables").TIMES
+    report, tables, x = bench("report"), bench("gpu.tables"), bench("_tables").TIMES
     file = tmp_path / "gpu.jsonl"
-    assert report.gpus(tmp_path) == readme.gpus({}) == tables.NOTHING
+    assert report.gpus(tmp_path) == tables.NOTHING
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of_a_card(bench)))
     page = report.gpus(tmp_path)
     heads = [line for line in page.splitlines() if line.startswith("### ")]
@@ -391,8 +391,6 @@ def test_pages_show_the_rows(bench, tmp_path):
     assert f"| ResNet-18 | 16 {x} 128 | 2.0{x} | 9.0{x} | 3.0{x} |" in page
     assert f"| adam | 5.0{x} | 5.0{x} |" in page and "| 4,096 |" in page and "| 1.00 | 0.20 | 20% |" in page
     assert f"| convolution: M 4, x | groups 2.000 | matmul 1.000 | 2.00{x} |" in page
-    own = readme.gpus(report.results(tmp_path)).splitlines()
-    assert own[0] == "On one NVIDIA H100:" and own[4].count(f"| 2.0{x} | 9.0{x} | 3.0{x} the loop, CUDA graphs") == 3
     # Another card has tables of its own, and rows of other code are named.
     rows = rows_of_a_card(bench, "NVIDIA H200")
     rows[1]["code"] = "another"

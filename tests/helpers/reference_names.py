@@ -56,7 +56,23 @@ def written(text):
     return text[:at].rstrip() + "\n\n" + table(text) + "\n\n" + text[at:].lstrip("\n")
 
 
+def overview(index):
+    """The index with all names on one table: where each page describes it, and what it is."""
+    rows = {}
+    for path in sorted(REFERENCE.glob("*.md")):
+        for name in names_of(path.read_text()):
+            short = name.removeprefix("hfta_func.")
+            room = short.rpartition(".")[0] or "hfta_func"
+            rows[room != "hfta_func", room, short] = f"| [`{short}`]({path.name}) | {summary(name)} |"
+    listed = [rows[key] for key in sorted(rows, key=str)]
+    head, rest = index.split(BEGIN, 1)
+    return (
+        "\n".join([head + BEGIN, "", "| name | what it is |", "| --- | --- |", *listed, "", END])
+        + rest.split(END, 1)[1]
+    )
+
+
 if __name__ == "__main__":
     for path in REFERENCE.glob("*.md"):
-        if path.stem != "index":
-            path.write_text(written(path.read_text()))
+        text = path.read_text()
+        path.write_text(overview(text) if path.stem == "index" else written(text))

@@ -58,10 +58,8 @@ def main(argv=None):
     adamw = hfta.adamw(lr=args.lr, weight_decay=args.weight_decay)
     options = {"batch_dims": None}
     array = hfta.Experiment(lambda: MLP(inputs=10), mse, adamw, mse, seeds=args.seeds, options=options)
-    follow = [
-        hfta.callbacks.early_stopping("mse", args.patience),
-        hfta.schedules.plateau("mse", factor=0.5, patience=4),
-    ]
+    stop, plateau = hfta.callbacks.early_stopping("mse", args.patience), hfta.schedules.plateau
+    follow = [stop, plateau("mse", factor=0.5, patience=4)]
     best = {"evaluate": val_set.tensors, "restore_best": "mse", "callbacks": follow}
     array.fit(loader, epochs=args.epochs, **best)
     hfta.save(array.state, args.checkpoint)

@@ -190,7 +190,7 @@ def restrict(owner: type, **ranges: Range) -> None:
         >>> restrict(SlowState, alpha=Range.DECAY)
         >>> Hyperparams(SlowState, lr=0.1, alpha=2.0)
         Traceback (most recent call last):
-        hfta_func._types.HyperparameterError: alpha is 2.0; it must be at least 0 and below 1
+        hfta_func.errors.HyperparameterError: alpha is 2.0; it must be at least 0 and below 1
     """
     _RANGES.setdefault(owner, {}).update(ranges)
 

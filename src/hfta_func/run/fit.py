@@ -8,6 +8,7 @@ import operator
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -133,6 +134,7 @@ def fit(
         if given is not None:
             refuse_shared(state, option)
     _refuse_dealt(loader, step)
+    begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
@@ -179,6 +181,7 @@ def fit(
                         trainer.follow(run.loader)
             save()
     run.history.interrupted, run.history.status = pressed(), trainer.status
+    run.history.seconds = time.perf_counter() - begun
     run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline
+from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline, text_table
 from hfta_func.errors import StateError
 from hfta_func.step.state import TrainState
 
@@ -52,6 +52,7 @@ class History:
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
         status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
+        seconds: How long the last :func:`fit` took.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
@@ -61,7 +62,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted, self.profile, self.status = False, cast(Any, None), ""
+        self.interrupted, self.profile, self.status, self.seconds = False, cast(Any, None), "", 0.0
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
@@ -192,6 +193,33 @@ class History:
         present(self, metric)
         rows = self.frame(**columns).sort_values(metric, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
         return _one_of_each(rows)
+
+    def table(self, metric: str, mode: Mode = "min") -> str:
+        """The best epoch of every member as text, without pandas: seed, :attr:`columns`, value and epoch.
+
+        Args:
+            metric: Name of a metric with one number per member.
+            mode: Whether lower or higher values are better.
+
+        Example:
+            >>> history = History(torch.tensor([7, 8]))
+            >>> history.epochs = [{"loss": torch.tensor([0.5, 1.0])}, {"loss": torch.tensor([0.75, 0.25])}]
+            >>> print(history.table("loss"))
+            2 members, 2 epochs, 0.0 s
+            member  seed    loss  best epoch
+                 0     7  0.5000           1
+                 1     8  0.2500           2
+        """
+        present(self, metric)
+        values = self[metric].double()
+        epochs = (values * SIGNS[direction_of(mode)]).nan_to_num(torch.inf, torch.inf, -torch.inf).argmin(0)
+        best = [f"{value:.4f}" for value in values.gather(0, epochs[None])[0].tolist()]
+        given = {name: column for name, column in self.columns.items() if name not in ("member", "seed", "seeds")}
+        columns = {"member": range(len(best)), "seed": self.seeds.tolist(), **given, metric: best}
+        columns["best epoch"] = (epochs + 1).tolist()
+        texts = [[f"{each:g}" if isinstance(each, float) else str(each) for each in one] for one in columns.values()]
+        rows = [[*columns], *map(list, zip(*texts, strict=True))]
+        return f"{len(best)} members, {len(self)} epochs, {self.seconds:.1f} s\n{text_table(rows, '>' * len(columns))}"
 
     def __repr__(self) -> str:
         names = f": {', '.join(self.epochs[-1])}" if self.epochs else ""
