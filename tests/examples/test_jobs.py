@@ -44,7 +44,7 @@ def count(name):
 def test_lines():
     """Never more than the loop, and at most 70 % together."""
     lines = {name: (count(name), count(f"{name}_loop")) for name in NAMES}
-    assert len(lines) == 8 and all(array <= loop for array, loop in lines.values())
+    assert len(lines) == 9 and all(array <= loop for array, loop in lines.values())
     arrays, loops = zip(*lines.values(), strict=True)
     assert sum(arrays) <= 0.7 * sum(loops), lines
     gallery = (JOBS.parents[1] / "docs" / "gallery.md").read_text()
@@ -101,6 +101,15 @@ def test_grids_are_the_same_table(capsys):
         (rate, *values), (same, *others) = map(str.split, (row, other))
         assert rate == same
         near(*[0.06] * 3)([*map(float, values)], [*map(float, others)])
+
+
+@pytest.mark.exhaustive
+def test_the_first_example_and_its_loop_print_one_table(capsys):
+    found, expected = (run(name, capsys).splitlines() for name in ("first", "first_loop"))
+    assert found[1].split() == expected[1].split() and len(found) == len(expected) == 12
+    for row, other in zip(found[2:], expected[2:], strict=True):
+        # Member, seed and learning rate; other batches make another best epoch.
+        assert row.split()[:3] == other.split()[:3] and abs(float(row.split()[3]) - float(other.split()[3])) < 0.02
 
 
 @pytest.mark.exhaustive
