@@ -67,8 +67,6 @@ FILES_IN = {
             "_recurrence",
         ),
         *(
-            "_check_cases",
-            "_check",
             "_autocast",
             "_function_graphs",
             "_functions",

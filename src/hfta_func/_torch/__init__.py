@@ -7,7 +7,7 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 # ruff: noqa: F401
 # isort: off
 from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
-from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
+from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import current_trace, expected, graph_hits, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import (

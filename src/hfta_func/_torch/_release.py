@@ -19,11 +19,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def is_untested() -> bool:
-    """Whether PyTorch is newer than the releases that the tests have run on."""
-    return _release(torch.__version__) > NEWEST
-
-
 def tested() -> str:
     """The releases that the tests have run on, in words."""
     return f"PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -45,8 +40,8 @@ def check_version(version: str) -> None:
         raise ImportError(f"hfta_func does not support PyTorch {version}; {cure()}")
     if _release(version) > NEWEST:
         warnings.warn(
-            f"hfta_func is tested with {tested()}, and this is PyTorch {version}: when the batching rules are first "
-            f"installed, they are checked against a loop",
+            f"hfta_func is tested with {tested()}, and this is PyTorch {version}: keep verify=True, by which members are "
+            f"compared with ordinary PyTorch",
             VersionWarning,
             stacklevel=2,
         )

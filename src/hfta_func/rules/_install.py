@@ -15,7 +15,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func.calls.body import warn
 from hfta_func.errors import LoopWarning
-from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
+from hfta_func.rules import _aliasing, _autocast, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
@@ -59,11 +59,6 @@ def install() -> None:
         try:
             _register()
             _loop_the_rest()
-            if _torch.is_untested():
-                with no_fallback():
-                    _check.settle(_register)
-                # Operators without a rule that the check has called must warn again when a model calls them.
-                _loop.cache_clear()
         except BaseException:
             _withdraw()
             raise
