@@ -81,7 +81,6 @@ FILES_IN = {
     "models": [
         *(
             "scalar_attributes",
-            "references",
             "copies",
             "structure",
             "sharing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hfta_func._torch import (
     call_with,
     constant_to_compiler,
+    is_reading,
     outside_transforms,
     places_of,
     pytree,
@@ -24,7 +26,7 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import KEYS, Body
 from hfta_func.calls.padding import Padded
 from hfta_func.errors import StateError, TraceError
-from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
+from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
 from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
@@ -97,7 +99,9 @@ class Bound:
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
-        self._func, self._checkpoint, self._renorms, self._evaluates = func, checkpoint, renorms, training is False
+        self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
+        # Whose counters go on.
+        self._template = weakref.ref(model)
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
@@ -113,7 +117,10 @@ class Bound:
         self._marks = {path: vars(tensor) for path, tensor in named if vars(tensor)}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        self._harmless: set[str] = set()
+        # What calls have changed; what of it are counters, which calls may read.
+        self._examined: set[str] = set()
+        self._counters: set[str] = set()
+        self._is_counted = False
         self._undoing: list[Undoing] = []
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
@@ -138,6 +145,12 @@ class Bound:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
+            if self._counters and (self._is_counted or is_reading()):
+                names = ", ".join(map(repr, sorted(self._counters)))
+                raise TraceError(
+                    f"each call of the model changes {names}, from which it computes, and a compiled step has one value for "
+                    f"all calls; make it a buffer, or leave the step uncompiled"
+                )
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
             padded = None if self._events is None else self._events.latest(buffers[SIZE])
@@ -146,6 +159,8 @@ class Bound:
             return results
         padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
+        template = self._template() or self._inner
+        count(body.model, {path: _attribute(template, path) for path in self._counters})
         kinds = dict | list
         if rehearsing.get() and not all(
             isinstance(holder, kinds) and key is not KEYS for holder, key, _ in body.aliases
@@ -161,10 +176,12 @@ class Bound:
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
-        if not self._harmless.issuperset(changed):
+        if not self._examined.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self._harmless.update(changed)
-            self._undoing = self._first[1].undoing(self._harmless)
+            self._examined.update(changed)
+            self._undoing = self._first[1].undoing(self._examined)
+        if self._counters and not rehearsing.get():
+            count_later(template, {path: changed[path] for path in self._counters if path in changed})
         # The backward pass runs rematerialised modules again.
         if not (self._checkpoint or checkpoints):
             undo(attributes.undoing(changed))
@@ -273,31 +290,35 @@ class Bound:
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:
-        """Raise a StateError if attributes carry state from call to call, which calls with member 0 find out."""
+        """Find out what attributes carry from call to call; raise a StateError if it is more than a counter."""
 
-        def part(leaf: Any, factor: float) -> Any:
+        def part(leaf: Any, factor: float = 1) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             leaf = first_member(leaf)
             return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
 
-        # Halved values are still valid as probabilities, variances and masks.
-        factors = {False: 1, True: 0.5}
-
-        def run(body: Body, retrained: bool, altered: bool, buffers: Params | None) -> Any:
+        def run(body: Body, altered: bool, buffers: Params | None) -> Any:
             params, start, args, kwargs, key = given
-            factor = factors[retrained]
-            params = {path: part(param, factor if path in self.trained else 1) for path, param in params.items()}
-            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factors[altered]), (args, kwargs))
-            buffers = {path: part(buffer, 1) for path, buffer in (start if buffers is None else buffers).items()}
+            params = {path: part(param) for path, param in params.items()}
+            # Halved values are still valid as probabilities, variances and masks.
+            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, 0.5 if altered else 1), (args, kwargs))
+            buffers = {path: part(buffer) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
-            key = None if key is None else part(key, 1) + altered
+            key = None if key is None else part(key) + altered
             padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
             return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
-            check_no_carrying(run, self._make, self._evaluates)
+            counters, is_counted = examined(run, self._make)
+        self._counters |= counters
+        self._is_counted |= is_counted
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
 
 
 def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:

@@ -10,7 +10,6 @@ import dataclasses
 import dis
 import enum
 import functools
-import inspect
 import textwrap
 import types
 from argparse import Namespace
@@ -154,8 +153,7 @@ def _parts(value: Any) -> Any:
         return {f"[{key!r}]": part for key, part in value.items() if isinstance(key, str | int)}
     if isinstance(value, functools.partial):
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
-    if isinstance(value, types.MethodType | types.FunctionType):
-        func = inspect.unwrap(getattr(value, "__func__", value))
+    if isinstance(func := getattr(value, "__func__", value), types.FunctionType):
         cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
         return {"": func.__code__, ".__defaults__": func.__defaults__} | {f".{name}": held for name, held in cells}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
