@@ -373,7 +373,7 @@ def test_attributes_of_one_call_are_those_of_the_loop(
     kind: type[Keeps], count: int, chunk_size: int | None, compiled: bool
 ) -> None:
     if compiled and kind is LeavesHooks:
-        pytest.skip("a compiled step refuses it: Dynamo does not trace a list that a hook of the call fills")
+        pytest.skip("a compiled step refuses it: Dynamo does not trace the number that a hook gets")
     if compiled and kind in (Counter, Annealed):
         with pytest.raises(
             Exception, match=r"each call of the model changes '0\..* make it a buffer, or leave the step"

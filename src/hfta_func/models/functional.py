@@ -23,7 +23,7 @@ from hfta_func._torch import (
 )
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.calls.body import KEYS, Body
+from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
@@ -161,10 +161,7 @@ class Bound:
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
         count(body.model, {path: _attribute(template, path) for path in self._counters})
-        kinds = dict | list
-        if rehearsing.get() and not all(
-            isinstance(holder, kinds) and key is not KEYS for holder, key, _ in body.aliases
-        ):
+        if rehearsing.get() and not all(isinstance(holder, dict | list) for holder, _, _ in body.aliases):
             raise TraceError(
                 "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
                 "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
