@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import out_of_sight, outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
+from hfta_func._torch import parts, places_of, tensors_of, writes
 from hfta_func.errors import StackError, StateError
 
 
@@ -77,7 +77,6 @@ class Base:
     def __init__(self, model: nn.Module, training: bool | None):
         self.tensors = base_of(model)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
-        self._tried = False
         slots = places_of(model)
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
         known = {id(tensor) for tensor in self.tensors.values()}
@@ -104,10 +103,7 @@ class Base:
 
     @contextlib.contextmanager
     def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
-
-        In the first block, a write raises a StateError before anything is changed.
-        """
+        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
         tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
@@ -115,25 +111,11 @@ class Base:
                     f"the model holds another tensor as '{path}' than when this step was made, such as after .to(...) or "
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
-        if self._tried or not tensors:
-            every = [(path, part) for path, tensor in tensors.items() for part in parts(tensor)]
-            before = [writes(part) for _, part in every]
-            yield tensors
-            for (path, part), count in zip(every, before, strict=True):
-                if writes(part) != count:
-                    raise _written(path)
-            return
-        # Some operators, such as batch normalisation, do not declare what they write; they write floating-point buffers only.
-        with out_of_sight():
-            copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
-        read = {**tensors, **copies}
-        with refusing_writes(read, _written):
-            yield read
-        with outside_transforms():
-            for path, copy in copies.items():
-                if not bool(_same(copy, tensors[path]).all()):
-                    raise _written(path)
-        self._tried = True
+        every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
+        yield tensors
+        for path, part, count in every:
+            if writes(part) != count:
+                raise _written(path)
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward pass has replaced buffers of the base."""
