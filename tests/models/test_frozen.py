@@ -4,7 +4,6 @@ import copy
 import io
 
 import cloudpickle
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -355,16 +354,6 @@ def test_other_bad_bases():
         hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     with pytest.raises(ValueError, match="share_frozen is 1"):
         hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=1)
-
-
-def test_a_base_on_another_device_is_noticed():
-    models = make_models()
-    step, state = array(models)
-    elsewhere = hfta.step.TrainState(*(optree.tree_map(lambda leaf: leaf.to("meta"), part) for part in state))
-    with pytest.raises(
-        hfta.errors.StateError, match=r"'embed.weight', which all members share, is on cpu, but the members are on meta"
-    ):
-        step(elsewhere, tuple(x.to("meta") for x in make_batches(1)[0]))
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ from hfta_func._torch import (
     places_of,
     pytree,
     tensors_of,
+    writes,
 )
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
@@ -32,8 +33,8 @@ from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, explained, hold, numbers_of_python
-from hfta_func.models.sharing import Base, check_device
+from hfta_func.models.scalar_attributes import changed, explained, hold
+from hfta_func.models.sharing import Base
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import skeleton
 
@@ -63,17 +64,10 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
         >>> output.shape, new_buffers["num_batches_tracked"], buffers["num_batches_tracked"]
         (torch.Size([3, 8, 2]), tensor([1, 1, 1]), tensor([0, 0, 0]))
     """
-    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs), share_frozen=share_frozen)
+    return Bound(model, lambda model, *args, **kwargs: model(*args, **kwargs), share_frozen=share_frozen)
 
 
-def bind(
-    model: nn.Module,
-    func: Callable[..., Any],
-    checkpoint: bool | Sequence[str] = False,
-    training: bool | None = None,
-    renorms: bool = False,
-    share_frozen: bool = False,
-) -> Callable[..., tuple[Any, Params]]:
+class Bound:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` receives an ordinary module that holds the given tensors. ``checkpoint`` names submodules to rematerialise in
@@ -81,20 +75,15 @@ def bind(
     Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms`` is True, else of copies. With
     ``share_frozen`` the base of the model is used for paths that are not in ``params``.
     """
-    return Bound(model, func, checkpoint, training, renorms, share_frozen)
-
-
-class Bound:
-    """The pure function that :func:`bind` returns."""
 
     def __init__(
         self,
         model: nn.Module,
         func: Callable[..., Any],
-        checkpoint: bool | Sequence[str],
-        training: bool | None,
-        renorms: bool,
-        share_frozen: bool,
+        checkpoint: bool | Sequence[str] = False,
+        training: bool | None = None,
+        renorms: bool = False,
+        share_frozen: bool = False,
     ):
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
@@ -140,7 +129,7 @@ class Bound:
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
-        """Call the function with one member's tensors; see :func:`bind`."""
+        """Call the function with one member's tensors; see :class:`Bound`."""
         if len(buffers) > self._count and not self._numbers:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
@@ -161,16 +150,7 @@ class Bound:
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
         count(body.model, {path: _attribute(template, path) for path in self._counters})
-        if rehearsing.get() and not all(isinstance(holder, dict | list) for holder, _, _ in body.aliases):
-            raise TraceError(
-                "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
-                "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
-            )
-        if rehearsing.get():
-            # The compiler takes numbers of NumPy for arrays, and cannot guard on them below a derivative.
-            numbers_of_python(self._first[0].model)
-            self._first = _with_attributes(self._first[0])
-        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if not self._examined.issuperset(changed):
@@ -212,7 +192,7 @@ class Bound:
         body = self._make(False)
         watch(body.model)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        with checkpoints_of(body.model, body.fixed), self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed), self._reading(params) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
@@ -227,13 +207,10 @@ class Bound:
         return True
 
     @contextlib.contextmanager
-    def _reading(self, params: Params, buffers: Params) -> Iterator[Mapping[str, Tensor]]:
+    def _reading(self, params: Params) -> Iterator[Mapping[str, Tensor]]:
         if self._base is None:
             yield {}
             return
-        for leaf in (*params.values(), *buffers.values()):
-            check_device(self._base_without(params), leaf.device)
-            break
         with self._base.reading({path: params[path] for path in self._base.tensors if path in params}) as shared:
             yield shared
 
@@ -270,6 +247,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
+        before = [*map(writes, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
@@ -281,8 +259,8 @@ class Bound:
                 whole[path].detach().copy_(params[path].detach())
         if self._base is not None:
             self._base.check_kept(given, tensors, "model.")
-        for path, number in numbers.items():
-            if tensors[f"model.{path}"] is not number:
+        for (path, number), version in zip(numbers.items(), before, strict=True):
+            if tensors[f"model.{path}"] is not number or writes(number) != version:
                 raise changed(path)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
@@ -316,6 +294,9 @@ class Bound:
 def _attribute(model: nn.Module, path: str) -> Any:
     owner, _, name = path.rpartition(".")
     return getattr(model.get_submodule(owner), name)
+
+
+bind = Bound
 
 
 def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:

@@ -156,13 +156,3 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
             f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base "
             f"start from one set of weights: load it once, or leave out {option}"
         )
-
-
-def check_device(base: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise a StateError if a shared tensor is not on the device of the members."""
-    for path, tensor in base.items():
-        if tensor.device != device:
-            raise StateError(
-                f"'{path}', which all members share, is on {tensor.device}, but the members are on {device}; move the model "
-                f"before the step is made, and leave it there"
-            )

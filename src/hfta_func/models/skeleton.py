@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
 from hfta_func.models.blocks import run_present_blocks
 from hfta_func.models.copies import copied_module
+from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
@@ -54,6 +55,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     copied = outline(model)
     check_no_backward_hooks(model)
     run_present_blocks(copied)
+    numbers_of_python(copied)
     for module in copied.modules():
         if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
             if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
