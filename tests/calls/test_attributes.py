@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -301,35 +299,6 @@ def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: i
             step(state, batches(count)[0])
 
 
-GENERATORS = {
-    "Random": lambda: random.Random(0),
-    "RandomState": lambda: np.random.RandomState(0),
-    "Generator": lambda: np.random.default_rng(0),
-}
-
-
-class Drawing(Keeps):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.held = {"noise": GENERATORS[kind]()}
-
-    def use(self, y):
-        return y * self.held["noise"].random()
-
-
-@pytest.mark.parametrize("way", ["eager", "serial", "evaluated", "compiled"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_draws_from_a_generator_of_the_model_are_refused(kind: str, count: int, way: str) -> None:
-    models = members(lambda: Drawing(kind), count)
-    step, state = made(models, 1 if way == "serial" else None, way == "compiled")
-    if way == "evaluated":
-        step = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
-    for _ in range(2):
-        with pytest.raises(Exception, match=rf"draws from its generator '0\.held' \({kind}\).* draw with torch\.rand"):
-            step(state, batches(count)[0])
-
-
 class Hooked(Keeps):
     def forward(self, x):
         self.layer.register_forward_hook(lambda module, args, output: output * 2)
@@ -341,16 +310,6 @@ def test_hooks_that_accumulate_are_refused(count: int) -> None:
     models = members(Hooked, count)
     with pytest.raises(hfta.errors.StateError, match=r"carries '0\.layer\._forward_hooks' from one call to the next"):
         made(models)[0](made(models)[1], batches(count)[0])
-
-
-def test_a_generator_that_a_model_only_holds_is_none_of_its_state() -> None:
-    class Holding(Drawing):
-        def use(self, y):
-            return y
-
-    for kind in GENERATORS:
-        step, state = made(members(lambda: Holding(kind), 3))  # noqa: B023
-        step(state, batches(3)[0])
 
 
 @pytest.mark.sampled(every=4)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
 from hfta_func.calls.as_alone import first_member as first_member
 from hfta_func.calls.body import Body
-from hfta_func.calls.captured import drawn_state
-from hfta_func.errors import RandomnessError, StateError
+from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number
 
 # Hooks, which few calls change, make up most of a module.
@@ -44,7 +43,6 @@ class Attributes:
         self._held: list[tuple[str, nn.Module | None, Any, Any]] = []
         self._hooks: list[tuple[str, None, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
-        self._generators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
         for path, module in model.named_modules():
             prefix, names = f"{path}." if path else "", vars(module)
@@ -61,8 +59,6 @@ class Attributes:
             # Tensors made in inference mode count no writes.
             if not value.is_inference():
                 self._tensors.append((path, value, writes(value)))
-        elif (state := drawn_state(value)) is not None:
-            self._generators.append((path, value, repr(state)))
         elif isinstance(value, dict | list | tuple | set | collections.deque):
             if not isinstance(value, tuple):
                 self._held.append((path, None, value, value.copy()))
@@ -73,12 +69,6 @@ class Attributes:
 
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
-        for path, generator, state in self._generators:
-            if repr(drawn_state(generator)) != state:
-                raise RandomnessError(
-                    f"the model draws from its generator '{path}' ({type(generator).__name__}), which all members would "
-                    f"share; draw with torch.rand or torch.randn without a generator, which take the member's own key"
-                )
         changes: dict[str, Any] = {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
         for path, module, held, before in self._held:
             if _differ(held, before) and module is None:
@@ -164,8 +154,8 @@ _pending: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def as_one_call() -> Iterator[None]:
-    """A block whose calls count as one, such as those of all groups of members in a step."""
+def as_one_call(counts: bool = True) -> Iterator[None]:
+    """A block whose calls count as one, such as those of all groups of members in a step, or not at all."""
     if _pending.get() is not None:
         yield
         return
@@ -175,7 +165,7 @@ def as_one_call() -> Iterator[None]:
         yield
     finally:
         _pending.reset(token)
-    for model, numbers in pending.values():
+    for model, numbers in pending.values() if counts else ():
         count(model, numbers)
 
 

@@ -89,8 +89,9 @@ class Bound:
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
-        # Whose counters go on.
+        # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
+        self.counts: dict[str, Any] = {}
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
@@ -149,7 +150,8 @@ class Bound:
         padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
-        count(body.model, {path: _attribute(template, path) for path in self._counters})
+        self.counts |= {path: _attribute(template, path) for path in self._counters}
+        count(body.model, self.counts)
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()

@@ -89,17 +89,6 @@ class Base:
                     f"{where} writes its running statistics in train mode, but all members share them with "
                     f"share_frozen=True; put this module in eval mode, or let its weight be trained"
                 )
-            if getattr(module, "max_norm", None) is not None and "weight" in held:
-                raise StackError(
-                    f"{where} has max_norm, so it shortens rows of its frozen weight in place, which all members share; "
-                    f"shorten them beforehand and set max_norm to None"
-                )
-        for path, tensor in self.tensors.items():
-            if tensor.is_inference():
-                raise StackError(
-                    f"'{path}' was made in inference mode, so nothing can be trained over it; load the base outside of "
-                    f"torch.inference_mode()"
-                )
 
     @contextlib.contextmanager
     def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
