@@ -79,7 +79,6 @@ FILES_IN = {
     "models": [
         *(
             "scalar_attributes",
-            "references",
             "copies",
             "structure",
             "sharing",

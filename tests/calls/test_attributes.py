@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,7 +90,7 @@ class Meters(Keeps):
 
     def use(self, y):
         self.meter.total = self.meter.total + y.detach().mean()
-        return y
+        return y - self.meter.total
 
 
 class FirstBatch(Keeps):
@@ -136,11 +133,7 @@ class Registers(Keeps):
 
 CARRYING = {
     Hidden: "'h'",
-    Counter: "'calls'",
-    UnusedCounter: "'calls'",
-    History: "'history'",
-    Nested: "'memory'",
-    Meters: "'meter.total'",
+    Meters: "'meter'",
     FirstBatch: "'scale'",
     RunningMaximum: "'largest'",
     WritesTensor: "'count'",
@@ -209,7 +202,38 @@ class WritesWhatItMakes(Keeps):
         return y @ made
 
 
-ALLOWED = [Table, Auxiliary, Collects, Filled, WritesWhatItMakes]
+class Annealed(Keeps):
+    """A weight that grows from call to call, as of a divergence in an autoencoder, beside a counter of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta, self.calls, self.samples = 0.25, 0, 0
+
+    def use(self, y):
+        self.calls, self.samples = self.calls + 1, self.samples + len(y)
+        self.beta = min(1.0, self.beta + 0.25)
+        return y * self.beta
+
+
+class LeavesHooks(Keeps):
+    """Registers a hook in its first call, as models of transformers do to report the scores of their routers."""
+
+    is_ready = False
+
+    def __init__(self):
+        super().__init__()
+        self.scores = []
+
+    def use(self, y):
+        if not self.is_ready:
+            self.layer.register_forward_hook(lambda module, args, output: self.scores.append(output))
+            self.is_ready = True
+        self.scores.clear()
+        return y * self.layer(y.new_ones(4)) + self.scores[0]
+
+
+COUNTING = [Counter, UnusedCounter, Annealed]
+ALLOWED = [Table, Auxiliary, Collects, Filled, WritesWhatItMakes, History, Nested, LeavesHooks, *COUNTING]
 
 
 class CachesWeights(Keeps):
@@ -275,85 +299,21 @@ def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: i
             step(state, batches(count)[0])
 
 
-GENERATORS = {
-    "Random": lambda: random.Random(0),
-    "RandomState": lambda: np.random.RandomState(0),
-    "Generator": lambda: np.random.default_rng(0),
-}
-
-
-class Drawing(Keeps):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.held = {"noise": GENERATORS[kind]()}
-
-    def use(self, y):
-        return y * self.held["noise"].random()
-
-
-@pytest.mark.parametrize("way", ["eager", "serial", "evaluated", "compiled"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_draws_from_a_generator_of_the_model_are_refused(kind: str, count: int, way: str) -> None:
-    models = members(lambda: Drawing(kind), count)
-    step, state = made(models, 1 if way == "serial" else None, way == "compiled")
-    if way == "evaluated":
-        step = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
-    for _ in range(2):
-        with pytest.raises(Exception, match=rf"draws from its generator '0\.held' \({kind}\).* draw with torch\.rand"):
-            step(state, batches(count)[0])
-
-
 class Hooked(Keeps):
-    removed = False
-
     def forward(self, x):
-        handle = self.layer.register_forward_hook(lambda module, args, output: output * 2)
-        y = self.layer(x)
-        if self.removed:
-            handle.remove()
-        return y
-
-
-class HookedInACall(Hooked):
-    removed = True
-
-
-class HookedBehind(Keeps):
-    def forward(self, x):
-        self.layer.register_full_backward_hook(lambda *args: None)
+        self.layer.register_forward_hook(lambda module, args, output: output * 2)
         return self.layer(x)
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
-@pytest.mark.parametrize("way", ["eager", "serial", "evaluated"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_hooks_that_calls_leave_are_refused(count: int, way: str) -> None:
-    for kind, match in {
-        Hooked: r"registers a hook on module '0\.layer' and leaves it there.* handle\.remove\(\)",
-        HookedInACall: "",
-        HookedBehind: r"registers a hook (for the backward pass of a module|on module '0\.layer')",
-    }.items():
-        models = members(kind, count)
-        step, state = made(models, 1 if way == "serial" else None)
-        if way == "evaluated":
-            step = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
-        with pytest.raises(hfta.HFTAError, match=match) if match else contextlib.nullcontext():
-            step(state, batches(count)[0])
-
-
-def test_a_generator_that_a_model_only_holds_is_none_of_its_state() -> None:
-    class Holding(Drawing):
-        def use(self, y):
-            return y
-
-    for kind in GENERATORS:
-        step, state = made(members(lambda: Holding(kind), 3))  # noqa: B023
-        step(state, batches(3)[0])
+def test_hooks_that_accumulate_are_refused(count: int) -> None:
+    models = members(Hooked, count)
+    with pytest.raises(hfta.errors.StateError, match=r"carries '0\.layer\._forward_hooks' from one call to the next"):
+        made(models)[0](made(models)[1], batches(count)[0])
 
 
 @pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("kind", [Hidden, UnusedCounter, History, WritesTensor])
+@pytest.mark.parametrize("kind", [Hidden, WritesTensor])
 def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
     step, state = made(members(kind, 3), compiled=True)
     for _ in range(2):
@@ -371,8 +331,18 @@ def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
 def test_attributes_of_one_call_are_those_of_the_loop(
     kind: type[Keeps], count: int, chunk_size: int | None, compiled: bool
 ) -> None:
+    if compiled and kind is LeavesHooks:
+        pytest.skip("a compiled step refuses it: Dynamo does not trace the number that a hook gets")
+    if compiled and kind in (Counter, Annealed):
+        with pytest.raises(
+            Exception, match=r"each call of the model changes '0\..* make it a buffer, or leave the step"
+        ):
+            step, state = made(members(kind, count), compiled=True)
+            step(state, batches(count)[0])
+        return
     models = members(kind, count)
-    step, state = made(models, chunk_size, compiled)
+    template = copy.deepcopy(models[0])
+    step, state = made([template, *models[1:]], chunk_size, compiled)
     data = batches(count)
     for batch in data:
         state, metrics = step(state, batch)
@@ -386,6 +356,11 @@ def test_attributes_of_one_call_are_those_of_the_loop(
         assert abs(metrics["loss"][member] - loss) < 1e-10
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+    if kind in COUNTING and not compiled:
+        names = {name for name in ("calls", "samples", "beta") if hasattr(template[0], name)}
+        assert {name: getattr(template[0], name) for name in names} == {
+            name: getattr(models[0][0], name) for name in names
+        }
 
 
 def test_evaluation_refuses_and_allows_the_same() -> None:

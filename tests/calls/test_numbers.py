@@ -620,7 +620,9 @@ READS = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_number_that_must_be_one_of_pythons_is_refused_by_name(read):
-    message = r"test_numbers.py.*needs a Python number .* 'number' is why: members differ in it, .* give all models the"
+    message = (
+        r"test_numbers.py.*needs a Python number .* 'number' may be why: members differ in it, .* give all models the"
+    )
     with pytest.raises(hfta.errors.TraceError, match=message):
         step_of(READS[read], (1.0, 2.0))
 

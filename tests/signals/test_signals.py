@@ -8,7 +8,6 @@ import torch
 
 import hfta_func as hfta
 from hfta_func import signals
-from hfta_func._kernels.breaks import breaks
 from hfta_func.signals import Signal
 
 RATES = [500.0, 125.0, 60.0, 7.0]
@@ -136,19 +135,6 @@ def test_timestamps_become_a_grid_with_gaps():
     assert holed.valid.tolist() == [True, False, False, True, True]
     holed = signals.from_timestamps([0.0, 2.0, 3.0, 6.0, 7.0], [1, 2, torch.nan, torch.nan, 5], 1)
     assert holed.gaps.tolist() == [1, 3, 4, 5, 6] and holed.values.tolist() == [[1, 0, 2, 0, 0, 0, 0, 5]]
-
-
-@pytest.mark.parametrize("size", [1, 2, 1024, 1025, 5000])
-def test_a_clock_is_searched_alike_with_and_without_a_compiler(size, monkeypatch):
-    times = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).add(0.5).cumsum(0)
-    backwards, lost = times.clone(), times.clone()
-    backwards[-1], lost[size // 2] = 0.0, torch.nan
-    ways = [breaks(each, 0.25, 1.4) for each in (times, backwards, lost)]
-    monkeypatch.setattr("hfta_func._kernels.native.load", lambda source: None)
-    plain = [breaks(each, 0.25, 1.4) for each in (times, backwards, lost)]
-    assert torch.equal(ways[0], plain[0]) and len(ways[0]) == int((times.diff() > 1.4).sum())
-    if size > 1:
-        assert ways[1:] == plain[1:] == [None, None]
 
 
 def test_windows_are_views_with_the_labels_of_events():

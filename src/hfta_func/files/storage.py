@@ -11,16 +11,15 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import math
 import mmap
 import operator
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hfta_func.errors import CheckpointError
@@ -103,28 +102,20 @@ def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and tensors of a file, checked; the tensors are views of the file, to be copied."""
-    with open(path, "rb") as file:
-        length = _header_length(file, path)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    digest = hashlib.sha256(mapped[: _CHECKSUM.start])
-    digest.update(memoryview(mapped)[_CHECKSUM.stop :])
-    if digest.hexdigest().encode() != mapped[_CHECKSUM]:
-        raise damaged(path)
-    text, entries = _parse(mapped[8 : 8 + length], len(mapped) - 8 - length, path)
-    tensors, inner = {}, {}
-    for name, (dtype, shape, start) in entries.items():
-        flat = torch.empty(0, dtype=dtype, device="cpu")
-        if count := math.prod(shape):
-            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
-        with damaged_if_it_raises(path):
-            tensors[name] = flat.reshape(shape)
-        if name.startswith("metadata["):
-            inner[name] = tensors.pop(name).clone()
+    text = _text(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        digest = hashlib.sha256(mapped[: _CHECKSUM.start])
+        with memoryview(mapped) as view, view[_CHECKSUM.stop :] as rest:
+            digest.update(rest)
+        if digest.hexdigest().encode() != mapped[_CHECKSUM]:
+            raise damaged(path)
+    with damaged_if_it_raises(path), safe_open(path, "pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}
+        inner = {name: tensors.pop(name).clone() for name in [*tensors] if name.startswith("metadata[")}
 
-    def resolve(value: dict[str, Any]) -> Any:
-        return inner.pop(value["__tensor__"]) if "__tensor__" in value else value
+        def resolve(value: dict[str, Any]) -> Any:
+            return inner.pop(value["__tensor__"]) if "__tensor__" in value else value
 
-    with damaged_if_it_raises(path):
         about = json.loads(text, object_hook=resolve)
     if inner or not isinstance(about, dict):
         raise damaged(path)
@@ -133,10 +124,26 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def read_header(path: PathLike) -> dict[str, Any]:
     """The metadata, without the checksum."""
+    return json.loads(_text(path))
+
+
+def _text(path: PathLike) -> str:
+    """The metadata as JSON."""
     with open(path, "rb") as file:
-        length = _header_length(file, path)
-        text, _ = _parse(file.read(length), os.fstat(file.fileno()).st_size - 8 - length, path)
-    return json.loads(text)
+        if file.read(_CHECKSUM.start)[8:] != _BEGINNING:
+            raise CheckpointError(
+                f"{path} is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with "
+                f"import_models"
+            )
+    with damaged_if_it_raises(path), safe_open(path, "pt") as held:
+        text = held.metadata()["hfta_func"]
+        version = operator.index(json.loads(text)["format_version"])
+    if version > _FORMAT:
+        raise CheckpointError(
+            f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
+            f"install a later hfta_func"
+        )
+    return text
 
 
 def damaged(path: PathLike) -> CheckpointError:
@@ -144,57 +151,13 @@ def damaged(path: PathLike) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
 
 
-def _header_length(file: BinaryIO, path: PathLike) -> int:
-    """Bytes in the header; the file's position is then at its start."""
-    start = file.read(_CHECKSUM.start)
-    if start[8:] != _BEGINNING:
-        raise CheckpointError(
-            f"{path} is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
-        )
-    length = int.from_bytes(start[:8], "little")
-    if length > min(os.fstat(file.fileno()).st_size - 8, _LONGEST):
-        raise damaged(path)
-    file.seek(8)
-    return length
-
-
-def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tuple[torch.dtype, list[int], int]]]:
-    """Metadata as JSON; dtype, shape and start of every tensor, which together fill the ``size`` bytes of data."""
-    with damaged_if_it_raises(path):
-        entries = json.loads(header.decode(), object_pairs_hook=_unique)
-        text = entries.pop("__metadata__")["hfta_func"]
-        version = operator.index(json.loads(text)["format_version"])
-        if version > _FORMAT:
-            raise CheckpointError(
-                f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
-                f"install a later hfta_func"
-            )
-        parsed, position = {}, 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
-            fits = start == position and start % dtype.itemsize == 0
-            if not whole or not fits or end - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(name)
-            parsed[name], position = (dtype, shape, start), end
-        if position != size:
-            raise ValueError(size)
-    return text, parsed
-
-
 @contextlib.contextmanager
 def damaged_if_it_raises(path: PathLike) -> Iterator[None]:
     """Turn errors of code that relies on a header of :func:`encode` into the error of a damaged file."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError):
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError, SafetensorError):
         raise damaged(path) from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(unique := dict(pairs)) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return unique
 
 
 def _check_nesting(value: Any, depth: int = 0) -> None:

@@ -15,7 +15,7 @@ from hfta_func import optim, random
 from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.errors import BatchError, HyperparameterError, StackError
 from hfta_func.models.stack import stack_params, unstack_params
-from hfta_func.models.structure import equal
+from hfta_func.models.structure import setting_difference
 from hfta_func.run.dataset import generators_restored, seed_all
 from hfta_func.run.fit import Result, fit
 from hfta_func.run.history import Callback, Metrics, Mode
@@ -172,7 +172,8 @@ def _check(trainers: Sequence[Any]) -> None:
         if type(trainer) is not type(trainers[0]):
             raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
         for field in ("eval_dataset", "compute_loss_func"):
-            if not equal(getattr(trainer, field), getattr(trainers[0], field), set(), {}):
+            given = getattr(trainer, field), getattr(trainers[0], field)
+            if type(given[0]) is not type(given[1]) or setting_difference(*given, field, ()):
                 raise StackError(f"model {member}: its {field} is another one than that of model 0; give all the same")
 
 

@@ -6,26 +6,29 @@ model that it was made for. In a copy it would go on to read and fill that one.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
+import gc
 import operator
+import threading
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import Places, outside_transforms, pytree
-from hfta_func.calls.body import KEYS, Reference
+from hfta_func.calls.body import Reference
 from hfta_func.calls.captured import contents
 from hfta_func.errors import StackError
 
 T = TypeVar("T", bound=nn.Module)
 _TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 _UNCOPIED = torch.sparse_csr, torch.jagged
+_lock = threading.RLock()
 
 
 def copied_module(model: T, memo: dict[int, Any]) -> T:
@@ -37,7 +40,8 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
             memo.setdefault(id(tensor), tensor.detach())
     given = dict(memo)
     # Under vmap, a tensor that requires grad cannot be made.
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms():
+    outside = contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms()
+    with outside, _copying_functions(held):
         try:
             made = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError):
@@ -54,7 +58,6 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
                     f"the model cannot be copied ({type(error).__name__}: {error}), and members run on copies of it; mend "
                     f"its __deepcopy__ or __getstate__, so that copy.deepcopy(model) works"
                 ) from error
-    referring = _Referring(memo)
     originals = dict(model.named_modules(remove_duplicate=False))
     for path, module in made.named_modules(remove_duplicate=False):
         # A class whose __deepcopy__ makes a new module makes it in train mode, and may copy apart what modules share.
@@ -62,22 +65,60 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
         if path in originals and type(module).__setstate__ is nn.Module.__setstate__:
             # What its __getstate__ leaves out, and nothing makes again, is used as it is, too.
             vars(module).update({k: v for k, v in vars(originals[path]).items() if k not in vars(module)})
-    for module in made.modules():
-        names = vars(module)
-        for name, value in names.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                names[name] = referring(value)
     return made
+
+
+@contextlib.contextmanager
+def _copying_functions(held: Any) -> Iterator[None]:
+    """A block in which ``copy.deepcopy`` also copies functions and weak references that reach something of a model."""
+    of_model, table = _reached(held, through_functions=False), vars(copy)["_deepcopy_dispatch"]
+
+    def function(func: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+        if of_model.keys().isdisjoint(_reached(func.__closure__ or ())):
+            return func
+        # Functions that share a variable go on to share it.
+        cells = [memo.setdefault(id(cell), types.CellType()) for cell in func.__closure__ or ()]
+        made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, tuple(cells))
+        made.__kwdefaults__, made.__dict__, memo[id(func)] = func.__kwdefaults__, func.__dict__, made
+        for cell, old in zip(cells, func.__closure__ or (), strict=True):
+            for content in contents(old) if not contents(cell) else ():
+                cell.cell_contents = copy.deepcopy(content, memo)
+        return made
+
+    def reference(ref: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
+        return weakref.ref(copy.deepcopy(ref(), memo)) if id(ref()) in of_model else ref
+
+    with _lock:
+        before = dict(table)
+        table |= {types.FunctionType: function, weakref.ref: reference}
+        try:
+            yield
+        finally:
+            table |= {kind: before[kind] for kind in (types.FunctionType, weakref.ref)}
+
+
+def _reached(value: Any, through_functions: bool = True) -> dict[int, Any]:
+    """What an object holds, directly or not, by identity; only what may hold something itself."""
+    reached: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if id(each) not in reached and gc.is_tracked(each) and not isinstance(each, type | types.ModuleType):
+            reached[id(each)] = each
+            if isinstance(each, types.FunctionType):
+                rest += each.__closure__ or () if through_functions else ()
+            elif isinstance(each, weakref.ref):
+                rest.append(each())
+            elif not isinstance(each, Tensor):
+                rest += gc.get_referents(each)
+    return reached
 
 
 def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
     """Where plain attributes hold parameters or buffers of the model, too, as in ``self.penalised = [self.fc.weight]``.
 
     Each is a list, a dict, an object or a cell of a function, a key or name there, and a :class:`Reference` or a tuple
-    with some; or a dict or a set, ``KEYS``, and a tuple with some.
-
-    Raises:
-        StackError: if a container holds one that cannot hold another.
+    with some.
     """
     tensors = {id(held[name]): Reference(held, name) for held, name in places.values() if held[name] is not None}
     entries: list[tuple[Any, Any, Any]] = []
@@ -94,29 +135,14 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
             for cell in value.__closure__ or ():
                 for content in contents(cell):
                     visit(content, cell, "")
-        elif isinstance(value, dict | list | tuple | collections.deque):
+        elif isinstance(value, dict | list | tuple):
             for part, content in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
                 visit(content, None if isinstance(value, tuple) else value, part)
-            keep_keys(value if isinstance(value, dict) else ())
-        elif isinstance(value, set):
-            keep_keys(value)
-        elif isinstance(value, frozenset | functools.partial):
-            fixed = value.args if isinstance(value, functools.partial) else tuple(value)
-            if _source(fixed, tensors) is not fixed:
-                raise StackError(
-                    f"the model holds a parameter or a buffer in a {type(value).__name__}, where members cannot have their "
-                    f"own; hold it in a list or a dict"
-                )
-            visit(getattr(value, "keywords", None), value, "keywords")
-        elif hasattr(value, "__dict__"):
-            for name, content in [*vars(value).items()]:
+        elif isinstance(value, functools.partial):
+            visit(value.keywords, None, "")
+        else:
+            for name, content in [*getattr(value, "__dict__", {}).items()]:
                 visit(content, value, name)
-
-    def keep_keys(holder: Any) -> None:
-        keys = tuple([_source(key, tensors) for key in holder])
-        # Behind the entries of its values, whose keys these are.
-        if any(map(operator.is_not, keys, holder)):
-            entries.append((holder, KEYS, keys))
 
     for module in model.modules():
         for name in vars(module).keys() - _TENSORS:
@@ -141,79 +167,3 @@ def _is_copied(value: Any) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
-
-
-class _Referring:
-    """Gives a setting of a copied module functions that refer to what ``memo`` has copied."""
-
-    def __init__(self, memo: dict[int, Any]):
-        self._memo = memo
-        self._copies = {id(new) for old, new in memo.items() if id(new) != old}
-        # What was made, by the identity of what it was made from, which is kept.
-        self._made: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if id(value) in self._made:
-            return self._made[id(value)][1]
-        if isinstance(value, types.FunctionType) and self._refers(value, set()):
-            return self._function(value)
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._memo:
-            return types.MethodType(value.__func__, self._memo[id(value.__self__)])
-        if type(value) is weakref.ref and id(value()) in self._memo:
-            return weakref.ref(self._memo[id(value())])
-        if type(value) is functools.partial:
-            parts = (self(value.func), *map(self, value.args))
-            return functools.partial(*parts, **{name: self(part) for name, part in value.keywords.items()})
-        if isinstance(value, tuple):
-            parts = [*map(self, value)]
-            return getattr(value, "_make", tuple)(parts) if any(map(operator.is_not, parts, value)) else value
-        # What holds others has been copied already.
-        if isinstance(value, Tensor | nn.Module) or id(value) not in self._copies:
-            return value
-        self._made[id(value)] = value, value
-        held = value if isinstance(value, dict | list) else getattr(value, "__dict__", {})
-        for key, part in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
-            held[key] = self(part)
-        return value
-
-    def _refers(self, value: Any, seen: set[int]) -> bool:
-        """Whether a function, or what it closes over, refers to what has been copied."""
-        held = (
-            value.__self__ if isinstance(value, types.MethodType) else value() if type(value) is weakref.ref else value
-        )
-        if id(held) in self._memo:
-            return True
-        if id(value) in seen or isinstance(value, Tensor | nn.Module | type | types.ModuleType):
-            return False
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            parts = [content for cell in value.__closure__ or () for content in contents(cell)]
-        elif isinstance(value, dict):
-            parts = [*value.keys(), *value.values()]
-        else:
-            parts = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
-        return any(self._refers(part, seen) for part in parts)
-
-    def _function(self, func: types.FunctionType) -> types.FunctionType:
-        # Functions that share a variable go on to share it.
-        cells = tuple(
-            self._made.setdefault(id(cell), (cell, types.CellType()))[1]
-            if any(self._refers(x, set()) for x in contents(cell))
-            else cell
-            for cell in func.__closure__ or ()
-        )
-        made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
-        made.__kwdefaults__, made.__dict__ = func.__kwdefaults__, func.__dict__
-        self._made[id(func)] = func, made
-        for cell, old in zip(cells, func.__closure__ or (), strict=True):
-            if cell is not old:
-                (content,) = contents(old)
-                is_code = isinstance(content, types.FunctionType | types.MethodType | weakref.ref)
-                cell.cell_contents = self(content if is_code else self._copied(content))
-        return made
-
-    def _copied(self, content: Any) -> Any:
-        before = {*self._memo}
-        copied = copy.deepcopy(content, self._memo)
-        self._copies |= {id(self._memo[old]) for old in self._memo.keys() - before if id(self._memo[old]) != old}
-        return copied

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,24 +15,26 @@ from torch import Tensor, nn
 from hfta_func._torch import (
     call_with,
     constant_to_compiler,
+    is_reading,
     outside_transforms,
     places_of,
     pytree,
     tensors_of,
+    writes,
 )
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.calls.body import KEYS, Body
+from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.errors import StateError, TraceError
-from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
+from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
 from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, explained, hold, numbers_of_python
-from hfta_func.models.sharing import Base, check_device
+from hfta_func.models.scalar_attributes import changed, explained, hold
+from hfta_func.models.sharing import Base
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import skeleton
 
@@ -61,17 +64,10 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
         >>> output.shape, new_buffers["num_batches_tracked"], buffers["num_batches_tracked"]
         (torch.Size([3, 8, 2]), tensor([1, 1, 1]), tensor([0, 0, 0]))
     """
-    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs), share_frozen=share_frozen)
+    return Bound(model, lambda model, *args, **kwargs: model(*args, **kwargs), share_frozen=share_frozen)
 
 
-def bind(
-    model: nn.Module,
-    func: Callable[..., Any],
-    checkpoint: bool | Sequence[str] = False,
-    training: bool | None = None,
-    renorms: bool = False,
-    share_frozen: bool = False,
-) -> Callable[..., tuple[Any, Params]]:
+class Bound:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` receives an ordinary module that holds the given tensors. ``checkpoint`` names submodules to rematerialise in
@@ -79,25 +75,23 @@ def bind(
     Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms`` is True, else of copies. With
     ``share_frozen`` the base of the model is used for paths that are not in ``params``.
     """
-    return Bound(model, func, checkpoint, training, renorms, share_frozen)
-
-
-class Bound:
-    """The pure function that :func:`bind` returns."""
 
     def __init__(
         self,
         model: nn.Module,
         func: Callable[..., Any],
-        checkpoint: bool | Sequence[str],
-        training: bool | None,
-        renorms: bool,
-        share_frozen: bool,
+        checkpoint: bool | Sequence[str] = False,
+        training: bool | None = None,
+        renorms: bool = False,
+        share_frozen: bool = False,
     ):
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
-        self._func, self._checkpoint, self._renorms, self._evaluates = func, checkpoint, renorms, training is False
+        self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
+        # Whose counters go on, and the counters with which the latest call has begun.
+        self._template = weakref.ref(model)
+        self.counts: dict[str, Any] = {}
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
@@ -113,7 +107,10 @@ class Bound:
         self._marks = {path: vars(tensor) for path, tensor in named if vars(tensor)}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        self._harmless: set[str] = set()
+        # What calls have changed; what of it are counters, which calls may read.
+        self._examined: set[str] = set()
+        self._counters: set[str] = set()
+        self._is_counted = False
         self._undoing: list[Undoing] = []
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
@@ -133,11 +130,17 @@ class Bound:
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
-        """Call the function with one member's tensors; see :func:`bind`."""
+        """Call the function with one member's tensors; see :class:`Bound`."""
         if len(buffers) > self._count and not self._numbers:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
+            if self._counters and (self._is_counted or is_reading()):
+                names = ", ".join(map(repr, sorted(self._counters)))
+                raise TraceError(
+                    f"each call of the model changes {names}, from which it computes, and a compiled step has one value for "
+                    f"all calls; make it a buffer, or leave the step uncompiled"
+                )
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
             padded = None if self._events is None else self._events.latest(buffers[SIZE])
@@ -146,25 +149,18 @@ class Bound:
             return results
         padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        kinds = dict | list
-        if rehearsing.get() and not all(
-            isinstance(holder, kinds) and key is not KEYS for holder, key, _ in body.aliases
-        ):
-            raise TraceError(
-                "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
-                "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
-            )
-        if rehearsing.get():
-            # The compiler takes numbers of NumPy for arrays, and cannot guard on them below a derivative.
-            numbers_of_python(self._first[0].model)
-            self._first = _with_attributes(self._first[0])
-        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
+        template = self._template() or self._inner
+        self.counts |= {path: _attribute(template, path) for path in self._counters}
+        count(body.model, self.counts)
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
-        if not self._harmless.issuperset(changed):
+        if not self._examined.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self._harmless.update(changed)
-            self._undoing = self._first[1].undoing(self._harmless)
+            self._examined.update(changed)
+            self._undoing = self._first[1].undoing(self._examined)
+        if self._counters and not rehearsing.get():
+            count_later(template, {path: changed[path] for path in self._counters if path in changed})
         # The backward pass runs rematerialised modules again.
         if not (self._checkpoint or checkpoints):
             undo(attributes.undoing(changed))
@@ -198,7 +194,7 @@ class Bound:
         body = self._make(False)
         watch(body.model)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        with checkpoints_of(body.model, body.fixed), self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed), self._reading(params) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
@@ -213,13 +209,10 @@ class Bound:
         return True
 
     @contextlib.contextmanager
-    def _reading(self, params: Params, buffers: Params) -> Iterator[Mapping[str, Tensor]]:
+    def _reading(self, params: Params) -> Iterator[Mapping[str, Tensor]]:
         if self._base is None:
             yield {}
             return
-        for leaf in (*params.values(), *buffers.values()):
-            check_device(self._base_without(params), leaf.device)
-            break
         with self._base.reading({path: params[path] for path in self._base.tensors if path in params}) as shared:
             yield shared
 
@@ -256,6 +249,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
+        before = [*map(writes, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
@@ -267,37 +261,44 @@ class Bound:
                 whole[path].detach().copy_(params[path].detach())
         if self._base is not None:
             self._base.check_kept(given, tensors, "model.")
-        for path, number in numbers.items():
-            if tensors[f"model.{path}"] is not number:
+        for (path, number), version in zip(numbers.items(), before, strict=True):
+            if tensors[f"model.{path}"] is not number or writes(number) != version:
                 raise changed(path)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:
-        """Raise a StateError if attributes carry state from call to call, which calls with member 0 find out."""
+        """Find out what attributes carry from call to call; raise a StateError if it is more than a counter."""
 
-        def part(leaf: Any, factor: float) -> Any:
+        def part(leaf: Any, factor: float = 1) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             leaf = first_member(leaf)
             return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
 
-        # Halved values are still valid as probabilities, variances and masks.
-        factors = {False: 1, True: 0.5}
-
-        def run(body: Body, retrained: bool, altered: bool, buffers: Params | None) -> Any:
+        def run(body: Body, altered: bool, buffers: Params | None) -> Any:
             params, start, args, kwargs, key = given
-            factor = factors[retrained]
-            params = {path: part(param, factor if path in self.trained else 1) for path, param in params.items()}
-            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factors[altered]), (args, kwargs))
-            buffers = {path: part(buffer, 1) for path, buffer in (start if buffers is None else buffers).items()}
+            params = {path: part(param) for path, param in params.items()}
+            # Halved values are still valid as probabilities, variances and masks.
+            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, 0.5 if altered else 1), (args, kwargs))
+            buffers = {path: part(buffer) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
-            key = None if key is None else part(key, 1) + altered
+            key = None if key is None else part(key) + altered
             padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
             return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
-            check_no_carrying(run, self._make, self._evaluates)
+            counters, is_counted = examined(run, self._make)
+        self._counters |= counters
+        self._is_counted |= is_counted
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+bind = Bound
 
 
 def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, writes
+from hfta_func._torch import MODULE_ATTRIBUTES
 from hfta_func._types import Params
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
@@ -137,33 +137,24 @@ def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
 @contextlib.contextmanager
 def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
     """A block in the mode, whose errors name numbers that must be Python numbers but are tensors, as members differ."""
-    before = {path: writes(number) for path, number in numbers.items()}
     try:
         with mode:
             yield
     except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, HFTAError | Diverged):
-            raise
-        given = called_with(error)
-        named = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
         # Other errors in types, such as of a call with an argument too many, are the user's own.
         is_of_tensor = ".item()" in str(error) or (isinstance(error, TypeError) and "tensor" in str(error).lower())
-        if not named and not is_of_tensor:
+        named = [path for path, number in numbers.items() if any(leaf is number for leaf in called_with(error))]
+        if isinstance(error, HFTAError | Diverged) or not (named or is_of_tensor):
             raise
-        names, text = ", ".join(map(repr, named or numbers)), str(error).partition("\n")[0]
         raise TraceError(
-            f"{user_code_location(error)} needs a Python number where it has a tensor, and {names} "
-            f"{'is' if named else 'may be'} why: "
-            f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
-            f"{'' if text.startswith('vmap:') else f' ({text})'}"
+            f"{user_code_location(error)} needs a Python number where it has a tensor, and "
+            f"{', '.join(map(repr, named or numbers))} may be why: members differ in it, so it is a tensor in calls; compute "
+            f"with it as with one, or give all models the same ({str(error).partition(chr(10))[0]})"
         ) from error
-    for path, number in numbers.items():
-        if writes(number) != before[path]:
-            raise changed(path)
 
 
 def changed(path: str) -> StateError:
-    """The error if a model assigns or writes a number in which members differ."""
+    """The error if a model assigns a number in which members differ."""
     return StateError(
         f"the model changes its number '{path}' in a call, and members differ in it; make it a buffer, "
         f"self.register_buffer(name, tensor) in __init__, and write a tensor to that"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import out_of_sight, outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
+from hfta_func._torch import parts, places_of, tensors_of, writes
 from hfta_func.errors import StackError, StateError
 
 
@@ -77,7 +77,6 @@ class Base:
     def __init__(self, model: nn.Module, training: bool | None):
         self.tensors = base_of(model)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
-        self._tried = False
         slots = places_of(model)
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
         known = {id(tensor) for tensor in self.tensors.values()}
@@ -90,24 +89,10 @@ class Base:
                     f"{where} writes its running statistics in train mode, but all members share them with "
                     f"share_frozen=True; put this module in eval mode, or let its weight be trained"
                 )
-            if getattr(module, "max_norm", None) is not None and "weight" in held:
-                raise StackError(
-                    f"{where} has max_norm, so it shortens rows of its frozen weight in place, which all members share; "
-                    f"shorten them beforehand and set max_norm to None"
-                )
-        for path, tensor in self.tensors.items():
-            if tensor.is_inference():
-                raise StackError(
-                    f"'{path}' was made in inference mode, so nothing can be trained over it; load the base outside of "
-                    f"torch.inference_mode()"
-                )
 
     @contextlib.contextmanager
     def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
-
-        In the first block, a write raises a StateError before anything is changed.
-        """
+        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
         tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
@@ -115,25 +100,11 @@ class Base:
                     f"the model holds another tensor as '{path}' than when this step was made, such as after .to(...) or "
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
-        if self._tried or not tensors:
-            every = [(path, part) for path, tensor in tensors.items() for part in parts(tensor)]
-            before = [writes(part) for _, part in every]
-            yield tensors
-            for (path, part), count in zip(every, before, strict=True):
-                if writes(part) != count:
-                    raise _written(path)
-            return
-        # Some operators, such as batch normalisation, do not declare what they write; they write floating-point buffers only.
-        with out_of_sight():
-            copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
-        read = {**tensors, **copies}
-        with refusing_writes(read, _written):
-            yield read
-        with outside_transforms():
-            for path, copy in copies.items():
-                if not bool(_same(copy, tensors[path]).all()):
-                    raise _written(path)
-        self._tried = True
+        every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
+        yield tensors
+        for path, part, count in every:
+            if writes(part) != count:
+                raise _written(path)
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward pass has replaced buffers of the base."""
@@ -174,13 +145,3 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
             f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base "
             f"start from one set of weights: load it once, or leave out {option}"
         )
-
-
-def check_device(base: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise a StateError if a shared tensor is not on the device of the members."""
-    for path, tensor in base.items():
-        if tensor.device != device:
-            raise StateError(
-                f"'{path}', which all members share, is on {tensor.device}, but the members are on {device}; move the model "
-                f"before the step is made, and leave it there"
-            )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import is_number
-from hfta_func.models.structure import class_of, computed, equal
+from hfta_func.models.structure import check_same_class, setting_difference, settings_of
 
 SIZE, PRESENT = "padded_size", "padded_present"
 """The buffers that tell a member's size, and whether it has a block."""
@@ -40,15 +40,7 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
     def align(module: nn.Module, like: nn.Module, path: str, inner: str) -> None:
         aligned[path] = inner
         where = f"'{path}'" if path else "the model"
-        if class_of(module) != class_of(like):
-            raise StackError(
-                f"model {member}: {where} is a {type(module).__qualname__} but in {other} it is a "
-                f"{type(like).__qualname__}; models in one array must be of one class"
-            )
-        if module.training != like.training:
-            raise StackError(
-                f"model {member}: {where} is in another mode than in {other}; call .train() or .eval() on all"
-            )
+        check_same_class(module, like, path, f"model {member}", other)
         names, likes = [name for name, _ in module.named_children()], [name for name, _ in like.named_children()]
         if names != likes and isinstance(like, _BLOCKS) and len(names) <= len(likes):
             likes = _chosen([*module.children()], [*like.children()], likes)
@@ -61,10 +53,9 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
             align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(inner, name))
 
     align(model, base, "", "")
-    pairs = [(model.get_submodule(inner), base.get_submodule(path), path) for path, inner in aligned.items()]
-    known = {(id(module), id(like)): (module, like) for module, like, _ in pairs}
-    for module, like, path in pairs:
-        _check_settings(module, like, path, known, member, other)
+    known = {id(tensor) for each in (model, base) for tensor in (*each.parameters(), *each.buffers())}
+    for path, inner in aligned.items():
+        _check_settings(model.get_submodule(inner), base.get_submodule(path), path, known, member, other)
     return aligned
 
 
@@ -87,14 +78,12 @@ def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Seq
     return [*names[:first], *names[len(longer) - len(blocks) + first :]]
 
 
-def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, member: int, other: str) -> None:
+def _check_settings(module: nn.Module, like: nn.Module, path: str, known: set[int], member: int, other: str) -> None:
     """Raise a StackError if two modules differ in more than sizes and numbers."""
-    compared = {id(tensor) for each in (module, like) for tensor in (*each.parameters(), *each.buffers())}
-    skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding", "padded_chains"}
-    for name in sorted({*vars(module), *vars(like)} - skipped):
-        a, b = vars(module).get(name), vars(like).get(name)
+    for name in sorted(settings_of(module) & settings_of(like) - {"padding", "padded_chains"}):
+        a, b = vars(module)[name], vars(like)[name]
         sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
-        if not (sized or (is_number(a) and is_number(b)) or equal(a, b, compared, dict(known))):
+        if not (sized or (is_number(a) and is_number(b))) and setting_difference(a, b, name, known):
             label = joined(path, name)
             raise StackError(
                 f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "

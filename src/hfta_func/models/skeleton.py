@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
 from hfta_func.models.blocks import run_present_blocks
 from hfta_func.models.copies import copied_module
-from hfta_func.models.references import check_references, marks_of
+from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
@@ -20,14 +20,15 @@ from hfta_func.models.structure import check_materialised, check_no_backward_hoo
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
     """A copy of the model whose parameters and buffers have no storage, except shared ones."""
     check_materialised(model)
-    check_references(model)
     memo: dict[int, Any] = {}
     for leaf in model.parameters():
         memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
     for leaf in model.buffers():
         memo[id(leaf)] = _without_storage(leaf)
     for leaf in (*model.parameters(), *model.buffers()):
-        vars(memo[id(leaf)]).update(marks_of(leaf))
+        # Such as ``weight.no_decay = True``.
+        marks = {name: value for name, value in vars(leaf).items() if not isinstance(value, Tensor | nn.Module)}
+        vars(memo[id(leaf)]).update(marks)
     memo |= {id(leaf): leaf for leaf in base_of(model).values()} if share_frozen else {}
     memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}
@@ -54,6 +55,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     copied = outline(model)
     check_no_backward_hooks(model)
     run_present_blocks(copied)
+    numbers_of_python(copied)
     for module in copied.modules():
         if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
             if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):

@@ -126,7 +126,7 @@ def init_params(
     made = map(make, range(len(values)))
     if pad is not False:
         return _stack_padded([*made], pad, share_frozen, shared_params)
-    return _stack(made, len(values), share_frozen, shared_params, lambda: make(0))
+    return _stack(made, len(values), share_frozen, shared_params, is_given=False)
 
 
 def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -287,7 +287,7 @@ def _stack(
     count: int,
     share_frozen: bool,
     shared_params: Sequence[str],
-    make_first: Callable[[], nn.Module] | None = None,
+    is_given: bool = True,
 ) -> Stacked:
     first: nn.Module | None = None
     base: dict[str, Tensor] = {}
@@ -301,17 +301,7 @@ def _stack(
         if first is None:
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
-        try:
-            differing = check_same_structure(model, first, member, numbers)
-        except StackError as error:
-            if make_first is None or member != 1:
-                raise
-            # The first model of a class may have filled caches that later ones find.
-            try:
-                first = make_first()
-                differing = check_same_structure(model, first, member, numbers)
-            except Exception:
-                raise error from None
+        differing = check_same_structure(model, first, member, numbers)
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
@@ -325,7 +315,7 @@ def _stack(
                     check_same_base(tensor, other, path, member)
                     continue
                 if path in shared:
-                    if make_first is None:
+                    if is_given:
                         check_same_base(tensor, other, path, member, trained=True)
                     continue
                 if member == 0:

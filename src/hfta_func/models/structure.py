@@ -1,18 +1,18 @@
-"""Compares models beyond the values of their parameters: classes, modes, ties, hooks and other settings.
+"""Compares models beyond the values of their parameters: classes, modes, ties and plain settings.
 
-An array runs the *first* model's code for every member, so everything that the code reads besides parameters and buffers
-must be equal in all models.
+An array runs the *first* model's code for every member. So plain values, such as a stride or the name of an activation, and
+constant tensors must be equal in all of them. Caches, helpers and hooks are those of the first.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import dis
+import enum
 import functools
-import re
-import threading
+import textwrap
 import types
-import weakref
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -20,23 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, storage_number, tensors_of, weight_hooks
-from hfta_func.calls.as_alone import remember
-from hfta_func.calls.captured import contents, drawn_state
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, weight_hooks
+from hfta_func.calls.captured import contents
 from hfta_func.errors import StackError
-from hfta_func.models.references import check_references, check_same_marks
 from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
-# A number by which a hook can be removed, while the hooks themselves are compared; locks.
-_WITHOUT_SETTINGS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
-
-# Tensors and children are compared separately.
-_HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks"))
-_BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
+_BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
+    *(torch.dtype, types.BuiltinFunctionType, types.CodeType),
+)
 
 
 def check_same_structure(
@@ -52,20 +48,24 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    (check_references if member == 0 else remember)(model)
+    known = {id(tensor) for each in (model, first) for tensor in (*each.parameters(), *each.buffers())}
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
-    # Hooks may be methods of any module; modules with the same path are compared by the loop.
-    aligned: list[tuple[Any, Any]] = [
-        (modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()
-    ]
-    tensors, first_tensors = (
-        {**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (model, first)
-    )
-    aligned += [(tensors[path], first_tensors[path]) for path in tensors.keys() & first_tensors.keys()]
-    known = {(id(one), id(other)): (one, other) for one, other in aligned}
     for path, module, other in pairs(modules, first_modules, member, "module "):
-        numbers |= _check_module(module, other, path, member, known, varied)
-    check_same_marks(tensors, first_tensors, member)
+        check_same_class(module, other, path, f"model {member}", "model 0")
+        for name in [] if is_compiled(module) else sorted(settings_of(module) & settings_of(other)):
+            a, b, label = vars(module)[name], vars(other)[name], f"{path}.{name}".lstrip(".")
+            different = setting_difference(a, b, label, known)
+            # Integers may be sizes, which must be equal.
+            is_real = isinstance(a, float) or isinstance(b, float) or label in varied
+            if different and is_real and may_differ(module, name) and may_differ(other, name):
+                numbers[label] = a, b
+            elif different:
+                path, one, other = different
+                free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
+                raise StackError(
+                    f"model {member}: '{path}' is {_shown(one)} but in model 0 it is {_shown(other)}; models in one array "
+                    f"must share every setting, but for floats that are attributes of a module (self.lr){free}"
+                )
     tied, first_tied = ties(model), ties(first)
     for path in {**first_tied, **tied}:
         if tied.get(path) != first_tied.get(path):
@@ -75,6 +75,100 @@ def check_same_structure(
                 f"models"
             )
     return numbers
+
+
+def check_same_class(module: nn.Module, like: nn.Module, path: str, name: str, other: str) -> None:
+    """Raise a StackError unless two modules are of one class and in one mode."""
+    where = f"'{path}'" if path else "the model"
+    if _class_of(module) != _class_of(like):
+        raise StackError(
+            f"{name}: {where} is a {type(module).__qualname__} but in {other} it is a {type(like).__qualname__}; models in "
+            f"one array must be of one class"
+        )
+    if module.training != like.training:
+        mode, others = ("train", "eval") if module.training else ("eval", "train")
+        raise StackError(
+            f"{name}: {where} is in {mode} mode but in {other} it is in {others} mode; call .train() or .eval() on all of "
+            f"them"
+        )
+
+
+def _class_of(module: nn.Module) -> Any:
+    # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
+    if isinstance(module, torch.fx.GraphModule):
+        return type(module).__bases__, module.code
+    return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
+
+
+def settings_of(module: nn.Module) -> set[str]:
+    """The names of plain attributes that are not what calls leave there, such as counters and attention maps."""
+    return vars(module).keys() - MODULE_ATTRIBUTES - computed(module).keys() - _assigned_in_calls(type(module))
+
+
+@functools.lru_cache
+def _assigned_in_calls(kind: type[nn.Module]) -> set[str]:
+    functions = (vars(each).get("forward") for each in kind.__mro__)
+    codes = [func.__code__ for func in functions if isinstance(func, types.FunctionType)]
+    return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+
+
+def setting_difference(
+    a: Any, b: Any, path: str, known: Collection[int], depth: int = 0
+) -> tuple[str, Any, Any] | None:
+    """The first plain values or constant tensors in which two settings differ, in containers too, with their path.
+
+    ``known`` are the identities of tensors that are compared elsewhere.
+    """
+    one, other = a, b
+    a, b = _parts(a), _parts(b)
+    if type(one) is not type(other) and callable(one) and callable(other):
+        return path, one, other
+    if isinstance(a, dict) and isinstance(b, dict):
+        # Caches may hold what others do not hold yet, and containers themselves.
+        parts = ((a[key], b[key], path + key, known, depth + 1) for key in a if key in b)
+        return None if depth > 8 else next(filter(None, (setting_difference(*part) for part in parts)), None)
+    if _is_constant(a) and _is_constant(b):
+        same = a.shape == b.shape and a.dtype == b.dtype and not bool(((a != b) & (a == a)).any())
+        return None if same or {id(a), id(b)} <= known else (path, a, b)
+    if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
+        return None
+    return path, a, b
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and value.grad_fn is None and not value.is_meta
+    return type(value).__name__ == "ndarray"
+
+
+def _parts(value: Any) -> Any:
+    """A container as a dict by what its parts add to a path, and what tells a function from others."""
+    if isinstance(value, list | tuple) and not _is_plain(value):
+        return {f"[{number}]": part for number, part in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items() if isinstance(key, str | int)}
+    if isinstance(value, functools.partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    if isinstance(func := getattr(value, "__func__", value), types.FunctionType):
+        cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
+        return {"": func.__code__, ".__defaults__": func.__defaults__} | {f".{name}": held for name, held in cells}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            f".{field.name}": getattr(value, field.name, None) for field in dataclasses.fields(value) if field.compare
+        }
+    if type(value) in (types.SimpleNamespace, Namespace):
+        return {f".{name}": part for name, part in vars(value).items()}
+    return value
+
+
+def _shown(value: Any) -> str:
+    if _is_constant(value):
+        return f"a constant {[*value.shape]} of {value.dtype}, no parameter or buffer,"
+    return getattr(value, "co_name", None) or getattr(value, "__name__", None) or textwrap.shorten(repr(value), 60)
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
@@ -93,17 +187,7 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
                 f"{owner}'{path}' is a {kind} tensor, and these cannot be stacked; "
                 f"assign it to a plain attribute instead, which all models share"
             )
-    trained = {storage_number(param): path for path, param in model.named_parameters() if param.requires_grad}
-    known = {*map(id, (*model.parameters(), *model.buffers()))}
     for path, module in model.named_modules():
-        for name in vars(module).keys() - MODULE_ATTRIBUTES - weight_hooks(module).keys():
-            for leaf in pytree.tree_leaves(vars(module)[name]):
-                if isinstance(leaf, Tensor) and id(leaf) not in known and storage_number(leaf) in trained:
-                    raise StackError(
-                        f"{owner}'{f'{path}.{name}' if path else name}' shares memory with parameter "
-                        f"'{trained[storage_number(leaf)]}', of which every member has its own; take it from the "
-                        f"parameter where it is used, or hold a clone"
-                    )
         if isinstance(module, torch.jit.ScriptModule):
             raise StackError(
                 f"{owner}{repr(path) if path else 'the model'} is a ScriptModule, whose code cannot run with other tensors "
@@ -148,200 +232,3 @@ def check_no_backward_hooks(model: nn.Module) -> None:
                 f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
                 f"and change gradients in the optimizer: chain(...)"
             )
-
-
-def _check_module(
-    module: nn.Module,
-    first: nn.Module,
-    path: str,
-    member: int,
-    known: dict[tuple[int, int], Any],
-    varied: Collection[str],
-) -> dict[str, tuple[float, float]]:
-    where = f"'{path}'" if path else "the model"
-    if class_of(module) != class_of(first):
-        raise StackError(
-            f"model {member}: {where} is a {type(module).__qualname__} but in model 0 it is a "
-            f"{type(first).__qualname__}; models in one array must be of one class"
-        )
-    if module.training != first.training:
-        mode, other = ("train", "eval") if module.training else ("eval", "train")
-        raise StackError(
-            f"model {member}: {where} is in {mode} mode but in model 0 it is in {other} mode; call .train() or .eval() "
-            f"on all of them"
-        )
-    compared = {id(tensor) for each in (module, first) for tensor in tensors_of(each).values()}
-    for name in _HOOKS:
-        count, other = len(getattr(module, name, ())), len(getattr(first, name, ()))
-        if count != other:
-            raise StackError(
-                f"model {member}: {where} has {count} {name.strip('_')} but model 0 has {other}; register the same hooks "
-                f"on all models or on none"
-            )
-        hooks = [tuple(getattr(each, name, {}).values()) for each in (module, first)]
-        if not equal(hooks[0], hooks[1], compared, dict(known)):
-            raise StackError(
-                f"model {member}: the {name.strip('_')} of {where} are not those of model 0, whose code runs for all "
-                f"members; register hooks that hold the same values"
-            )
-    numbers: dict[str, tuple[float, float]] = {}
-    if is_compiled(module):
-        # Its settings are the compiler's.
-        return numbers
-    computed_names = computed(module).keys() | computed(first).keys()
-    for name in sorted({*vars(module), *vars(first)} - MODULE_ATTRIBUTES - computed_names):
-        a, b, label = vars(module).get(name, UNSET), vars(first).get(name, UNSET), f"{path}.{name}".lstrip(".")
-        if equal(a, b, compared, dict(known)):
-            continue
-        # Integers may be sizes, which must be equal.
-        is_real = isinstance(a, float) or isinstance(b, float) or label in varied
-        if is_real and may_differ(module, name) and may_differ(first, name):
-            numbers[label] = a, b
-            continue
-        free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is int and type(b) is int else ""
-        raise StackError(f"model {member}: {_setting_difference(a, b, label, compared, {})}{free}")
-    return numbers
-
-
-UNSET = object()
-
-
-def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dict[tuple[int, int], Any]) -> str:
-    """Describe the first part in which two settings differ, and the cure; ``b`` is model 0's."""
-    # A container may hold itself.
-    seen = {**seen, (id(a), id(b)): (a, b)}
-    parts, others = (_parts(a), _parts(b)) if type(a) is type(b) and not isinstance(a, nn.Module) else ({}, {})
-    sequence = isinstance(a, list | tuple)
-    # Short sequences, such as kernel sizes, are shown whole.
-    whole = sequence and len(a) <= 4 and all(isinstance(value, int | float | str) for value in a)
-    if parts and others and not whole and parts.keys() == others.keys():
-        for key, part in parts.items():
-            if not equal(part, others[key], compared, dict(seen)):
-                label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
-                return _setting_difference(part, others[key], label, compared, seen)
-    shown, other = _show(a), _show(b)
-    cure = "models in one array must share every setting, but for floats that are attributes of a module (self.lr)"
-    if (
-        parts is not None
-        and others is not None
-        and type(a) is type(b) is dict
-        and all(equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys())
-    ):
-        cure += "; if making the first model has filled a cache here, make that model again, or all by init_params"
-    if shown != other:
-        return f"'{path}' is {shown} but in model 0 it is {other}; {cure}"
-    if isinstance(a, Tensor):
-        cure = "a tensor that differs between models must be a parameter or a buffer"
-    elif isinstance(a, nn.Module):
-        cure = "assign the module to an attribute of its own or put it into an nn.ModuleList"
-    return f"'{path}' ({shown}) differs from that of model 0; {cure}"
-
-
-def class_of(module: nn.Module) -> Any:
-    """The class of a module, to be compared."""
-    # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
-    derived = parametrize.is_parametrized(module) or isinstance(module, torch.fx.GraphModule)
-    return type(module).__bases__ if derived else type(module)
-
-
-def _show(value: Any) -> str:
-    """A short description of a setting, without values of arrays and without addresses."""
-    if value is UNSET:
-        return "unset"
-    if isinstance(value, nn.Module):
-        return f"a module {type(value).__qualname__}"
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor {list(value.shape)} on {value.device}"
-    if getattr(value, "shape", ()):
-        return f"an array {list(value.shape)} of {getattr(value, 'dtype', 'numbers')}"
-    if isinstance(value, types.CodeType):
-        return f"the code of {value.co_name} ({value.co_filename}:{value.co_firstlineno})"
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) -> bool:
-    """Equality of settings; composite settings are equal if all their parts are."""
-    if a is b or (id(a), id(b)) in seen or (id(a) in compared and id(b) in compared):
-        return True
-    seen[id(a), id(b)] = (a, b)  # Both stay alive, because a later object could otherwise get the same id.
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        if a.grad_fn is not None and b.grad_fn is not None:
-            # What calls have computed is no setting.
-            return True
-        alike = a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
-        # Each jagged tensor has a size of its own for its rows.
-        alike = alike and (a.layout == torch.jagged or a.shape == b.shape)
-        if alike and a.layout != torch.strided:
-            return all(map(torch.equal, _strided(a), _strided(b)))
-        return alike and (a.is_meta or bool(torch.equal(a, b)))
-    parts, others = _parts(a), _parts(b)
-    if parts is not None and others is not None:
-        if parts.keys() != others.keys():
-            # Keys may be parameters or modules, or tuples with some.
-            alike = len(parts) == len(others) and all(isinstance(key, Tensor | nn.Module | tuple) for key in parts)
-            if not (alike and equal([*parts], [*others], compared, seen)):
-                return False
-            others = dict(zip(parts, others.values(), strict=True))
-        return all(equal(parts[key], others[key], compared, seen) for key in parts)
-    if isinstance(a, set | frozenset) and a != b:
-        return len(a) == len(b) and all(any(equal(x, y, compared, dict(seen)) for y in b) for x in a)
-    if getattr(a, "shape", None) != getattr(b, "shape", None):
-        return False
-    try:
-        same = (a == b) | ((a != a) & (b != b))
-        # Arrays compare element by element, and tables column by column.
-        if bool(same.all().all() if hasattr(same, "all") else same):
-            return True
-    except (RuntimeError, TypeError, ValueError):
-        pass  # It asks for the truth value of tensors or arrays in it.
-    fields, others = _fields(a), _fields(b)
-    return fields is not None and equal(fields, others, compared, seen)
-
-
-def _strided(sparse: Any) -> tuple[Tensor, ...]:
-    """The plain tensors that a sparse or a jagged tensor is made of."""
-    if sparse.layout == torch.sparse_coo:
-        return sparse.coalesce().indices(), sparse.coalesce().values()
-    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
-    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-    return sparse.offsets(), sparse.values()
-
-
-def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """The parts of a composite setting by name; None if the setting is compared as a whole."""
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, list | tuple | collections.deque):
-        return dict(enumerate(value))
-    if isinstance(value, _WITHOUT_SETTINGS):
-        return {}
-    if isinstance(value, torch.fx.Graph):
-        return {"code": value.python_code("self").src}
-    if (state := drawn_state(value)) is not None:
-        return {"state": state}
-    if isinstance(value, weakref.ref):
-        return {"referent": value()}
-    if isinstance(value, functools.partial):
-        return {name: getattr(value, name) for name in ("func", "args", "keywords")}
-    if isinstance(value, types.MethodType):
-        return {name: getattr(value, name) for name in ("__func__", "__self__")}
-    if isinstance(value, types.FunctionType):
-        named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        return {**named, "__closure__": tuple(part for cell in value.__closure__ or () for part in contents(cell))}
-    attributes = [item for kind in type(value).__mro__ for item in vars(kind).items()]
-    slots = [name for name, attribute in attributes if isinstance(attribute, types.MemberDescriptorType)]
-    plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})} if plain else None
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """What makes two objects equal that compare as tuples of their fields; None for objects of other kinds."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
-    return vars(value) if isinstance(value, types.SimpleNamespace) else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look, inside_transform, num_dispatch_modes, num_recorders
+from hfta_func._torch import inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._tree import per_model, where, write_leaf
 from hfta_func._types import Params, PerModel
 from hfta_func.errors import HyperparameterError
@@ -17,12 +17,6 @@ from hfta_func.optim._kernel import Kernel
 
 FIELDS = "step", "hyperparams"
 """The first fields of every state: the number of updates of each member, ``int64[M]``, and hyperparameters by name."""
-
-_MEMBER_SIZE = 1 << 15
-"""From this many elements per member, a CPU is faster member by member, with hyperparameters as Python floats."""
-
-_PIECE_SIZE = 1 << 20
-"""A large member is updated in pieces of about this many elements, to keep the rule's temporary tensors small."""
 
 
 def pair_of(betas: Any) -> dict[str, PerModel]:
@@ -35,16 +29,13 @@ def pair_of(betas: Any) -> dict[str, PerModel]:
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
     """``mean = (1 - share) * mean + share * grad`` in place."""
-    # PyTorch has no batching rules for lerp_ and addcmul_, and a rule with tensors as numbers may run under vmap.
-    return mean.lerp_(grad, share) if isinstance(share, float) else mean.add_((grad - mean).mul_(share))
+    # PyTorch has no batching rules for lerp_ and addcmul_, and a rule may run under vmap.
+    return mean.add_((grad - mean).mul_(share))
 
 
 def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
     """``square = decay * square + share * grad^2`` in place."""
-    if isinstance(share, float):
-        square.mul_(decay).addcmul_(grad, grad, value=share)
-    else:
-        square.mul_(decay).add_((grad * share).mul_(grad))
+    square.mul_(decay).add_((grad * share).mul_(grad))
 
 
 def leafwise(
@@ -66,8 +57,8 @@ def leafwise(
         state: NamedTuple of ``FIELDS``, the carried numbers, and the slots, which hold one tensor per parameter.
         knobs: The hyperparameters. ``leafwise`` itself applies ``weight_decay``, if there is one.
         rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which updates its slots in place; the
-            parameter's update is ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or
-            floats for one member. Besides the hyperparameters these are ``"1-beta1"`` and the like for every decay rate.
+            parameter's update is ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast.
+            Besides the hyperparameters these are ``"1-beta1"`` and the like for every decay rate.
         prepare: ``prepare(at, count, *carried) -> carried`` adds the other numbers that the rule needs to ``at``, vectors
             ``float64[M]`` by name; ``count`` numbers the update, from 1. ``step`` is ``-lr`` unless it is set here.
         unused: Slots that stay empty and are not passed to the rule.
@@ -75,7 +66,7 @@ def leafwise(
         start: ``start(path, param)`` is the initial value of a slot, zero by default.
         decoupled: Subtract ``lr * weight_decay`` times the parameter instead of adding weight decay to the gradient.
         maximize: Maximize instead of minimize.
-        elementwise: Whether the rule treats every element independently, so that it may be given a part of a parameter.
+        elementwise: Whether the rule treats every element independently, so that one kernel may run it for all.
     """
     slots = [name for name in state._fields if name not in (*FIELDS, *carried)]  # pyright: ignore
     used = [name for name in slots if name not in unused]
@@ -103,7 +94,7 @@ def leafwise(
             grad = -grad
         decay = None if decoupled else k.get("decay")
         if decay is not None:
-            grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
+            grad = grad + decay * param
         return rule(grad, param, k, *slot_leaves)
 
     def moved(direction: Any, param: Any, k: Mapping[str, Any]) -> Any:
@@ -151,7 +142,6 @@ def leafwise(
         grads: Params, opt_state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
     ) -> tuple[Params, Any]:
         numbers, new = begin(opt_state)
-        is_kept = None if keep is None or not can_look(keep) else keep.tolist()
         results, after = {}, {name: {} for name in slots}
         for paths, columns in at_once(numbers, grads, opt_state, params, keep=keep, donate=donate, apply=apply):
             for tree, column in zip((results, *(after[name] for name in used)), columns, strict=True):
@@ -162,30 +152,19 @@ def leafwise(
             back = _back(grad)
             held = (getattr(opt_state, name)[path] for name in used)
             grad, param, *slot_leaves = map(_real, (grad, params[path], *held))
-            pieces = numbers.pieces(param, elementwise)
-            if pieces:
-                slot_leaves = slot_leaves if donate else [slot.clone() for slot in slot_leaves]
-                out = torch.zeros_like(_wide(param)) if not apply else param if donate else param.clone()
-                for row, k in pieces:
-                    if is_kept is None or is_kept[row[0].start]:
-                        direction = stored(grad[row], param[row], k, [slot[row] for slot in slot_leaves])
-                        if decoupled and "decay" in k:
-                            out[row].add_(param[row], alpha=k["decay"])
-                        out[row].add_(direction, alpha=k["step"])  # pyright: ignore
-            else:
-                k = numbers.like(param)
-                direction, fresh = functional(grad, param, k, slot_leaves)
-                out = moved(direction, param, k)
-                out = (param + out).to(param.dtype) if apply else out
-                if keep is not None:
-                    fresh = [where(keep, slot, old) for slot, old in zip(fresh, slot_leaves, strict=True)]
-                    out = where(keep, out, param) if apply else out
-                if donate:
-                    olds, news = ((param, *slot_leaves), (out, *fresh)) if apply else (slot_leaves, fresh)
-                    for old, leaf in zip(olds, news, strict=True):
-                        write_leaf(old, leaf)
-                    out, fresh = param if apply else out, slot_leaves
-                slot_leaves = fresh
+            k = numbers.like(param)
+            direction, fresh = functional(grad, param, k, slot_leaves)
+            out = moved(direction, param, k)
+            out = (param + out).to(param.dtype) if apply else out
+            if keep is not None:
+                fresh = [where(keep, slot, old) for slot, old in zip(fresh, slot_leaves, strict=True)]
+                out = where(keep, out, param) if apply else out
+            if donate:
+                olds, news = ((param, *slot_leaves), (out, *fresh)) if apply else (slot_leaves, fresh)
+                for old, leaf in zip(olds, news, strict=True):
+                    write_leaf(old, leaf)
+                out, fresh = param if apply else out, slot_leaves
+            slot_leaves = fresh
             results[path] = back(out)
             for name, slot in zip(used, slot_leaves, strict=True):
                 after[name][path] = back(slot)
@@ -204,7 +183,6 @@ class _Numbers:
         self.at = at
         self._columns: dict[torch.dtype, dict[str, Tensor]] = {}
         self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
-        self._members: list[dict[str, float]] = []
 
     @property
     def requires_grad(self) -> bool:
@@ -222,21 +200,6 @@ class _Numbers:
         if key not in self._shaped:
             self._shaped[key] = {name: per_model(value, leaf) for name, value in self._columns[leaf.dtype].items()}
         return self._shaped[key]
-
-    def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
-        """The index and numbers of each member, or of pieces of it; empty if updating all members at once is faster."""
-        size = leaf[0].numel()
-        if size < _MEMBER_SIZE or not can_look(self.at["step"]):
-            return []
-        if not self._members:
-            rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
-            self._members = [dict(zip(self.at, row, strict=True)) for row in rows]
-        members = [*enumerate(self._members)]
-        if not elementwise or leaf.dim() == 1 or size <= _PIECE_SIZE:
-            return [((slice(member, member + 1),), k) for member, k in members]
-        length = max(1, leaf.shape[1] * _PIECE_SIZE // size)
-        starts = range(0, leaf.shape[1], length)
-        return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in members for at in starts]
 
 
 def _real(leaf: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._kernels.breaks import breaks
 from hfta_func.errors import BatchError
 from hfta_func.step.allocator import keep_memory_once
 
@@ -152,7 +151,8 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
     times = as_tensor(times, "times", dtype=torch.float64, device=values.values.device)
     if times.shape != (len(values),):
         raise BatchError(f"times is {[*times.shape]} for {len(values)} samples; give one time per sample")
-    skips = breaks(times, 0.25 / rate, 1.5 / rate)
+    steps = times.diff()
+    skips = (steps > 1.5 / rate).nonzero().flatten() + 1 if bool((steps > 0.25 / rate).all()) else None
     if not math.isfinite(times[0].item() + times[-1].item()) or (skips is None and bool(times.isnan().any())):
         raise BatchError("times must be finite; leave out samples without a time")
     if skips is None:
