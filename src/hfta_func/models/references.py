@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, is_compiled
-from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents
 from hfta_func.errors import StackError
 
@@ -21,7 +20,6 @@ _CACHED = type(functools.cache(len))
 
 def check_references(model: nn.Module, owner: str = "") -> None:
     """Raise a StackError if an attribute holds a parameter, a buffer or a module where no copy can have another."""
-    remember(model)
     names: dict[int, str] = {id(module): f"module '{path}'" for path, module in model.named_modules() if path}
     names |= {id(model): "the model"}
     names |= {id(tensor): f"parameter '{path}'" for path, tensor in model.named_parameters()}

@@ -23,7 +23,6 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, pytree, storage_number, tensors_of, weight_hooks
-from hfta_func.calls.as_alone import remember
 from hfta_func.calls.captured import contents, drawn_state
 from hfta_func.errors import StackError
 from hfta_func.models.references import check_references, check_same_marks
@@ -52,7 +51,8 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    (check_references if member == 0 else remember)(model)
+    if member == 0:
+        check_references(model)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
     aligned: list[tuple[Any, Any]] = [
