@@ -125,6 +125,16 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, 
     return normalized if out is None else out.copy_(normalized)
 
 
+def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Leaves out ``sparse``: the gradient of all members' tables is one scatter."""
+
+    @functools.wraps(func)
+    def dense(*args: Any, sparse: bool = False, **kwargs: Any) -> Any:
+        return func(*[False if i == position else x for i, x in enumerate(args)], **kwargs)
+
+    return dense
+
+
 def _slice_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Casts the source, which PyTorch's rule does not."""
     return torch.slice_scatter(input, src.to(input.dtype), *args, **kwargs)
@@ -173,6 +183,8 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     F.normalize: _normalize,
     **AUTODIFF,
+    F.embedding: _dense(F.embedding, 6),
+    F.embedding_bag: _dense(F.embedding_bag, 7),
     F.one_hot: _one_hot,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
     is_nestable: lambda *args, **kwargs: False,
