@@ -798,35 +798,6 @@ def test_a_function_warns_once_and_names_the_cure():
     )
 
 
-class TwoRules(StraightBatched):
-    generate_vmap_rule = True
-
-
-class NoDims(StraightInTwo):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x
-
-
-class InplaceGenerated(InplaceInTwo):
-    generate_vmap_rule = True
-
-
-class OfGlobal(Straight):
-    @staticmethod
-    def forward(ctx, x):
-        return x * elsewhere[-1].sum()
-
-
-elsewhere = []
-
-
-class Ragged(Straight):
-    @staticmethod
-    def forward(ctx, x):
-        return x[x > 0]
-
-
 class Number(Straight):
     @staticmethod
     def forward(ctx, x):
@@ -840,10 +811,6 @@ class ReadingBackward(StraightGenerated):
 
 
 REFUSED = {
-    "number": (
-        lambda model, y: Number.apply(y)[0],
-        "for member 0 and other values for others; return a tensor instead",
-    ),
     "reading backward": (lambda model, y: ReadingBackward.apply(y), "asks for the value of a tensor"),
     "func.grad": (
         lambda model, y: torch.func.grad(lambda z: Straight.apply(z).sum())(y),
@@ -851,7 +818,6 @@ REFUSED = {
     ),
     "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
 }
-shared_scale = torch.ones(())
 
 
 class Into(torch.autograd.Function):
