@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._higher_order_ops as higher_order
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, while_loop
@@ -111,19 +110,11 @@ def of_associative_scan(model: Any, x: Tensor) -> Tensor:
     return model.out(associative_scan(torch.add, model.layer(x), dim=0, combine_mode="generic"))
 
 
-def of_switch(model: Any, x: Tensor) -> Tensor:
-    y = model.layer(x)
-    branches = (lambda y, z: y.sin() + z, lambda y, z: y.cos() * model.out.bias.sum(), lambda y, z: -z * y)
-    # Numbers outside of the branches are those of the first and the last one.
-    return model.out(higher_order.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
-
-
 FLOWS = [
     *(of_cond, of_cond_of_a_tree, of_while_loop, of_while_loop_over_zeros, of_while_loop_with_a_tree),
     *(of_map, of_scan, of_scan_backwards, of_associative_scan),
 ]
 # From PyTorch 2.14 on.
-FLOWS += [of_switch] * hasattr(higher_order, "switch")
 
 
 def rows() -> Tensor:
