@@ -20,10 +20,10 @@ from hfta_func._torch.compiler import (
 )
 from hfta_func._torch.compiler import run_operators_eagerly, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
-from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
+from hfta_func._torch.compiler import until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
 from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy
+from hfta_func._torch.dispatcher import below_batching, counter, decompositions, destroy
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries
@@ -41,7 +41,7 @@ from hfta_func._torch.levels import traced_add_batch_dim
 from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves, values_of
 from hfta_func._torch.levels import vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_with, forget_flat_weights, has_hooks
-from hfta_func._torch.modules import has_step_hooks, is_call_replaced, is_compiled, is_nestable, marker, places_of
+from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of
 from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded, likeness
 from hfta_func._torch.recorded import NotReplayableError, Recorder, num_recorders, unwritten

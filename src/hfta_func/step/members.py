@@ -15,14 +15,12 @@ from hfta_func._torch import (
     constant_to_compiler,
     current_trace,
     inside_transform,
-    is_call_replaced,
     is_walked,
     set_compiling,
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.errors import TraceError
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch
@@ -91,10 +89,6 @@ class Members:
 
     def rehearse_eagerly(self, *given: Tree) -> None:
         """Make the ``rehearsal`` where the values are known."""
-        if is_call_replaced():
-            raise TraceError(
-                "nn.Module.__call__ has been replaced, which a compiler may not see; restore it, or leave the step uncompiled"
-            )
         self._rehearsal(*given)
         self._rehearsed = weakref.ref(trace) if (trace := current_trace()) is not None else None
 
