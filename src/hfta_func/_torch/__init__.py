@@ -31,8 +31,15 @@ from hfta_func._torch.dispatcher import operator, operators_without, out_of_plac
 from hfta_func._torch.dispatcher import set_fallback_enabled, single_level_functions, taken_apart, why_not_looped
 from hfta_func._torch.dispatcher import without_views, writes, written_by
 from hfta_func._torch.inductor import may_change, quick_compiler, replaced
-from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
-from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, can_look
+from hfta_func._torch.levels import (
+    constant_to_compiler,
+    current_interpreter,
+    depth,
+    device_type,
+    first_member,
+    get_unwrapped,
+)
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
 from hfta_func._torch.levels import is_sole_holder, is_walked, is_wrapped, level_of, levels_above, outside_transforms
 from hfta_func._torch.levels import known_values, peek_interpreter, pytree, remove_batch_dim, restore_vmap

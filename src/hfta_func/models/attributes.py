@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, batch_dim, get_unwrapped, is_wrapped, pytree, writes
+from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
+from hfta_func._torch import first_member as first_member
 from hfta_func.calls.body import Body
 from hfta_func.calls.captured import drawn_state
 from hfta_func.errors import RandomnessError, StateError
@@ -129,18 +130,6 @@ def undo(changes: Iterable[Undoing]) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def first_member(tensor: Tensor) -> Tensor:
-    """The plain tensor of the first member at every level of ``vmap`` that maps over a tensor."""
-    dims = []
-    while is_wrapped(tensor):
-        dims.append(batch_dim(tensor))
-        tensor = get_unwrapped(tensor)
-    # The innermost wrapper counts the axes of the plain tensor.
-    for dim in reversed(dims):
-        tensor = tensor if dim < 0 else tensor.select(dim, 0)
-    return tensor
 
 
 def _parts(held: Any) -> Any:
