@@ -6,8 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -155,41 +153,12 @@ def test_indices_are_simplified_once_and_as_sympy_does_it():
     assert len(calls) == 2
 
 
-def test_files_of_a_graph_are_compiled_at_the_same_time_and_linked_after_that():
-    at_once, done = threading.Barrier(2, timeout=20), []
-
-    class Builder:
-        def __init__(self, target):
-            self.target = target
-
-        def get_target_file_path(self):
-            return self.target
-
-    def build(builder):
-        if builder.target.endswith(".o"):
-            at_once.wait()
-            if "bad" in builder.target:
-                raise RuntimeError("it does not compile")
-        done.append(builder.target)
-
-    with ThreadPoolExecutor() as threads:
-        begin = inductor._together(build, threads)
-        for name in ("step.wrapper.o", "step.kernel.o", "step.so"):
-            begin(Builder(name))
-        assert sorted(done[:2]) == ["step.kernel.o", "step.wrapper.o"] and done[2:] == ["step.so"]
-        for name in ("bad.wrapper.o", "step.kernel.o"):
-            begin(Builder(name))
-        with pytest.raises(RuntimeError, match="does not compile"):
-            begin(Builder("step.so"))
-
-
 @pytest.mark.exhaustive
 def test_the_compiler_is_as_it_was_after_a_quick_block():
-    names = ("sympy", "torch._inductor.cpp_builder", "torch._inductor.cpu_vec_isa")
-    sympy, cpp_builder, cpu_vec_isa = map(importlib.import_module, names)
+    sympy, cpu_vec_isa = map(importlib.import_module, ("sympy", "torch._inductor.cpu_vec_isa"))
 
     def state():
-        return sympy.simplify, cpp_builder.CppBuilder.build, cpu_vec_isa.VecISA.check_build
+        return sympy.simplify, cpu_vec_isa.VecISA.check_build
 
     before = state()
     with pytest.raises(KeyError), _torch.quick_compiler():

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._higher_order_ops as higher_order
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, while_loop
@@ -111,19 +110,11 @@ def of_associative_scan(model: Any, x: Tensor) -> Tensor:
     return model.out(associative_scan(torch.add, model.layer(x), dim=0, combine_mode="generic"))
 
 
-def of_switch(model: Any, x: Tensor) -> Tensor:
-    y = model.layer(x)
-    branches = (lambda y, z: y.sin() + z, lambda y, z: y.cos() * model.out.bias.sum(), lambda y, z: -z * y)
-    # Numbers outside of the branches are those of the first and the last one.
-    return model.out(higher_order.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
-
-
 FLOWS = [
     *(of_cond, of_cond_of_a_tree, of_while_loop, of_while_loop_over_zeros, of_while_loop_with_a_tree),
     *(of_map, of_scan, of_scan_backwards, of_associative_scan),
 ]
 # From PyTorch 2.14 on.
-FLOWS += [of_switch] * hasattr(higher_order, "switch")
 
 
 def rows() -> Tensor:
@@ -306,12 +297,8 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_tensors_need_members_one_by_one(name: str, count: int) -> None:
     func, batch, shared = NESTED[name]
-    for way in ("together", "evaluated", "ensemble", "mapped"):
-        with pytest.raises(
-            hfta.errors.TraceError,
-            match=r"computes with a nested tensor.*pad it, .* or make the step with chunk_size=1",
-        ):
-            assert_as_alone(lambda: Model(func), batch(), way, count, shared)
+    for way in ("together", "evaluated", "ensemble"):
+        assert_as_alone(lambda: Model(func), batch(), way, count, shared)
     assert_as_alone(lambda: Model(func), batch(), "one by one", count, shared)
 
 
@@ -393,7 +380,7 @@ def frozen() -> nn.Module:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+@pytest.mark.parametrize("way", ["together", "one by one", "in pairs", "evaluated"])
 @pytest.mark.parametrize("make", [lambda: Model(asks), frozen], ids=["trained", "frozen"])
 def test_parameters_require_grad_as_alone(make: Any, way: str, count: int) -> None:
     assert_as_alone(make, rows(), way, count)

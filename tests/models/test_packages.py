@@ -51,10 +51,9 @@ def perceptron(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
 
 
-def assert_as_alone_over_a_base(make: Callable[[], nn.Module], batch: Tensor, message: str) -> None:
-    """Models that read values of their buffers: refused with a cure, and with it as alone."""
-    with pytest.raises(hfta.errors.TraceError, match=message):
-        assert_as_alone(make, batch, "together")
+def assert_as_alone_over_a_base(make: Callable[[], nn.Module], batch: Tensor) -> None:
+    """Models that read values of their buffers, with buffers of their own and over a base."""
+    assert_as_alone(make, batch, "together")
     models, rates = [make() for _ in range(M)], [0.1, 0.05, 0.02]
     step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=rates), share_frozen=True)
     evaluate = hfta.make_eval_step(models[0], loss, batch_dims=0, share_frozen=True)
@@ -125,13 +124,9 @@ def test_graphs(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("name", ["neighbours", "transformer", "convolution"])
 def test_each_member_has_a_graph_of_its_own(name: str) -> None:
+    # A convolution looks for self-loops, of which each graph may have another number: members run one after another.
     graph_model(name)
-    if name != "convolution":
-        assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
-        return
-    # It looks for self-loops, and each graph may have another number of them.
-    with pytest.raises(hfta.errors.TraceError, match=r"add_remaining_self_loops.* shape depends on values"):
-        assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
+    assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
 
 
 def test_the_first_graphs_of_a_process() -> None:
@@ -143,12 +138,9 @@ def test_the_first_graphs_of_a_process() -> None:
     assert torch.equal(hfta.stack_params(models).params["lin.weight"][0], models[0].lin.weight)
 
 
-def test_choosing_nodes_by_score_is_refused() -> None:
+def test_choosing_nodes_by_score() -> None:
     graphs.TopKPooling(4)
-    with pytest.raises(hfta.errors.TraceError, match=r"shape depends on values.*keep all entries and mask them"):
-        assert_as_alone(
-            lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together"
-        )
+    assert_as_alone(lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together")
 
 
 _SMALL: dict[str, Any] = {"transforms": 2, "hidden_features": (6,)}
@@ -187,7 +179,7 @@ FLOWS_OF_MASKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", FLOWS_OF_MASKS)
 def test_flows_whose_layers_select_by_masks_share_them(kind: str) -> None:
     make = FLOWS_OF_MASKS[kind]
-    assert_as_alone_over_a_base(make, randn(M, N, 5), r"shape depends on values \(aten::nonzero\).*share_frozen=True")
+    assert_as_alone_over_a_base(make, randn(M, N, 5))
 
 
 class Spiking(nn.Module):
@@ -357,4 +349,4 @@ class Bound(nn.Module):
 
 @pytest.mark.exhaustive
 def test_sparse_gaussian_processes() -> None:
-    assert_as_alone_over_a_base(Bound, randn(M, 8), r"asks for the value of a tensor .*share_frozen=True")
+    assert_as_alone_over_a_base(Bound, randn(M, 8))

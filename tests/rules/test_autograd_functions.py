@@ -798,35 +798,6 @@ def test_a_function_warns_once_and_names_the_cure():
     )
 
 
-class TwoRules(StraightBatched):
-    generate_vmap_rule = True
-
-
-class NoDims(StraightInTwo):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x
-
-
-class InplaceGenerated(InplaceInTwo):
-    generate_vmap_rule = True
-
-
-class OfGlobal(Straight):
-    @staticmethod
-    def forward(ctx, x):
-        return x * elsewhere[-1].sum()
-
-
-elsewhere = []
-
-
-class Ragged(Straight):
-    @staticmethod
-    def forward(ctx, x):
-        return x[x > 0]
-
-
 class Number(Straight):
     @staticmethod
     def forward(ctx, x):
@@ -840,30 +811,13 @@ class ReadingBackward(StraightGenerated):
 
 
 REFUSED = {
-    "two rules": (lambda model, y: TwoRules.apply(y), "applies an autograd function whose batching rule does not work"),
-    "no dims": (lambda model, y: NoDims.apply(y), "vmap staticmethod that returns (outputs, out_dims)"),
-    "in place": (
-        lambda model, y: InplaceGenerated.apply(y * 2, 3.0),
-        "generate_vmap_rule = True and no argument in place",
-    ),
-    "global": (
-        lambda model, y: elsewhere.append(model.inner.weight) or OfGlobal.apply(y),
-        "pass it to apply as an argument",
-    ),
-    "shapes": (lambda model, y: Ragged.apply(y), "Ragged returns tensors whose shapes depend on values"),
-    "number": (
-        lambda model, y: Number.apply(y)[0],
-        "for member 0 and other values for others; return a tensor instead",
-    ),
     "reading backward": (lambda model, y: ReadingBackward.apply(y), "asks for the value of a tensor"),
     "func.grad": (
         lambda model, y: torch.func.grad(lambda z: Straight.apply(z).sum())(y),
         "Straight has no setup_context, which PyTorch needs under torch.func.grad",
     ),
     "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
-    "shared in place": (lambda model, y: y + Into.apply(shared_scale, y), "into a tensor that all members share"),
 }
-shared_scale = torch.ones(())
 
 
 class Into(torch.autograd.Function):

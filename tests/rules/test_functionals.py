@@ -77,17 +77,11 @@ def _instance_norm_updates(form: str, x: Any, running_mean: Any = None, **option
     return form == "first" and options.get("use_input_stats", True) and running_mean is not None
 
 
-def _is_sparse(form: str, *args: Any, sparse: bool = False, **options: Any) -> bool:
-    return sparse
-
-
 EXPECTED_ERRORS: dict[str, tuple[Callable[..., bool], str]] = {
     "batch_norm": (
         _batch_norm_updates,
         "would update running statistics that all members share; pass the stacked buffers",
     ),
-    "embedding": (_is_sparse, "a sparse tensor, which the members cannot share; use sparse=False"),
-    "embedding_bag": (_is_sparse, "a sparse tensor, which the members cannot share; use sparse=False"),
     "instance_norm": (_instance_norm_updates, "would update running statistics that all members share"),
 }
 """What cannot exist per member: which samples, told by form and arguments, and the error that each of them raises."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hfta_func as hfta
 from rule_cases import RuleCase
 from rule_checks import check_against_loop
+from ways import assert_as_alone
 
 M = 3
 
@@ -210,11 +211,10 @@ def test_an_index_outside_a_table_is_an_error() -> None:
         hfta.vmap(lambda w, i: F.embedding(i, w))(torch.randn(2, 4, 3), torch.tensor([[4], [0]]))
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(hfta.errors.TraceError, match="use sparse=False"):
-        hfta.vmap(lambda w, i: F.embedding(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5)))
-    with pytest.raises(hfta.errors.TraceError, match="use sparse=False"):
-        hfta.vmap(lambda w, i: F.embedding_bag(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5, 1)))
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense(kind: Any, count: int) -> None:
+    assert_as_alone(lambda: kind(7, 4, sparse=True), torch.randint(7, (3, 5, 2)), "together", count, tolerance=1e-5)
 
 
 def test_renormalised_rows_are_written_into_the_tables() -> None:

@@ -167,12 +167,6 @@ def current_trace() -> Any:
     return private("torch._guards", "TracingContext").try_get()
 
 
-def traced_lines() -> list[tuple[str, int]]:
-    """File and line of the code that the compiler is tracing and of its callers, innermost first."""
-    stack = private("torch._guards", "TracingContext").extract_stack()
-    return [(frame.filename, frame.lineno) for frame in reversed(stack)]
-
-
 def dotted_path(expression: str) -> str:
     """``getattr(root.features, '0')``, as the compiler spells paths of modules, as ``root.features.0``."""
     while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", expression)) != expression:
@@ -257,31 +251,26 @@ def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def trace_history() -> Iterator[None]:
-    """A block in which the compiler answers ``requires_grad``, ``is_leaf`` and ``data`` of members' tensors.
+    """A block in which the compiler answers ``requires_grad`` and ``data`` of members' tensors.
 
     It would read them from the wrapper of ``vmap``, which has no history.
     """
     variable = private("torch._dynamo.variables.tensor", "TensorVariable")
     constant = private("torch._dynamo.variables", "ConstantVariable")
-    before = {name: vars(variable).get(name) for name in ("method_attr_requires_grad", "method_attr_is_leaf")}
-    data = variable.method_attr_data
+    before, data = vars(variable).get("method_attr_requires_grad"), variable.method_attr_data
 
-    def reading(name: str, other: Any) -> Callable[..., Any]:
-        def read(self: Any, tx: Any) -> Any:
-            value = self.as_proxy().node.meta.get("example_value")
-            if not is_batched(value):
-                return other and other(self, tx)
-            return constant.create(getattr(inside_vmap(value), name))
-
-        return read
+    def requires_grad(self: Any, tx: Any) -> Any:
+        value = self.as_proxy().node.meta.get("example_value")
+        return constant.create(inside_vmap(value).requires_grad) if is_batched(value) else before and before(self, tx)
 
     def detached(self: Any, tx: Any) -> Any:
         is_plain = not is_batched(self.as_proxy().node.meta.get("example_value"))
         return data(self, tx) if is_plain else self.call_method(tx, "detach", [], {})
 
-    for name, other in before.items():
-        setattr(variable, name, reading(name.removeprefix("method_attr_"), other))
+    variable.method_attr_requires_grad = requires_grad
     with replaced(variable, "method_attr_data", detached):
         yield
-    for name, other in before.items():
-        delattr(variable, name) if other is None else setattr(variable, name, other)
+    if before is None:
+        del variable.method_attr_requires_grad
+    else:
+        variable.method_attr_requires_grad = before

@@ -242,12 +242,6 @@ def has_native_lstm(dtype: torch.dtype) -> bool:
     return dtype not in names or private("torch", f"ops.mkldnn.{names[dtype]}")()
 
 
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that a draw on a device uses if none is passed."""
-    generators = [torch.default_generator]
-    return [*generators, torch.cuda.default_generators[device.index]] if device.type == "cuda" else generators
-
-
 @contextlib.contextmanager
 def leaving_out_validation(is_left_out: Callable[[], bool]) -> Iterator[None]:
     """A context in which distributions have no checks where ``is_left_out()`` holds."""

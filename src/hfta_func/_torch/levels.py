@@ -38,7 +38,7 @@ is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
 # The number of a tensor's outermost level.
 level_of = private(_FUNCTORCH, "maybe_get_level")
 # The model axis at the outermost level, below 0 where there is none.
-batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
+_batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
 peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
 interpreters = private(_FUNCTORCH, "get_interpreter_stack")
@@ -116,6 +116,18 @@ def inside_vmap(tensor: Tensor) -> Tensor:
     """The tensor inside all levels of ``vmap``, which has the history of the members'."""
     while is_batched(tensor):
         tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def first_member(tensor: Tensor) -> Tensor:
+    """The plain tensor of the first member at every level of ``vmap`` that maps over a tensor."""
+    dims = []
+    while is_wrapped(tensor):
+        dims.append(_batch_dim(tensor))
+        tensor = get_unwrapped(tensor)
+    # The innermost wrapper counts the axes of the plain tensor.
+    for dim in reversed(dims):
+        tensor = tensor if dim < 0 else tensor.select(dim, 0)
     return tensor
 
 

@@ -84,14 +84,6 @@ def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return computed
 
 
-_call: Any = private("torch.nn", "Module._wrapped_call_impl")
-
-
-def is_call_replaced() -> bool:
-    """Whether something has replaced ``nn.Module.__call__``."""
-    return nn.Module.__call__ is not _call
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has wrapped this around a module."""
     return "_orig_mod" in module._modules

@@ -10,12 +10,11 @@ import contextvars
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.calls.body import Body, is_trained, running_body
+from hfta_func.calls.body import running_body
 from hfta_func.errors import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
@@ -29,70 +28,19 @@ def only_vmap() -> bool:
     return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())
 
 
-def _requires_grad(tensor: Tensor) -> bool:
-    if _torch.inside_vmap(tensor).requires_grad:
-        return True
-    # An evaluation, or a function of stacked parameters, is given plain tensors.
-    if (trained := is_trained(tensor)) and rehearsing.get():
-        raise TraceError(
-            "the model asks whether its parameter requires_grad, which is True, but False to a compiler in evaluation; note "
-            "it when the model is made, or leave the step uncompiled"
-        )
-    return trained
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    tensor = _torch.inside_vmap(tensor)
-    return tensor.is_leaf or _is_given(tensor)
-
-
-def _grad_fn(tensor: Tensor) -> Any:
-    if _is_leaf(tensor):
-        return None
-    if rehearsing.get():
-        raise TraceError(
-            "the model reads grad_fn, which a compiler does not know; ask whether the tensor is_leaf, or leave the step "
-            "uncompiled"
-        )
-    return _torch.inside_vmap(tensor).grad_fn
-
-
-def _is_given(tensor: Tensor) -> bool:
-    """Whether a tensor is the parameter ``[1, ...]`` of a single member, without the model axis."""
-    node = tensor.grad_fn
-    source = node.next_functions[0][0] if node is not None and node.name() == "SqueezeBackward1" else None
-    return source is not None and getattr(source, "variable", tensor).shape == (1, *tensor.shape)
-
-
 def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
-    if not torch.compiler.is_compiling() and _sets_parameter(tensor, requires_grad) and not rehearsing.get():
-        return tensor
-    under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
-    if not under_derivatives and not _must_unwrap():
+    if torch.compiler.is_compiling():
+        return tensor.requires_grad_(requires_grad)
+    if (body := running_body()) is not None:
+        parameters = {id(getattr(x, "trained", x)) for x in body.parameters()}
+        if id(getattr(tensor, "trained", tensor)) in parameters:
+            return body.train(tensor, requires_grad)
+    if (only_vmap() or not _torch.is_batched(tensor)) and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
         _torch.inside_vmap(tensor).requires_grad_(requires_grad)
     return tensor
-
-
-def _sets_parameter(tensor: Tensor, requires_grad: bool) -> bool:
-    """Whether this is a parameter of the model, for which that changes nothing; refuses a change."""
-    body = running_body()
-    if body is None or not _is_parameter(tensor, body):
-        return False
-    # Of a joint step each loss trains one network, and takes the trained parameters of the others without gradients.
-    has_grad = _torch.inside_vmap(tensor).requires_grad
-    if has_grad == requires_grad or (is_trained(tensor) and not has_grad):
-        return True
-    trained: list[Any] = [held.get(name) for held, name in body.trained]
-    if any(_torch.inside_vmap(param).requires_grad for param in trained):
-        raise TraceError(_FREEZES)
-    return False
-
-
-def _is_parameter(tensor: Tensor, body: Body | None) -> bool:
-    return body is not None and any(param is tensor for param in body.parameters())
 
 
 def _detach_(tensor: Tensor) -> Tensor:
@@ -100,37 +48,41 @@ def _detach_(tensor: Tensor) -> Tensor:
     inside = _torch.inside_vmap(tensor)
     if inside is tensor or not only_vmap():
         return tensor.detach_()
-    if rehearsing.get() or inside._is_view():
-        where = "which a compiler does not know" if rehearsing.get() else "of a tensor that is a view in the array"
-        raise TraceError(f"the model calls detach_(), {where}; write x = x.detach()")
     with _torch.outside_transforms():
         inside.detach_()
     return tensor
 
 
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A copy of a parameter without a history, as ``copy.deepcopy`` makes it of one alone."""
-    if (tensor is _torch.inside_vmap(tensor) and not _is_given(tensor)) or not _is_leaf(tensor):
-        return tensor.__deepcopy__(memo)
-    if rehearsing.get():
-        raise TraceError(
-            "the model copies tensors or modules (copy.deepcopy), which a compiler cannot; compute with x.detach().clone(), "
-            "call a module with such by torch.func.functional_call, or leave the step uncompiled"
-        )
-    return memo.setdefault(id(tensor), tensor.detach().clone())
+def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    """``tensor.register_hook(hook)``, which calls the hook with the members' gradients."""
+    if not only_vmap() or not _torch.is_batched(tensor):
+        return tensor.register_hook(hook)
+    interpreter = _torch.current_interpreter()
+    level, count, randomness = interpreter.level(), interpreter.batch_size(), interpreter.randomness()
+    inside, dim = _torch.unwrap_batched(tensor, level)
+
+    def call(grad: Tensor) -> Any:
+        with _torch.vmap_level(count, randomness) as level:
+            result = hook(_torch.add_batch_dim(grad, dim, level))
+            return None if result is None else _torch.remove_batch_dim(result, level, count, dim)
+
+    with interpreter.lower():
+        return _register_hook(inside, call)
 
 
 def _data(tensor: Tensor) -> Tensor:
     # A write into .data is not counted; one into a parameter, which a step refuses, must be, also of a member alone.
     is_counted = _torch.is_batched(tensor) or (
-        not torch.compiler.is_compiling() and _is_parameter(tensor, running_body())
+        not torch.compiler.is_compiling()
+        and (body := running_body()) is not None
+        and any(param is tensor for param in body.parameters())
     )
     return tensor.detach() if is_counted else tensor.data
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    # A compiler knows no assignment, not even one that changes nothing, as does a cast of .data to its own dtype.
-    if rehearsing.get() or not _is_same(tensor, value):
+    # One that changes nothing is a cast of .data to its own dtype.
+    if not _is_same(tensor, value):
         raise TraceError(
             "the model assigns to .data of a tensor (as module.to(dtype) does), which members that run as one cannot; "
             "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...); "
@@ -146,13 +98,6 @@ def _is_same(tensor: Tensor, value: Tensor) -> bool:
         return value is tensor
     layouts = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)]
     return layouts[0] == layouts[1] and _torch.is_alias(tensor, value)
-
-
-def _refused(text: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise TraceError(f"the model {text}")
-
-    return refuse
 
 
 def _grad(
@@ -175,12 +120,9 @@ def _grad(
         options["is_grads_batched"] = is_grads_batched
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, **options)
     if is_grads_batched:
-        # The rows of the starts lie behind the model axis, where autograd does not look for them.
         rows = zip(*map(torch.unbind, _sequence(grad_outputs)), strict=True)
-        grads = [_grad(outputs, inputs, row, True, **options) for row in rows]
-        return optree.tree_map(
-            lambda *parts: None if parts[0] is None else torch.stack(parts), *grads, none_is_leaf=True
-        )
+        grads = (_sequence(_grad(outputs, inputs, row, True, **options)) for row in rows)
+        return tuple([part[0] if part[0] is None else torch.stack(part) for part in zip(*grads, strict=True)])
     outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
     inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
@@ -254,33 +196,18 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-_ONE_PASS = "but the members have one backward pass, which the step takes"
-CALLS_BACKWARD = (
-    f"calls backward(), {_ONE_PASS}; return the loss, and take other gradients by "
-    f"torch.autograd.grad(..., create_graph=True)"
-)
-_AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
-
-_FREEZES = (
-    "the model sets requires_grad of a parameter in a call, and which ones train is settled when the step is made; "
-    "compute with weight.detach() (torch.func.functional_call for a module), or set it before"
-)
-_HOOK = f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
-    Tensor.backward: _refused(CALLS_BACKWARD),
-    **dict.fromkeys((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook), _refused(_HOOK)),
-    Tensor.retain_grad: _refused(f"calls retain_grad(), {_ONE_PASS}; {_AS_VALUE}"),
-    Tensor.grad.__get__: lambda tensor: None if _is_given(tensor) else tensor.grad,  # pyright: ignore
+    Tensor.register_hook: _register_hook,
     Tensor.requires_grad_: requires_grad_,
-    Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
-    Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore
-    Tensor.grad_fn.__get__: _grad_fn,  # pyright: ignore
+    Tensor.requires_grad.__get__: lambda tensor: _torch.inside_vmap(tensor).requires_grad,  # pyright: ignore
+    Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
+    # Alone, a parameter is a view of the leaf.
+    Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
+    Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore
     **dict.fromkeys((Tensor.detach_, torch.detach_), _detach_),
-    Tensor.__deepcopy__: _deepcopy,
     Tensor.data.__get__: _data,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
     _torch.takes_data: lambda param, value: True,
-    Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
 }
 """Replacement by function."""

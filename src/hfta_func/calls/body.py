@@ -33,7 +33,6 @@ class Body(nn.Module):
         self.func = func
         self.training = model.training
         self.places: dict[str, Any] = {}
-        self.trained: list[tuple[dict[str, Any], str]] = []
         self.fixed: frozenset[tuple[int, str]] = frozenset()
         # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some; or a dict
         # or a set, KEYS, and a tuple of its keys.
@@ -49,6 +48,17 @@ class Body(nn.Module):
         finally:
             for (holder, key, _), value in zip(reversed(self.aliases), reversed(before), strict=True):
                 _put(holder, key, value)
+
+    def train(self, tensor: Any, requires_grad: bool) -> Any:
+        """Freeze a parameter until the end of the call, or train it again; frozen, modules hold it without its history."""
+        trained = getattr(tensor, "trained", tensor)
+        current = trained if requires_grad else trained.detach()
+        if not requires_grad:
+            current.trained = trained
+        for held, name in self.places.values():
+            if getattr(held.get(name), "trained", held.get(name)) is trained:
+                held[name] = current
+        return current
 
     # Hooks of all modules, and what replaces nn.Module.__call__, are for the modules of the model alone.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,12 +126,6 @@ def running_body() -> Body | None:
             return owner
         frame = frame.f_back
     return None
-
-
-def is_trained(tensor: Any) -> bool:
-    """Whether a tensor is a trained parameter of the model whose code is running."""
-    body = running_body()
-    return body is not None and any(held.get(name) is tensor for held, name in body.trained)
 
 
 def path_in(body: nn.Module, module: nn.Module) -> str:

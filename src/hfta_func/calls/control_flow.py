@@ -11,9 +11,9 @@ from hfta_func._torch import TransformType, current_interpreter, peek_interprete
 
 
 class Diverged(RuntimeError):
-    """Members take different sides of a branch; ``sides[i]`` is the truth value of member ``i``."""
+    """Members cannot run as one: ``sides[i]`` is the side of a branch that member ``i`` takes; None if each runs alone."""
 
-    def __init__(self, sides: list[bool]):
+    def __init__(self, sides: list[bool] | None):
         # PyTorch's message, from which :mod:`hfta_func.rules.vmap` makes a TraceError if members cannot run in groups.
         super().__init__("data-dependent control flow")
         self.sides = sides
@@ -37,8 +37,16 @@ def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def item(x: Tensor) -> Any:
-    """``x.item()``, which of a bool is a branch."""
-    return truth(x) if x.dtype == torch.bool and _is_mapped() else x.item()
+    """``x.item()``: the value that all members agree on, such as that of a counter; of a bool it is a branch."""
+    if x.dtype == torch.bool or not _is_mapped() or x.numel() != 1:
+        return truth(x) if x.dtype == torch.bool and _is_mapped() else x.item()
+    interpreter = current_interpreter()
+    values, dim = unwrap_batched(x, interpreter.level())
+    with interpreter.lower():
+        if dim is None or bool((values == values.select(dim, 0).unsqueeze(dim)).all()):
+            return item(values if dim is None else values.select(dim, 0))
+    # Raises PyTorch's error.
+    return x.item()
 
 
 def _is_mapped() -> bool:
@@ -69,6 +77,7 @@ def truth(x: Tensor) -> bool:
 
 BRANCHES: dict[Any, Any] = {
     **{Tensor.__bool__: truth, Tensor.__contains__: contains, Tensor.item: item},
+    **{Tensor.__float__: lambda x: float(item(x)), Tensor.__int__: lambda x: int(item(x))},
     **dict.fromkeys((torch.equal, Tensor.equal), equal),
     **dict.fromkeys((torch.allclose, Tensor.allclose), allclose),
 }

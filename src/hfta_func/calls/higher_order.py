@@ -35,18 +35,6 @@ def _is_complete(side: Any) -> bool:
     return not torch.is_grad_enabled() or any(_torch.inside_vmap(x).requires_grad for x in leaves)
 
 
-def _switch(call: Call, index: Any, branches: Any, operands: Any = (), **options: Any) -> Any:
-    last = len(branches) - 1
-    if not isinstance(index, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(index)):
-        side = call(0, branches[max(0, min(int(index), last))], *operands)
-        if not isinstance(index, Tensor) or _is_complete(side):
-            return side
-    chosen, *sides = _sides(call, branches, operands)
-    for i, side in enumerate(sides):
-        chosen = pytree.tree_map(lambda a, b, i=i: torch.where(index > i, b, a), chosen, side)
-    return chosen
-
-
 def _sides(call: Call, branches: Any, operands: Any) -> list[Any]:
     """What each branch returns, which must be alike."""
     sides = [call(0, func, *operands) for func in branches]
@@ -54,7 +42,7 @@ def _sides(call: Call, branches: Any, operands: Any) -> list[Any]:
     for kind in kinds[1:]:
         if kind != kinds[0]:
             raise TraceError(
-                f"the branches of torch.cond or torch.switch return {kinds[0]} and {kind}; return tensors of one structure, "
+                f"the branches of torch.cond return {kinds[0]} and {kind}; return tensors of one structure, "
                 f"with one shape and dtype".replace("torch.Size", "")
             )
     return sides
@@ -121,5 +109,3 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     ),
 }
 """For each operator, a function that is given a :data:`Call` and the arguments; PyTorch 2.14 adds options for compilers."""
-if (_switch_operator := getattr(torch.ops.higher_order, "switch", None)) is not None:
-    OPERATORS[_switch_operator] = _switch

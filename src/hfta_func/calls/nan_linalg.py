@@ -94,36 +94,6 @@ def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
     return determinant
 
 
-def _factor(name: str) -> Callable[..., Any]:
-    unchecked, kind = getattr(linalg, f"{name}_ex"), getattr(torch.return_types, f"linalg_{name}")
-    return lambda A, **options: kind(_without_info(unchecked(A, **options)))
-
-
-def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:
-    return linalg.matrix_power(_inv(input), -n, **options) if n < 0 else linalg.matrix_power(input, n, **options)
-
-
-def _tensorinv(A: Tensor, ind: int = 2, **options: Any) -> Tensor:
-    size = math.prod(A.shape[ind:])
-    return _inv(A.reshape(-1, size), **options).reshape(*A.shape[ind:], *A.shape[:ind])
-
-
-def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, **options: Any) -> Tensor:
-    if dims is not None:
-        A = A.movedim(dims, [*range(A.dim() - len(dims), A.dim())])
-    return _solve(A.reshape(B.numel(), -1), B.flatten(), **options).reshape(A.shape[B.dim() :])
-
-
-def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
-    bad = _is_not_finite(A.detach()) | _is_not_finite(B.detach())
-    if driver == "gels":
-        # It refuses matrices without full rank.
-        tall = A.detach() if A.shape[-2] >= A.shape[-1] else A.detach().mT
-        triangle = linalg.qr(torch.where(bad, _eye(tall), tall), mode="r").R
-        bad = bad | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any()
-    return _spoiled(linalg.lstsq(torch.where(bad, _eye(A), A), B.masked_fill(bad, 0), rcond, driver=driver), bad)
-
-
 def _norm(func: Callable[..., Any]) -> Callable[..., Any]:
     """Norms of matrices by their singular values."""
     masked = _masked(func)
@@ -164,19 +134,9 @@ GUARDED: dict[Any, Callable[..., Any]] = {
     **{func: _norm(func) for func in (linalg.norm, linalg.matrix_norm, *_old("norm"))},
     **dict.fromkeys((linalg.cholesky, *_old("cholesky")), _cholesky),
     **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _inv),
-    **dict.fromkeys((linalg.matrix_power, torch.matrix_power, Tensor.matrix_power), _matrix_power),
     linalg.solve: _solve,
     **{func: _determinant(func) for func in (linalg.slogdet, torch.slogdet, torch.logdet)},
     **{func: _determinant(func) for func in (Tensor.slogdet, Tensor.logdet)},
-    **{getattr(linalg, name): _factor(name) for name in ("lu_factor", "ldl_factor")},
-    linalg.tensorinv: _tensorinv,
-    linalg.tensorsolve: _tensorsolve,
-    linalg.lstsq: _lstsq,
-    **{
-        func: _masked(func, lambda x: (x.diagonal(dim1=-2, dim2=-1) == 0).any())
-        for func in (torch.cholesky_inverse, Tensor.cholesky_inverse)
-    },
-    **{func: _masked(func, harmless=torch.zeros_like) for func in (torch.histc, Tensor.histc)},
     F.binary_cross_entropy: _masked(F.binary_cross_entropy, _is_no_probability, lambda x: torch.full_like(x, 0.5)),
     F.grid_sample: _grid_sample,
 }

@@ -5,27 +5,23 @@ PyTorch's versions read the values of their tensors, or properties that tensors 
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # As they are now, whatever has their names later.
-from torch.nn.functional import batch_norm, cross_entropy, ctc_loss, normalize, one_hot
+from torch.nn.functional import cross_entropy, ctc_loss, normalize, one_hot
 
-from hfta_func._torch import BatchNorm, constant_to_compiler, is_batched, is_nestable
+from hfta_func._torch import constant_to_compiler, is_nestable
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.nan_linalg import GUARDED
-from hfta_func.errors import TraceError
 
 
 class lowered(Mode):
@@ -88,23 +84,6 @@ def _ctc_loss(
     return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
 
 
-def _chunked(input: Tensor, weight: Tensor, target: Tensor, bias: Any, weights: Any, *args: Any) -> tuple[Tensor]:
-    reduction, ignored = args[:2]
-    return (cross_entropy(F.linear(input, weight, bias), target, weights, ignore_index=ignored, reduction=reduction),)
-
-
-def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
-    """Replacement by operator, where the compiler traces into a function and never sees the replacement of that function."""
-    if not hasattr(F, "linear_cross_entropy"):
-        return {}
-    importlib.import_module("torch.nn.modules.linear_cross_entropy")
-    chunked, unreduced = (
-        getattr(torch.ops.torch_nn, f"_linear_cross_entropy_batch_chunked{kind}").default
-        for kind in ("", "_no_reduction")
-    )
-    return {chunked: _chunked, unreduced: lambda *args: _chunked(*args[:5], "none", args[5])[0]}
-
-
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Reads no values; PyTorch reads them under vmap if a gradient is taken inside."""
     if num_classes <= 0:
@@ -125,40 +104,7 @@ def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """Refuses to tell of a memory format that is left out."""
-    if memory_format in (torch.channels_last, torch.channels_last_3d):
-        raise TraceError(
-            f"asks whether a tensor is {memory_format}, a format that arrays leave out because it changes no values; do not "
-            f"branch on it, or choose by an attribute of the model"
-        )
-    return _noted(tensor.is_contiguous(memory_format=memory_format))
-
-
-layouts: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("layouts", default=None)
-"""What calls have been told of the memory of tensors, in their order."""
-
-
-def _noted(answer: Any) -> Any:
-    noted = None if torch.compiler.is_compiling() else layouts.get()
-    if noted is not None:
-        noted.append(answer)
-    return answer
-
-
-def _as_strided(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if not torch.compiler.is_compiling():
-        _noted((tensor.stride(), tensor.storage_offset()))
-    return torch.as_strided(tensor, *args, **kwargs)
-
-
-def _resize(tensor: Tensor, *sizes: Any, **options: Any) -> Tensor:
-    shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if is_batched(tensor) and tensor.numel() not in (0, math.prod(shape)):
-        raise TraceError(
-            "the model resizes a tensor (resize_) that members have values in, but those of all members lie in one; make a "
-            "new tensor, or take a part of it"
-        )
-    return tensor.resize_(*sizes, **options)
+    return memory_format not in (torch.channels_last, torch.channels_last_3d) and tensor.is_contiguous()
 
 
 def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -173,40 +119,20 @@ def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def _float(x: Tensor) -> float:
-    """NaN where batch normalisation with ``momentum=None`` reads how many batches each member has seen."""
-    return math.nan if is_batched(x) and _averaging() is not None else float(x)
-
-
-def _averaging() -> Any:
-    """The batch normalisation that calls the replaced function, if it averages its statistics over all batches."""
-    frame = sys._getframe(2)
-    # Between the two are modes and, for a function of Python, that function.
-    for _ in range(8):
-        if frame is not None and frame.f_code in (BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__):
-            return frame.f_locals["self"] if frame.f_locals["self"].momentum is None else None
-        frame = frame and frame.f_back
-    return None
-
-
-def _batch_norm(
-    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    """Averages statistics over all batches if the momentum is the NaN of :func:`_float`."""
-    if momentum == momentum or (module := _averaging()) is None:
-        return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    stats = running_mean.clone(), running_var.clone()
-    output = batch_norm(input, *stats, weight, bias, training, 1.0, eps)
-    for average, stat in zip((running_mean, running_var), stats, strict=True):
-        average += (stat - average) / module.num_batches_tracked
-    return output
-
-
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
     """Writes ``out``, which spectral normalisation passes, by an operator with a batching rule."""
     normalized = normalize(input, p, dim, eps)
     return normalized if out is None else out.copy_(normalized)
+
+
+def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Leaves out ``sparse``: the gradient of all members' tables is one scatter."""
+
+    @functools.wraps(func)
+    def dense(*args: Any, sparse: bool = False, **kwargs: Any) -> Any:
+        return func(*[False if i == position else x for i, x in enumerate(args)], **kwargs)
+
+    return dense
 
 
 def _slice_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -252,18 +178,13 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     torch.where: _promoted(torch.where, 0),
     Tensor.where: _promoted(Tensor.where, 1),
     Tensor.is_contiguous: _is_contiguous,
-    Tensor.stride: lambda tensor, *dims, **options: _noted(tensor.stride(*dims, **options)),
-    Tensor.storage_offset: lambda tensor: _noted(tensor.storage_offset()),
-    **dict.fromkeys((torch.as_strided, Tensor.as_strided), _as_strided),
-    Tensor.resize_: _resize,
-    Tensor.resize_as_: lambda tensor, other, **options: _resize(tensor, tuple(other.shape), **options),
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
     F.ctc_loss: _ctc_loss,
-    F.batch_norm: _batch_norm,
     F.normalize: _normalize,
-    Tensor.__float__: _float,
     **AUTODIFF,
+    F.embedding: _dense(F.embedding, 6),
+    F.embedding_bag: _dense(F.embedding_bag, 7),
     F.one_hot: _one_hot,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
     is_nestable: lambda *args, **kwargs: False,

@@ -30,7 +30,7 @@ from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
-from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
+from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError, TraceError
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -266,7 +266,5 @@ _REPLACED = {**LOWERED, **BRANCHES}
 
 @constant_to_compiler
 def _tell_compiler() -> bool:
-    inner = lowered_for_compiler()
-    _REPLACED.update(inner)
-    tell_compiler_of_overrides([*HANDLERS, *inner])
+    tell_compiler_of_overrides(HANDLERS)
     return True

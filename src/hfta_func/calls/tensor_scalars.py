@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -49,36 +48,10 @@ def _elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
     return _applied(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
 
 
-def _celu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _applied(
-        input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha)), inplace
-    )
-
-
 def _softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
     scaled = input * beta
     is_linear = scaled > threshold
     return torch.where(is_linear, input, torch.log1p(torch.exp(torch.where(is_linear, 0, scaled))) / beta)
-
-
-def _threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
-    return _applied(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
-
-
-def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _applied(
-        input,
-        lambda x: torch.where(x <= min_val, _like(min_val, x), torch.where(x >= max_val, _like(max_val, x), x)),
-        inplace,
-    )
-
-
-def _hardshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
-    return torch.where(input.abs() <= lambd, 0, input)
-
-
-def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
-    return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, input * 0))
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
@@ -118,76 +91,6 @@ def _smooth_l1_loss(
     # With beta=0 nothing is near, and nothing is divided by it.
     curved = 0.5 * torch.where(near, distance, 0) ** 2 / torch.where(beta > 0, beta, 1)
     return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction, size_average, reduce)
-
-
-def _margin_ranking_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    return _reduced((-target * (input1 - input2) + margin).clamp(min=0), reduction, size_average, reduce)
-
-
-def _hinge_embedding_loss(
-    input: Tensor, target: Tensor, margin: Any = 1.0, size_average: Any = None, reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    apart = torch.where(target == 1, 0, (margin - input).clamp(min=0))
-    return _reduced(apart + torch.where(target == -1, 0, input), reduction, size_average, reduce)
-
-
-def _cosine_embedding_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    tiny = 1e-12
-    squares = [(x * x).sum(-1) + tiny for x in (input1, input2)]
-    cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
-    loss = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
-    return _reduced(loss, reduction, size_average, reduce)
-
-
-def _triplet_margin_loss(
-    anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: Any = 1e-6,
-    swap: bool = False, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    near, far = _pairwise_distance(anchor, positive, p, eps), _pairwise_distance(anchor, negative, p, eps)
-    if swap:
-        far = torch.minimum(far, _pairwise_distance(positive, negative, p, eps))
-    return _reduced((margin + near - far).clamp(min=0), reduction, size_average, reduce)
-
-
-def _triplet_margin_with_distance_loss(
-    anchor: Tensor, positive: Tensor, negative: Tensor, *, distance_function: Callable[..., Tensor] | None = None,
-    margin: Any = 1.0, swap: bool = False, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    distance = distance_function or F.pairwise_distance
-    near, far = distance(anchor, positive), distance(anchor, negative)
-    if swap:
-        far = torch.minimum(far, distance(positive, negative))
-    return _reduced((margin + near - far).clamp(min=0), reduction)
-
-
-def _multi_margin_loss(
-    input: Tensor, target: Tensor, p: int = 1, margin: Any = 1.0, weight: Tensor | None = None, size_average: Any = None,
-    reduce: Any = None, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    classes = target.unsqueeze(-1)
-    loss = (margin - input.gather(-1, classes) + input).clamp(min=0) ** p
-    loss = loss if weight is None else loss * weight[target].unsqueeze(-1)
-    is_other = torch.arange(input.shape[-1], device=input.device) != classes
-    return _reduced(torch.where(is_other, loss, 0).sum(-1) / input.shape[-1], reduction, size_average, reduce)
-
-
-def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, dim=-1, keepdim=keepdim)
-
-
-def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
-    x1, x2 = torch.broadcast_tensors(x1, x2)
-    norms = (torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True) for x in (x1, x2))
-    # The gradient ignores the bound, as PyTorch's does.
-    norm1, norm2 = (norm + torch.where(norm < eps, eps - norm, 0).detach() for norm in norms)
-    return (x1 / norm1 * (x2 / norm2)).sum(dim)
 
 
 def _layer_norm(
@@ -283,9 +186,7 @@ def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-_NUMBERS = frozenset(
-    "alpha beta delta eps lambd margin max max_val min min_val momentum negative_slope threshold value".split()
-)
+_NUMBERS = frozenset("alpha beta delta eps max min momentum negative_slope threshold".split())
 """The arguments that may be tensors."""
 
 
@@ -297,10 +198,7 @@ def _replacement(func: Callable[..., Tensor]) -> Replacement:
 TENSOR_SCALAR_FUNCTIONS = {
     func.__name__.removeprefix("_"): _replacement(func)
     for func in (
-        *(leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),
-        *(_huber_loss, _smooth_l1_loss, _margin_ranking_loss, _hinge_embedding_loss, _cosine_embedding_loss),
-        *(_triplet_margin_loss, _triplet_margin_with_distance_loss, _multi_margin_loss),
-        *(_pairwise_distance, _cosine_similarity),
+        *(leaky_relu, _elu, _softplus, _clamp, _clamp_, _huber_loss, _smooth_l1_loss),
         *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
     )
 }

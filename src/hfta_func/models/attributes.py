@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
-from hfta_func.calls.as_alone import first_member as first_member
+from hfta_func._torch import first_member as first_member
 from hfta_func.calls.body import Body
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number

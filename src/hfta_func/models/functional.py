@@ -122,7 +122,6 @@ class Bound:
         rematerialise(body.model, remat and self._checkpoint)
         body.places = places_of(body)
         body.aliases = aliases(body.model, body.places)
-        body.trained = [body.places[f"model.{path}"] for path in self.trained]
         shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
             names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]

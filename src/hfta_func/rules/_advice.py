@@ -6,7 +6,6 @@ import os
 import re
 import traceback
 
-from hfta_func.calls.autodiff import CALLS_BACKWARD
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.made import REFUSAL
 from hfta_func.errors import HFTAError, RandomnessError, TraceError
@@ -89,8 +88,6 @@ def advice(error: RuntimeError) -> Exception | None:
         )
     if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
         return TraceError(f"{where} {REFUSAL}")
-    if "backward() called inside a functorch transform" in text:
-        return TraceError(f"{where} {CALLS_BACKWARD}")
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(

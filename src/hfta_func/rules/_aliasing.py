@@ -9,7 +9,7 @@ function runs again, now and in later calls, with every new tensor laid out memb
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -17,40 +17,15 @@ from hfta_func._torch import counter, is_alias, writes
 from hfta_func.calls.made import MadeCalls
 from hfta_func.rules._layout import models_first
 
-COPIED = "copied"
-"""Among what calls have been told of the memory of tensors: a view of members that is a copy."""
-
 
 class AliasFacts:
     """What calls of a function have learned for later calls."""
 
-    def __init__(self, reads: bool = False):
-        self.reads = reads
-        """Whether the function may read values, because its members run one by one."""
+    def __init__(self) -> None:
         self.models_first = False
         """Whether the model axis must come first in every new tensor."""
-        self.tried = self.mapped = False
-        """Whether the function has run, and whether it has run under ``vmap``."""
-        self.refused: Exception | None = None
-        """The error of a view that a member alone does not have."""
-        self.asks = False
-        """Whether the function asks how tensors lie in memory, for which a graph lays them out member by member."""
-        self.laid_out = False
-        """Whether what the function is told of the memory of tensors has been compared with what a member alone is told."""
         self.made = MadeCalls()
-        """The calls that make tensors into which members write their values."""
-
-
-class _Copy(NamedTuple):
-    """The write counters of a tensor and of a copy that stands for a view of it, and their values when the copy was made."""
-
-    base: Tensor
-    copy: Tensor
-    versions: tuple[int, int]
-
-    def is_written(self) -> bool:
-        # Inference mode counts no writes, so a write is assumed.
-        return -1 in self.versions or (writes(self.base), writes(self.copy)) != self.versions
+        """Whether each member gets its own of tensors that the function makes."""
 
 
 class _Thread(threading.local):
@@ -65,18 +40,19 @@ class watched:
 
     def __init__(self, known: AliasFacts):
         self.known = known
-        self._copies: list[_Copy] = []
+        # Tensors and copies that stand for views of them, and how often both had been written when the copies were made.
+        self._copies: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
 
     def note(self, base: Tensor, view: Tensor) -> Tensor:
         """``view``, noted if it is a copy."""
         if not self.known.models_first and not is_alias(base, view):
             # Their counters, because the tensors themselves would stay in memory until the function returns.
-            self._copies.append(_Copy(counter(base), counter(view), (writes(base), writes(view))))
+            self._copies.append((counter(base), counter(view), (writes(base), writes(view))))
         return view
 
     def is_written(self) -> bool:
-        """Whether something was written into a copy or into what it copies."""
-        return any(copy.is_written() for copy in self._copies)
+        """Whether something was written into a copy or into what it copies; inference mode counts no writes."""
+        return any(-1 in before or (writes(base), writes(copy)) != before for base, copy, before in self._copies)
 
     def __enter__(self) -> watched:
         self._outer, _thread.innermost = _thread.innermost, self

@@ -22,7 +22,7 @@ from hfta_func._torch import pytree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
-from hfta_func.calls.made import made_for_each, refuse_write
+from hfta_func.calls.made import made_for_each
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
 from hfta_func.errors import LoopWarning, RandomnessError, TraceError
@@ -160,7 +160,7 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             elif count > 1 and all(torch.equal(x, rows[0]) for x in rows):
                 target.copy_(rows[0])
             else:
-                refuse_write(given[i], RuntimeError("vmap: inplace arithmetic into a tensor that all members share"))
+                raise RuntimeError("vmap: inplace arithmetic into a tensor that all members share")
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(

@@ -184,13 +184,13 @@ def install_for_compiler(overrides: str) -> bool:
 
 
 @_torch.constant_to_compiler
-def settle_layout(asked: bool = False) -> bool:
-    """Lay out tensors member by member in a graph that writes copies which stand for views, or where it is ``asked`` for.
+def settle_layout() -> bool:
+    """Lay out tensors member by member in a graph that writes copies which stand for views.
 
     The compiler calls it while it traces with tensors that have shapes only, before batching rules run for the graph.
     """
     copies = _aliasing.current()
-    if copies is not None and not copies.known.models_first and (asked or copies.is_written()):
+    if copies is not None and not copies.known.models_first and copies.is_written():
         copies.known.models_first = True
         _torch.mark_graphs(_LAYOUT, "front")
     return True

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import written_by
-from hfta_func.calls.made import refuse_write
 from hfta_func.errors import TraceError
 
 
@@ -64,8 +63,7 @@ def _unbind(operator: Any, value: Any, dim: Any, num_models: int, is_written: bo
         return list(zip(*columns, strict=True))
     if dim is None:
         if is_written and isinstance(value, Tensor):
-            text = f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share"
-            refuse_write(value, RuntimeError(text))
+            raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share")
         return [value] * num_models
     return [x.clone() for x in value.unbind(dim)] if is_written else value.unbind(dim)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import is_wrapped, num_dispatch_modes
-from hfta_func.errors import TraceError
 from hfta_func.rules._layout import each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator
@@ -24,7 +23,6 @@ def embedding(
     call: Call, weight: Tensor, indices: Tensor, padding_idx: int = -1, by_freq: bool = False, sparse: bool = False
 ) -> Result:
     """Rows ``[M,N,D]`` of tables ``[M,V,D]``; the gradient is a single scatter into one table."""
-    _refuse_sparse(sparse)
     weight_dim, indices_dim = call.dims[:2]
     if weight_dim is None and not by_freq:
         return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
@@ -68,11 +66,10 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Result:
     """Sums, means or maxima ``[M,B,D]`` over bags of rows of tables ``[M,V,D]``; bags start at the offsets ``[M,B]``."""
-    _refuse_sparse(sparse)
     num_models, weight_dim = call.num_models, call.dims[0]
     if scale_grad_by_freq:
         # The CPU kernel counts frequencies in the order of all indices, so it needs the indices of each member alone.
-        options = mode, sparse, per_sample_weights, include_last_offset, padding_idx
+        options = mode, False, per_sample_weights, include_last_offset, padding_idx
         args = weight, indices, offsets, scale_grad_by_freq, *options
         return one_by_one(_embedding_bag, num_models, args, call.first_dims(9), {}, {})
     indices, offsets = each(expand, (indices, offsets), call.dims[1:], num_models)
@@ -122,14 +119,6 @@ def _rows(indices: Tensor, size: int) -> Tensor:
         if int(least) >= 0 and int(most) < size:
             return rows
     return torch.where((indices >= 0) & (indices < size), rows, -1)
-
-
-def _refuse_sparse(sparse: bool) -> None:
-    if sparse:
-        raise TraceError(
-            "the gradient of an embedding with sparse=True is a sparse tensor, which the members cannot share; use "
-            "sparse=False, whose gradient the array computes as one scatter for all members"
-        )
 
 
 def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.calls.made import refuse_write
 from hfta_func.calls.recompute import recalls
 from hfta_func.errors import TraceError
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
@@ -118,11 +117,10 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
     vectors, stats, options = args[:2], args[2:4], args[4:]
     training, momentum, eps, *_ = options
     if training and stats[0] is not None and x_dim is not None and None in stat_dims:
-        text = (
+        raise TraceError(
             "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
             "as functional(model) does; in a model, make them buffers"
         )
-        refuse_write(stats[stat_dims.index(None)], TraceError(text))
     rank = x.dim() - (x_dim is not None)
     if rank < 2 and x.numel() == 0:
         # Without a channel axis PyTorch accepts only an empty input, and there is nothing to normalise.

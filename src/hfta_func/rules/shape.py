@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfta_func._torch import is_alias
-from hfta_func.calls.rewrites import layouts
 from hfta_func.errors import TraceError
-from hfta_func.rules._aliasing import COPIED, current
+from hfta_func.rules._aliasing import current
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._registry import Call, Result, register
 
@@ -20,10 +18,7 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
     x = models_first(x, call.dims[0])
     if current() is None:
         return x.view(call.num_models, *size), 0
-    view = x.reshape(call.num_models, *size)
-    if (noted := layouts.get()) is not None and not is_alias(x, view):
-        noted.append(COPIED)
-    return _noted(x, view), 0
+    return _noted(x, x.reshape(call.num_models, *size)), 0
 
 
 @register("reshape", "shape")

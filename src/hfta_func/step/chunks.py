@@ -37,6 +37,7 @@ class Chunks:
     def __init__(self, size: int | Literal["auto"] | None, batch_dims: Tree):
         self.size = size
         self.batch_dims = batch_dims
+        self._alone = False
         self.sizes: dict[Any, int] = {}
         """What ``"auto"`` has found for each shape of batch."""
 
@@ -56,25 +57,32 @@ class Chunks:
         return self._apart(run, members, batch, adds, [*range(0, count, size), count])
 
     def _together(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool) -> Any:
-        """The results of members that run as one, or in smaller groups if they branch differently."""
+        """The results of members that run as one, in smaller groups if they branch differently, or each alone."""
+        count = members[0].shape[0]
+        if self._alone and count > 1:
+            return self._apart(run, members, batch, adds, [*range(count + 1)])
         try:
             return run(members, batch)
         except Diverged as error:
-            where, sides = user_code_location(error), error.sides
-            if members[0].shape[0] == 1:
+            where, sides, cause = user_code_location(error), error.sides, error.__cause__
+            if count == 1:
                 raise TraceError(
                     f"{where} branches on the value of a tensor below a vmap of the model's own, as vmap refuses alone; "
                     f"compute with tensors instead (torch.where, masks)"
                 ) from error
-        warnings.warn(
-            f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
-            f"compute with tensors instead (torch.where, masks), or silence this with "
-            f"warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
-            LoopWarning,
-            stacklevel=2,
-        )
-        turns = [i for i in range(1, len(sides)) if sides[i] != sides[i - 1]]
-        return self._apart(run, members, batch, adds, [0, *turns, len(sides)])
+        if sides is None:
+            # For good: each step would fail first.
+            self._alone = True
+            turns, why = [*range(1, count)], f"members run one after another, because they cannot run as one: {cause}"
+        else:
+            turns = [i for i in range(1, count) if sides[i] != sides[i - 1]]
+            why = (
+                f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
+                f"compute with tensors instead (torch.where, masks)"
+            )
+        silence = "silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)"
+        warnings.warn(f"{why}, or {silence}", LoopWarning, stacklevel=2)
+        return self._apart(run, members, batch, adds, [0, *turns, count])
 
     def _apart(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool, bounds: list[int]) -> Any:
         pieces, total = [], None

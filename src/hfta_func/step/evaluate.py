@@ -87,7 +87,7 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self._members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
+        self._members = Members(of_first(self._run, options.batch_dims))
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from

@@ -56,7 +56,7 @@ class Gradients:
         self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self.members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
+        self.members = Members(of_first(self._run, options.batch_dims))
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
