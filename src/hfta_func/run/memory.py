@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -77,6 +78,16 @@ def _left_by_groups() -> Iterator[int]:
                     yield max(0, int(most) - taken)
 
 
+def profiler(device: torch.device, **options: Any) -> Any:
+    """PyTorch's profiler of this process, and of the device if it has one of its own.
+
+    Unlike ``torch.profiler.profile``, it does not import the compiler, which takes seconds. Its tracer would print a line at
+    each start and end, unless it is told otherwise before it begins for the first time.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    return profile(use_device=None if device.type == "cpu" else device.type, **options)
+
+
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """The peak of bytes that ``work`` allocates, beyond those allocated before."""
     if device.type == "cuda":
@@ -89,14 +100,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        # Unlike torch.profiler.profile, it does not import the compiler, which takes seconds.
-        with profile(profile_memory=True) as recorded:
+        with profiler(device, profile_memory=True) as recorded:
             work()
     finally:
         if collecting:
             gc.enable()
-    kineto: Any = recorded.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
