@@ -203,7 +203,7 @@ class StepGraph:
         """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
         if self.worker is None or self._ended or self.worker.answer() is not None:
             return ""
-        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {kept.corrected(self._estimate):.0f} s"
+        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._estimate:.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         """The step's result; ``left`` is how many calls will follow, if that is known."""
@@ -241,9 +241,6 @@ class StepGraph:
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
-        if answer is not None and self._estimate:
-            kept.remember(self._estimate, time.monotonic() - self._since)
-            self._estimate = 0.0
         return answer
 
     def _end(self, why: str | None) -> None:

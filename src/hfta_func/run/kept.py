@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import os
 import pathlib
 import pickle
@@ -31,8 +30,6 @@ from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
 from hfta_func._types import Schedule, Tree, recipe
-from hfta_func.errors import CheckpointError
-from hfta_func.files import atomic
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
@@ -46,8 +43,6 @@ from hfta_func.workers.process import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
-MOST_TIMES = 64
-"""How many compilations are remembered with the time they took."""
 _LIBRARY, _ABOUT = "step.so", "about"
 
 
@@ -176,32 +171,6 @@ def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], A
 def drop(name: str) -> None:
     """Keep a graph no longer."""
     shutil.rmtree(folder() / name, ignore_errors=True)
-
-
-def corrected(estimate: float) -> float:
-    """An estimate of the seconds that compiling takes, by how far that of the most similar earlier compilation was off."""
-    guess, seconds = min(reversed(earlier_times()), key=lambda pair: abs(pair[0] - estimate), default=(1.0, 1.0))
-    return estimate * seconds / guess
-
-
-def remember(estimate: float, seconds: float) -> None:
-    """Remember how long compiling took, for later estimates; nothing happens where nothing can be written."""
-    with contextlib.suppress(OSError, CheckpointError):
-        times_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        times = [*earlier_times()[1 - MOST_TIMES :], (estimate, seconds)]
-        atomic.write(times_file(), json.dumps(times).encode(), durable=False)
-
-
-def times_file() -> pathlib.Path:
-    """Where it stands how long graphs took to compile."""
-    return native.folder() / "seconds.json"
-
-
-def earlier_times() -> list[tuple[float, float]]:
-    """What was expected and what it took, in seconds, the latest last."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return [(float(guess), float(seconds)) for guess, seconds in json.loads(times_file().read_bytes()) if guess > 0]
-    return []
 
 
 def kept() -> list[tuple[str, int, float]]:
