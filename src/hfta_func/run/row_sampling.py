@@ -60,19 +60,13 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
     by_member = []
     for member, numbers in enumerate(rows):
-        try:
-            index = torch.as_tensor(numbers, device=device)
-        except (TypeError, ValueError, RuntimeError):
-            raise HyperparameterError(f"model {member}: rows[{member}] is {numbers!r}; give row numbers") from None
-        what, wrong = "", index.flatten()[:0]
-        if index.dim() != 1 or not len(index):
-            what = f"rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
-        elif index.dtype.is_floating_point or index.dtype == torch.bool:
-            what = f"rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
-        elif len(wrong := index[(index < 0) | (index >= count)]):
-            what = f"row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
-        if what:
-            raise HyperparameterError(f"model {member}: {what}")
+        index = torch.as_tensor(numbers, device=device)
+        is_integer = not (index.dtype.is_floating_point or index.dtype == torch.bool)
+        if index.dim() != 1 or not len(index) or not is_integer or index.min() < 0 or index.max() >= count:
+            raise HyperparameterError(
+                f"model {member}: rows[{member}] is {str(numbers):.80}; give a list of row numbers from 0 to {count - 1}, such as "
+                f"mask.nonzero().flatten()"
+            )
         by_member.append(index.long())
     return Rows(by_member)
 
@@ -104,12 +98,14 @@ def weighed(weights: Any, num_models: int, count: int, device: torch.device, row
             f"weights is {list(values.shape)} for {num_models} models and {count} rows; give [{count}] or "
             f"[{num_models}, {count}]"
         )
-    if not bool((values.isfinite() & (values >= 0)).all()):
-        raise HyperparameterError("weights must be finite and not negative; a row that is never drawn has weight 0")
     for member, each in enumerate(values.expand(num_models, count)):
-        if not bool((each if rows is None else each[rows.by_member[member]]).any()):
+        if (
+            not ((each >= 0) & each.isfinite()).all()
+            or not (each if rows is None else each[rows.by_member[member]]).any()
+        ):
             raise HyperparameterError(
-                f"model {member}: all weights of its rows are 0, so the model has no data; give at least one row a weight"
+                f"model {member}: weights must be finite and not negative, and not 0 for all rows of a model; a row that is "
+                f"never drawn has weight 0"
             )
     return values
 
