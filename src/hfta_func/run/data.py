@@ -279,8 +279,8 @@ class ArrayLoader:
         epoch, batches = (operator.index(state_dict.get(name, -1)) for name in ("epoch", "batches"))
         if epoch < 0 or not 0 <= batches <= len(self):
             raise StateError(
-                f"the loader's state is {dict(state_dict)}, but an epoch has {len(self)} batches; pass what state_dict() of a "
-                f"loader with the same data and batch_size returned"
+                f"the loader's state is {dict(state_dict)}, but an epoch has {len(self)} batches; pass what state_dict() "
+                f"of a loader with the same data and batch_size returned"
             )
         self._position = self._next = (epoch, batches)
 

@@ -73,8 +73,8 @@ class DatasetLoader(ArrayLoader):
         if is_table(dataset) or is_stream or not isinstance(dataset, Sized):
             raise BatchError(
                 f"a {type(dataset).__qualname__} has no length or no items by number, which can be dealt to models; write "
-                f"__len__ and __getitem__, pass tensors to ArrayLoader, or make the step with batch_dims=None and pass fit the "
-                f"batches for all models, such as torch.utils.data.DataLoader(dataset, batch_size)"
+                f"__len__ and __getitem__, pass tensors to ArrayLoader, or make the step with batch_dims=None and pass fit "
+                f"the batches for all models, such as torch.utils.data.DataLoader(dataset, batch_size)"
             )
         names = inspect.signature(ArrayLoader).parameters.keys() & options.keys()
         rows = torch.arange(len(dataset), device="cpu")
@@ -205,8 +205,8 @@ class _MemberBatches(Dataset[Any]):
             return restored(tree_map(lambda *parts: torch.stack(parts), *map(plain, batches)), batches[0])
         except (RuntimeError, TypeError, ValueError) as error:
             raise BatchError(
-                f"the members' batches of {self._name} cannot be stacked: {error}; pass a collate_fn that pads or crops to one "
-                f"size in all batches, and returns tensors alone"
+                f"the members' batches of {self._name} cannot be stacked: {error}; pass a collate_fn that pads or crops to "
+                f"one size in all batches, and returns tensors alone"
             ) from error
 
 

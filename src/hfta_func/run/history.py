@@ -94,38 +94,33 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        before = [-1] * len(new)
-        if origins:
-            # Of several copies of a member, the first one is that member and the others are new.
-            before = [-1 if place in origins[:at] else place for at, place in enumerate(origins)]
+        # Of several copies of a member, the first one is that member and the others are new.
+        given = [*origins] if origins else [-1] * len(new)
+        before = [-1 if place in given[:at] else place for at, place in enumerate(given)]
         if before == [*range(len(old))] or (origins is None and old == new):
             return None
-        indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
-        for key, indices in indices_of.items():
-            if origins is not None:
-                # A new member may have the seed of several others.
-                indices[:] = set(indices) - set(before) if len(indices) == 1 else ()
-            elif new.count(key) < len(indices):
+        for key in {*new}:
+            # What no origin tells, seeds do.
+            left = [place for place, seed in enumerate(old) if seed == key and place not in before]
+            unknown = [at for at, seed in enumerate(new) if seed == key and before[at] < 0]
+            if origins is None and len(unknown) < len(left):
                 raise StateError(
-                    f"a callback dropped some of the {len(indices)} members with seed {key}, and the run cannot tell which; "
+                    f"a callback dropped some of the {len(left)} members with seed {key}, and the run cannot tell which; "
                     f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
                 )
-        before = [
-            indices_of[key].pop(0) if place < 0 and indices_of[key] else place
-            for key, place in zip(new, before, strict=True)
-        ]
-        added = before.count(-1)
-        width = len(self.seeds)
-        numbers = iter(range(width, width + added))
-        members = [next(numbers) if index < 0 else int(self.members[index]) for index in before]
-        self.members = torch.tensor(members, device="cpu")
+            if origins is None or len([seed for seed in old if seed == key]) == 1:
+                for at, place in zip(unknown, left, strict=False):
+                    before[at] = place
+        width, added = len(self.seeds), [at for at, place in enumerate(before) if place < 0]
+        members = torch.tensor([*self.members.tolist(), *range(width, width + len(added))], device="cpu")
+        numbers = iter(range(len(old), len(members)))
+        self.members = members[[next(numbers) if place < 0 else place for place in before]]
         if added:
-            keys = keys.cpu()
-            self.seeds = torch.cat([self.seeds, keys[[index < 0 for index in before]]])
-            self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
+            self.seeds = torch.cat([self.seeds, keys.cpu()[added]])
+            self.since = torch.cat([self.since, torch.full((len(added),), len(self), device="cpu")])
             columns = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: widened(value, columns, width, width + added) for name, value in metrics.items()}
+                {name: widened(value, columns, width, len(self.seeds)) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
         return before
@@ -143,16 +138,14 @@ class History:
             ImportError: if pandas is not installed.
             ValueError: if a column does not have one value per member.
         """
-        pandas = require("pandas", "plot")
-        count = len(self.seeds)
-        given = {**self.columns, **columns}
-        for name, values in given.items():
+        pandas, count = require("pandas", "plot"), len(self.seeds)
+        given: dict[str, Any] = {}
+        for name, values in {**self.columns, **columns}.items():
             if not isinstance(values, Iterable):
                 raise ValueError(f"column {name} is {values!r}; give one value per model")
-        given = {name: each.tolist() if isinstance(each, Tensor) else [*each] for name, each in given.items()}
-        for name, values in given.items():
-            if len(values) != count:
-                raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
+            given[name] = values.tolist() if isinstance(values, Tensor) else [*values]
+            if len(given[name]) != count:
+                raise ValueError(f"column {name} has {len(given[name])} values but the array has {count} models")
         frames = [
             pandas.DataFrame(
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}

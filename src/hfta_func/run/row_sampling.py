@@ -64,8 +64,8 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         is_integer = not (index.dtype.is_floating_point or index.dtype == torch.bool)
         if index.dim() != 1 or not len(index) or not is_integer or index.min() < 0 or index.max() >= count:
             raise HyperparameterError(
-                f"model {member}: rows[{member}] is {str(numbers):.80}; give a list of row numbers from 0 to {count - 1}, such as "
-                f"mask.nonzero().flatten()"
+                f"model {member}: rows[{member}] is {numbers!s:.80}; give a list of row numbers from 0 to {count - 1}, such "
+                f"as mask.nonzero().flatten()"
             )
         by_member.append(index.long())
     return Rows(by_member)
