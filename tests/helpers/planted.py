@@ -369,7 +369,7 @@ PLANTED = [
     ),
     Planted(
         "means over an epoch count one batch too many",
-        *("run/running.py", "_over(value, self.counts[name]) for", "_over(value, self.counts[name] + 1) for"),
+        *("run/running.py", "value / count.view(", "value / (count + 1).view("),
         "test_fit.py::test_state_and_history",
     ),
     Planted(
@@ -874,13 +874,8 @@ PLANTED = [
         "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
     ),
     Planted(
-        "parts of an array stop after different steps",
-        *("run/executor_trainer.py", "if _done(answer) != (most, over):", "if False:"),
-        "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
-    ),
-    Planted(
         "Ctrl-C inside a segment waits for its end",
-        *("run/executor_trainer.py", "if hooks.stopped() and cells[-1] == NEVER:", "if False:"),
+        *("run/executor_trainer.py", "if ended or hooks.stopped() or", "if ended or"),
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(
@@ -1031,7 +1026,7 @@ PLANTED = [
     ),
     Planted(
         "a worker goes on from a state that is not the part's",
-        *("run/parts.py", "held[0] == (part.low, part.high, part.version)", "True"),
+        *("run/parts.py", "held[0] == (state.low, state.high, state.version)", "True"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(

@@ -351,11 +351,10 @@ def test_training_lends_a_thread_while_the_other_process_works(
     monkeypatch.setattr(graph, "ask", lambda *args: next(answers))
     monkeypatch.setattr(graph, "pays", lambda *args: False)
     graph.worker = object()  # pyright: ignore
-    for processors, after in ((4, 0.0), (2, 1e9), (2, 0.0), (2, 0.0)):
+    for processors in (4, 4, 2, 2):
         monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
-        monkeypatch.setattr(background, "_COMPILING", after)
         graph(state, None, None)
-    # With processors to spare; too early; while it waits; with an answer.
+    # With processors to spare; while it waits; with an answer.
     assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
     # What one thread less takes says nothing about the step.
     assert len(graph.eager) == 3
@@ -379,7 +378,7 @@ def test_a_single_processor_is_shared_once_that_pays(
     monkeypatch.setattr(background, "Compiler", Worker)
     monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
     graph = background.StepGraph(lambda *args: None)
-    monkeypatch.setattr(graph, "_affords", lambda *args: affords)
+    monkeypatch.setattr(graph, "_repays", lambda state, left, worth, after: worth == background._BESIDE[0] or affords)
     graph.eager = [0.001]
     _, state = arrayed()
     assert graph.ask(state, None, None) is None

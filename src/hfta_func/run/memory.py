@@ -67,7 +67,9 @@ def _left_by_groups() -> Iterator[int]:
         limit, usage, cache = _OLD_GROUP if is_old else _GROUP
         # In a container the path may be the host's, of which only the root is visible.
         group = root / path.strip("/")
-        for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]) if is_old or not controllers else ():
+        for folder in (
+            (group, *group.parents[: len(group.parts) - len(root.parts)]) if is_old or not controllers else ()
+        ):
             with contextlib.suppress(OSError, ValueError):
                 most = int((folder / limit).read_text())
                 held = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())

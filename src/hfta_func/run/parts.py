@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from hfta_func.run.running import Running
 from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.state import TrainState
-from hfta_func.workers.wire import Folder, SharedTensorRef, loads
+from hfta_func.workers.wire import Folder, loads
 
 
 def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
@@ -31,42 +29,27 @@ def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     return error
 
 
-NEVER = 1 << 62
-"""Sentinel: no stop requested."""
-
-
 class SharedPart(NamedTuple):
     """Members ``low`` to ``high - 1`` of a state whose leaves lie in shared memory."""
 
     source: Any  # references to the leaves of the whole array, to go on from
-    target: Any  # references to where its leaves after the segment are written
+    target: Any  # references to where its leaves are written afterwards
     low: int
     high: int
     version: int  # what source holds: a worker that has made this version of the part itself does not read it
-    becomes: int  # the version after the segment
 
 
 class StateBuffers:
     """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated."""
 
     def __init__(self, state: TrainState):
-        self._layout, self._latest = _layout(state), state
+        self._layout, self._latest, self._version = _layout(state), state, 0
         self._folder = Folder()
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
-        self._numbers, self._controls = itertools.count(), {}
-        self._now, self._next = next(self._numbers), next(self._numbers)
 
     def close(self) -> None:
         """Remove the files."""
         self._folder.close()
-
-    def control(self, count: int) -> SharedTensorRef:
-        """Where that many parts count the steps of a segment, and read after which one all stop."""
-        if count not in self._controls:
-            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
-        cells = self._controls[count].tensor()
-        cells[:-1], cells[-1] = 0, NEVER
-        return self._controls[count]
 
     def fits(self, state: TrainState) -> bool:
         """Whether the buffers have room for just this state."""
@@ -76,30 +59,24 @@ class StateBuffers:
         """Have workers go on from a state, which is written unless it is the one that they have made."""
         if state is not self._latest:
             write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
-            self._now, self._latest = next(self._numbers), state
+            self._version += 1
 
     def part(self, low: int, high: int) -> SharedPart:
         """The members ``low`` to ``high - 1``, to be trained."""
-        return SharedPart(self._source, self._target, low, high, self._now, self._next)
+        return SharedPart(self._source, self._target, low, high, self._version)
 
-    def further(self, low: int, high: int) -> SharedPart:
-        """Members that have been trained, to be trained some more; :meth:`level` takes them over."""
-        return SharedPart(self._target, self._source, low, high, self._next, next(self._numbers))
-
-    def level(self, low: int, high: int) -> None:
-        """Take over what was trained further."""
-        tree_map(lambda a, b: a[low:high].copy_(b[low:high]), _opened(self._target), _opened(self._source))
+    def turn(self) -> None:
+        """Go on from what workers have written."""
+        self._source, self._target, self._version = self._target, self._source, self._version + 1
 
     def get(self, like: TrainState) -> TrainState:
         """The state that workers have made, on the devices of another one."""
-        self._source, self._target = self._target, self._source
-        self._now, self._next = self._next, next(self._numbers)
         self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
         return self._latest
 
 
 def _opened(refs: Any) -> Any:
-    return tree_map(SharedTensorRef.tensor, refs)
+    return tree_map(lambda ref: ref.tensor(), refs)
 
 
 def _layout(state: TrainState) -> Any:
@@ -118,8 +95,8 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
-        # The part that was trained last: its members, its version and its state.
-        self._held: tuple[tuple[int, int, int], TrainState] | None = None
+        # The part that was trained last: its members and version, its state, and what trains it on in its epoch.
+        self._held: tuple[tuple[int, int, int], TrainState, LocalTrainer | None] | None = None
 
     def __call__(
         self,
@@ -128,52 +105,40 @@ class PartWorker:
         positions: slice | Tensor,
         position: Any,
         batches: bytes | None,
-        skip: int,
         until: int,
-        control: tuple[SharedTensorRef, int] | None,
     ) -> dict[str, Any]:
-        """Train one segment of an epoch: up to batch ``until``, or the end of the epoch.
+        """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
 
-        The loader goes on from ``position`` with the members at ``positions``; without a loader, the first ``skip`` of
-        ``batches`` have been trained on. Returns the state unless it is shared, whether the epoch has ended, the ``sums``
-        now, and the loader's position. ``control`` is shared memory, where the cell of the part's number counts its steps,
-        and the last cell names the step after which it stops.
+        The loader goes on from ``position`` with the members at ``positions``; without a loader, there are ``batches``.
+        Returns the state unless it is shared, whether the epoch has ended, the ``sums`` now, and the loader's position.
         """
-        loader: Any = None if batches is None else loads(batches)[skip:]
-        if self._loader is not None:
-            loader = self._loader.take(positions)
-            loader.load_state_dict(position)
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
-        running, hooks = Running(), SegmentHooks()
-        if control is not None:
-            cells, number = control[0].tensor(), control[1]
-            # A call that is repeated begins anew.
-            cells[number] = 0
-            count = functools.partial(cells[number].add_, 1)
-            hooks = SegmentHooks(tick=count, stopped=lambda: bool(cells[number] >= cells[-1]))
+        running, trainer, held, self._held = Running(), None, self._held, None
         running.load_state_dict(sums, torch.device(self._kind))
-        trained = (
-            self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
-        )
-        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, until, hooks)
-        return {
-            "state": self._written(trained, state) if isinstance(state, SharedPart) else tree_map(cpu, trained),
-            "ended": ended,
-            "running": tree_map(cpu, running.state_dict()),
-            "position": None if self._loader is None else loader.state_dict(),
-        }
-
-    def _read(self, part: SharedPart) -> TrainState:
-        held, self._held = self._held, None
-        if held is not None and held[0] == (part.low, part.high, part.version):
-            return held[1]
-        return tree_map(lambda ref: ref.tensor()[part.low : part.high].clone().to(self._kind), part.source)
-
-    def _written(self, state: TrainState, part: SharedPart) -> None:
-        write(tree_map(lambda ref: ref.tensor()[part.low : part.high], part.target), tree_map(cpu, state))
-        self._held = (part.low, part.high, part.becomes), state
+        if not isinstance(state, SharedPart):
+            trained = tree_map(lambda leaf: leaf.to(self._kind), state)
+        elif held is not None and held[0] == (state.low, state.high, state.version):
+            _, trained, trainer = held
+        else:
+            whole = _opened(state.source)
+            trained = tree_map(lambda leaf: leaf[state.low : state.high].clone().to(self._kind), whole)
+        if trainer is None or self._loader is None or trainer.loader.state_dict() != position:
+            loader: Any = None if batches is None else loads(batches)
+            if self._loader is not None:
+                loader = self._loader.take(positions)
+                loader.load_state_dict(position)
+            trainer = LocalTrainer(self._step, loader, loader)
+        trained, ended = trainer.segment(trained, running, until, SegmentHooks())
+        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": None}
+        if isinstance(trainer.loader, ArrayLoader):
+            answer["position"] = trainer.loader.state_dict()
+        if not isinstance(state, SharedPart):
+            return answer | {"state": tree_map(cpu, trained)}
+        write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
+        self._held = (state.low, state.high, state.version + 1), trained, None if ended else trainer
+        return answer
 
 
 def cpu(value: Any) -> Any:

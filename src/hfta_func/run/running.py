@@ -134,5 +134,9 @@ class Running:
         # By a tensor, also where all members have as many: GPUs multiply by the inverse of a number, to other bits.
         count = torch.as_tensor(self.counts[name], device=value.device)
         dtype = getattr(torch, self.dtypes.get(name, "float32"))
-        value = value if value.is_floating_point() else value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+        value = (
+            value
+            if value.is_floating_point()
+            else value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+        )
         return (value / count.view(*count.shape, *[1] * (value.dim() - count.dim()))).to(dtype)

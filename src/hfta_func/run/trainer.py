@@ -60,7 +60,7 @@ class LocalTrainer(Trainer):
     """A :class:`Trainer` that trains in this process: on ``batches`` in the first epoch, and later on those of ``loader``."""
 
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
-        self.step, self._batches, self._loader = step, batches, loader
+        self.step, self._batches, self.loader = step, batches, loader
         # A profile replaces the step that is called, and has no status.
         self._given = step
         self._left: Iterator[Any] | None = None
@@ -72,7 +72,7 @@ class LocalTrainer(Trainer):
 
     def follow(self, loader: Iterable[Any]) -> None:
         """See :class:`Trainer`."""
-        self._left, self._batches, self._loader = None, loader, loader
+        self._left, self._batches, self.loader = None, loader, loader
 
     def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
@@ -89,7 +89,7 @@ class LocalTrainer(Trainer):
             hooks.tick()
             if hooks.stopped() or running.batches == until:
                 return state, False
-        self._left, self._batches = None, self._loader
+        self._left, self._batches = None, self.loader
         return state, True
 
     def _begin(self) -> Iterator[Any]:
