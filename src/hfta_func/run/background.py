@@ -19,8 +19,7 @@ from hfta_func.errors import CompileWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
-from hfta_func.run.compiler import Compiler
-from hfta_func.run.graphs import graph
+from hfta_func.run.compiler import Compiler, graph
 from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
 from hfta_func.step.records import kind_of
@@ -59,10 +58,10 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
 
     Compiling begins when the steps that remain, or those already made, are enough for it to pay. A process of low priority
     compiles the step into PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors
-    busy, it begins later, with equal priority, and training gives up one of its threads meanwhile. When the graph is ready, it is read from the
-    cache, unless reading takes long compared with the time already trained or still to train. Results are the same to
-    rounding, noise included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not
-    compiled yet run eagerly.
+    busy, it begins later, with equal priority, and training gives up one of its threads meanwhile. When the graph is
+    ready, it is read from the cache, unless reading takes long compared with the time already trained or still to train.
+    Results are the same to rounding, noise included. A graph that turns out slower than the eager step is not used. Batches
+    of a shape that is not compiled yet run eagerly.
 
     Args:
         step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by

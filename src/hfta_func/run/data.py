@@ -17,8 +17,17 @@ from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.rules.vmap import vmap
-from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
-from hfta_func.run.tables import at_rows, refuse_model_axis, tensors_of
+from hfta_func.run.row_sampling import (
+    Rows,
+    at_rows,
+    bags,
+    folded,
+    given,
+    refuse_model_axis,
+    tensors_of,
+    weighed,
+    weighted,
+)
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1

@@ -15,7 +15,7 @@ from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
-from hfta_func.run.tables import array_of, is_dataset
+from hfta_func.run.row_sampling import array_of, is_dataset
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional

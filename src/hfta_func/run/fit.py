@@ -18,15 +18,13 @@ from hfta_func._torch import is_compilable, original
 from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
-from hfta_func.run.history import Callback, History, Metrics, Mode
+from hfta_func.run.history import Best, Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
-from hfta_func.run.resting import resting
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
+from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks, resting
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor

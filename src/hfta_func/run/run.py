@@ -15,12 +15,11 @@ from hfta_func._tree import followed
 from hfta_func.errors import BatchError, CheckpointError, HFTAError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
-from hfta_func.run.history import Callback, History, Metrics
+from hfta_func.run.history import Best, Callback, History, Metrics
+from hfta_func.run.row_sampling import is_dataset
 from hfta_func.run.running import Running
-from hfta_func.run.tables import is_dataset
 from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
