@@ -20,7 +20,7 @@ from typing import Any
 import hfta_func as hfta
 from benchmarks._measure import ROOT, table
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
-from hfta_func.run.graphs import graph, options
+from hfta_func.run.kept import graph, options
 
 WAYS = ("eager", "compiled", "hfta.compile")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hfta_func
 from benchmarks.workloads import WORKLOADS, Job, Run
-from hfta_func.run.graphs import graph, options
+from hfta_func.run.kept import graph, options
 
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;

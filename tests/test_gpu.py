@@ -19,7 +19,7 @@ import hfta_func as hfta
 import test_many
 import test_updates
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
-from hfta_func.run import background, graphs
+from hfta_func.run import background, kept
 from hfta_func.testing import assert_matches_solo
 from rule_cases import RULE_CASES
 from rule_checks import check_against_loop
@@ -211,7 +211,7 @@ def test_a_compiled_step_in_place_is_replayed():
     members = models("mlp", 3, dropout=0.3)
     step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=True)
     state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
-    run = graphs.graph(step, graphs.options(step, state, "cuda")[0])
+    run = kept.graph(step, kept.options(step, state, "cuda")[0])
     (batch,) = _on("cuda", batches(3, 1))
     for _ in range(3):
         run(state, batch)

@@ -369,7 +369,7 @@ PLANTED = [
     ),
     Planted(
         "means over an epoch count one batch too many",
-        *("run/running.py", "_over(value, self.counts[name]) for", "_over(value, self.counts[name] + 1) for"),
+        *("run/running.py", "value / count.view(", "value / (count + 1).view("),
         "test_fit.py::test_state_and_history",
     ),
     Planted(
@@ -535,7 +535,7 @@ PLANTED = [
     ),
     Planted(
         "errors of workers name members by their places in the part",
-        *("run/parts.py", "members[int(match[1])]", "int(match[1])"),
+        *("run/executor_trainer.py", "members[int(match[1])]", "int(match[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
@@ -604,7 +604,7 @@ PLANTED = [
     Planted(
         "a run gives back the best epoch of all members together",
         *(
-            "run/best.py",
+            "run/history.py",
             "better = is_better(value, self._value, self._sign)",
             "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
         ),
@@ -622,7 +622,7 @@ PLANTED = [
     ),
     Planted(
         "members with fewer rows go on while others end their epoch",
-        *("run/resting.py", "state._replace(active=state.active & present)", "state"),
+        *("run/trainer.py", "state._replace(active=state.active & present)", "state"),
         "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
     ),
     Planted(
@@ -637,7 +637,7 @@ PLANTED = [
     ),
     Planted(
         "an epoch waits for members that are not trained",
-        *("run/resting.py", "default=done)", "default=longest)"),
+        *("run/trainer.py", "default=done)", "default=longest)"),
         "test_resting.py::test_a_smaller_array_trains_those_who_have_a_batch",
     ),
     Planted(
@@ -728,7 +728,7 @@ PLANTED = [
     ),
     Planted(
         "errors of a smaller array name members by their place in it",
-        *("run/resting.py", "renumbered(error, members.tolist())", "renumbered(error, range(len(members)))"),
+        *("run/trainer.py", "renumbered(error, members.tolist())", "renumbered(error, range(len(members)))"),
         "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
     ),
     Planted(
@@ -777,7 +777,7 @@ PLANTED = [
     ),
     Planted(
         "workers do not see what a callback changed",
-        *("run/parts.py", "if state is not self._latest:", "if False:"),
+        *("run/executor_trainer.py", "if state is not self._latest:", "if False:"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(
@@ -884,13 +884,8 @@ PLANTED = [
         "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
     ),
     Planted(
-        "parts of an array stop after different steps",
-        *("run/executor_trainer.py", "if _done(answer) != (most, over):", "if False:"),
-        "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
-    ),
-    Planted(
         "Ctrl-C inside a segment waits for its end",
-        *("run/executor_trainer.py", "if hooks.stopped() and cells[-1] == NEVER:", "if False:"),
+        *("run/executor_trainer.py", "if ended or hooks.stopped() or", "if ended or"),
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(
@@ -1041,7 +1036,7 @@ PLANTED = [
     ),
     Planted(
         "a worker goes on from a state that is not the part's",
-        *("run/parts.py", "held[0] == (part.low, part.high, part.version)", "True"),
+        *("run/executor_trainer.py", "held[0] == (state.low, state.high, state.version)", "True"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(

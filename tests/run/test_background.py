@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.errors import CompileWarning
-from hfta_func.run import background, compiler, graphs, kept
+from hfta_func.run import background, compiler, kept
 from hfta_func.workers import process
 
 M = 3
@@ -110,10 +111,10 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
 def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
     """Elsewhere the same function runs, without a replay."""
     (step, state), (_, own) = arrayed(donate=donate), arrayed(donate=donate)
-    chosen = graphs.options(step, state, "cuda")
-    assert chosen == graphs.options(step.many, state, "cuda")
+    chosen = kept.options(step, state, "cuda")
+    assert chosen == kept.options(step.many, state, "cuda")
     assert any("cudagraphs" in name for name in chosen[0]) is donate and chosen[-1] == {}
-    run, tensors = graphs.graph(step, chosen[0]), optree.tree_leaves(state)
+    run, tensors = kept.graph(step, chosen[0]), optree.tree_leaves(state)
     for number in range(3):
         x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         (state, found), (own, expected) = run(state, x), step(own, x)
@@ -124,14 +125,11 @@ def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_other_process_says_at_once_that_there_is_a_graph() -> None:
+def test_the_other_process_says_how_long_a_graph_takes_to_read() -> None:
     worker = compiler.Compiler(*arrayed(), torch.ones(M, 5, 4, dtype=torch.float64))
+    assert compiler.Compiler.busy()
     until(worker, lambda worker: worker.answer() is not None, lambda: None)
-    first = worker.answer()
-    assert first is not None and compiler.Compiler.busy()
-    until(worker, lambda _: not compiler.Compiler.busy(), lambda: None)
-    second = worker.answer()
-    assert second is not None and second["options"] == first["options"] and second["seconds"] < first["seconds"]
+    assert not compiler.Compiler.busy() and {"options", "seconds"} == {*worker.answer()}
 
 
 @pytest.mark.exhaustive
@@ -150,7 +148,7 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
     weights = {"one": 1.0}
     step, state = arrayed(lambda model, x: SCALE * weights["one"] * model(x).square().mean())
     batch = torch.ones(M, 5, 4, dtype=torch.float64)
-    run = graphs.graph(step, {"cpp.vec_isa_ok": True})
+    run = kept.graph(step, {"cpp.vec_isa_ok": True})
     run(state, batch)
     other = state._replace(params={name: param.float() for name, param in state.params.items()})
 
@@ -177,7 +175,7 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, list[Any]] = {}
 
-    def seen(guards: Any, may_change: Any = graphs.may_change) -> list[bool]:
+    def seen(guards: Any, may_change: Any = kept.may_change) -> list[bool]:
         found = may_change(guards)
         kept["all"] = list(guards)
         kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
@@ -185,7 +183,7 @@ def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(graphs, "may_change", seen)
     step, state = arrayed()
-    graphs.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    kept.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
     tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
     assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
     assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in kept["checked"])
@@ -296,14 +294,12 @@ def test_the_status_says_how_long_it_has_taken_and_will_take(monkeypatch: pytest
     monkeypatch.setattr(background, "_PATIENCE", 7)
     step, state = arrayed()
     quick, batch = hfta.compile(step), torch.ones(M, 5, 4, dtype=torch.float64)
-    kept.remember(1e-9, 33.0)
     for _ in range(3):
         quick(state, batch)
-    assert quick.status.endswith("; compiling for 0 s of about 33 s")
+    assert re.search(r"; compiling for 0 s of about \d+ s$", quick.status)
     for _ in range(3):
         quick(state, batch)
     assert "compiling" not in quick.status and not quick.is_compiled
-    assert len(kept.earlier_times()) == 2 and kept.earlier_times()[1][1] < 33
 
 
 @pytest.mark.parametrize(("left", "goes"), [(None, False), (10, False), (100_000, True)])
@@ -352,11 +348,10 @@ def test_training_lends_a_thread_while_the_other_process_works(
     monkeypatch.setattr(graph, "ask", lambda *args: next(answers))
     monkeypatch.setattr(graph, "pays", lambda *args: False)
     graph.worker = object()  # pyright: ignore
-    for processors, after in ((4, 0.0), (2, 1e9), (2, 0.0), (2, 0.0)):
+    for processors in (4, 4, 2, 2):
         monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
-        monkeypatch.setattr(background, "_COMPILING", after)
         graph(state, None, None)
-    # With processors to spare; too early; while it waits; with an answer.
+    # With processors to spare; while it waits; with an answer.
     assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
     # What one thread less takes says nothing about the step.
     assert len(graph.eager) == 3
@@ -380,7 +375,7 @@ def test_a_single_processor_is_shared_once_that_pays(
     monkeypatch.setattr(background, "Compiler", Worker)
     monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
     graph = background.StepGraph(lambda *args: None)
-    monkeypatch.setattr(graph, "_affords", lambda *args: affords)
+    monkeypatch.setattr(graph, "_repays", lambda state, left, worth, after: worth == background._BESIDE[0] or affords)
     graph.eager = [0.001]
     _, state = arrayed()
     assert graph.ask(state, None, None) is None
@@ -444,7 +439,7 @@ def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
         step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
         state = step.init(*hfta.stack_params([model]), seeds=[0])
-        return [found.get("cpp_wrapper_build_separate") for found in graphs.options(step, state, "cpu")]
+        return [found.get("cpp_wrapper_build_separate") for found in kept.options(step, state, "cpu")]
 
     # Ways after the first call kernels from Python.
     assert apart(8) == [False, None, None]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import pathlib
-import random
 import subprocess
 import sys
 import types
@@ -88,9 +86,7 @@ def ways() -> dict[str, Way]:
     held, listed, count = Settings(), [1.0, 0.0], {"one": 1.0}
     helper.VALUE, helper.inner = 1.0, types.ModuleType("inner")
     helper.inner.VALUE = 1.0
-    log = logging.Logger("log")
-    log.addHandler(logging.NullHandler())
-    log.handlers[0].filters = {object()}  # type: ignore[assignment]
+    log = types.SimpleNamespace(level=10)
     weight = torch.ones(())
 
     def inner(value: float = 1.0, *, other: float = 1.0) -> float:
@@ -123,13 +119,9 @@ def ways() -> dict[str, Way]:
         "module": Way(loss(lambda: helper.VALUE), lambda: setattr(helper, "VALUE", 6.0)),
         "module in a module": Way(loss(lambda: helper.inner.VALUE), lambda: setattr(helper.inner, "VALUE", 6.0)),
         "text": Way(loss(lambda: getattr(helper, "VALUE")), lambda: setattr(helper, "VALUE", 6.0)),  # noqa: B009
-        "added method": Way(
-            lambda model, batch: model[0].added() * model(batch).mean(), lambda: setattr(helper, "VALUE", 6.0)
-        ),
         "import": Way(loss(imports), lambda: setattr(helper, "VALUE", 6.0)),
         "function of PyTorch": Way(loss(lambda: torch.cos(weight)), lambda: setattr(torch, "cos", torch.sin)),
-        "method of PyTorch": Way(loss(lambda: 1.0), lambda: setattr(nn.Linear, "forward", lambda self, x: x)),
-        "level of a log": Way(loss(lambda: log.level + 1), lambda: log.setLevel(30)),
+        "attribute of a log": Way(loss(lambda: log.level + 1), lambda: setattr(log, "level", 30)),
         "tensor": Way(loss(lambda: weight), set_weight),
         "hook on all modules": Way(loss(lambda: 1.0), lambda: nn.modules.module.register_module_forward_hook(print)),
     }
@@ -138,8 +130,7 @@ def ways() -> dict[str, Way]:
 @pytest.mark.parametrize("name", ways())
 def test_a_change_is_noticed_and_has_another_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "helper", helper)
-    monkeypatch.setattr(nn.Linear, "added", lambda self: helper.VALUE, raising=False)
-    for place, attribute in ((torch, "cos"), (nn.Linear, "forward"), (Settings, "twice")):
+    for place, attribute in ((torch, "cos"), (Settings, "twice")):
         monkeypatch.setattr(place, attribute, vars(place)[attribute])
     way, model = ways()[name], make()
     before, same = (Reached(way.loss, model=model) for _ in range(2))
@@ -156,11 +147,9 @@ def test_a_change_is_noticed_and_has_another_digest(name: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (random.Random(0).random, "a method of a Random"),
         (iter([1]), "a list_iterator"),
         (torch.Generator(), "a Generator"),
         ({object}, "a set of objects"),
-        (lambda: globals()["SCALE"], "<lambda> calls globals"),
         ([*range(300), iter((1,))], "a tuple_iterator"),
         ([[number] for number in range(500)], "more than 400"),
     ],
@@ -169,14 +158,6 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
     monkeypatch.setattr(reached, "_MOST", 400)
     values = Reached(lambda model, batch: value, model=make())
     assert values.digest is None and why in str(values.why_not)
-
-
-def test_what_others_add_to_modules_matters_where_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "added", lambda self: globals(), raising=False)
-    assert Reached(loss_fn, model=make()).digest is not None
-    assert "calls globals" in str(Reached(lambda model, batch: model.added(), model=make()).why_not)
-    monkeypatch.setattr(nn.Module, "__call__", lambda self: globals())
-    assert "calls globals" in str(Reached(loss_fn, model=make()).why_not)
 
 
 def test_modules_that_hold_each_other_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,26 +398,6 @@ def test_what_was_not_used_for_longest_goes_first(
     monkeypatch.setattr(kept, "MOST_BYTES", 3 * size + size // 2)
     kept.make(step, (state, batch()), "d")
     assert {name for name, _, _ in kept.kept()} == {"d", "a", "c"}
-
-
-def test_estimates_follow_the_compilation_of_most_similar_size(cache: pathlib.Path) -> None:
-    assert kept.corrected(20.0) == 20.0
-    kept.remember(20.0, 10.0)
-    kept.remember(100.0, 300.0)
-    assert kept.corrected(22.0) == 11.0 and kept.corrected(90.0) == 270.0
-    kept.remember(20.0, 40.0)
-    assert kept.corrected(22.0) == 44.0
-    for number in range(2 * kept.MOST_TIMES):
-        kept.remember(number + 1.0, 1.0)
-    assert len(kept.earlier_times()) == kept.MOST_TIMES and kept.kept() == []
-    for content in ("no list", "3", "[[1]]", '[["a", 1.0]]', "[[0.0, 1.0]]"):
-        kept.times_file().write_text(content)
-        assert kept.corrected(20.0) == 20.0
-    kept.times_file().unlink()
-    kept.times_file().parent.rmdir()
-    kept.times_file().parent.write_text("a file where the folder would be")
-    kept.remember(20.0, 10.0)
-    assert kept.corrected(20.0) == 20.0
 
 
 def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib.Path) -> None:

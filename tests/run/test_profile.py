@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -16,8 +19,8 @@ from torch.nn.modules import module as torch_module
 import hfta_func as hfta
 from hfta_func.run import profile as of_run
 from hfta_func.run import recording
-from hfta_func.run.roofline import _FORMULAS
-from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, _aligned, of_device, spans
+from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, _aligned, iterations_of, of_device
+from hfta_func.run.walk import walk
 from hfta_func.step import records, train
 
 SEEDS = [3, 5, 7]
@@ -25,11 +28,10 @@ SEEDS = [3, 5, 7]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are made at the fourth call, and rates and costs take no time to measure."""
+    """Records are made at the fourth call, and rates take no time to measure."""
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):
         monkeypatch.setattr(records, name, 0)
-    monkeypatch.setattr(recording, "_TURNS", 1)
-    monkeypatch.setattr("hfta_func.run.roofline.rates", lambda device, dtype: (1e9, 1e9))
+    monkeypatch.setattr(of_run, "rates", lambda device, dtype: (1e9, 1e9))
 
 
 def make_model() -> nn.Module:
@@ -52,10 +54,10 @@ def by_phase(result: hfta.run.Profile) -> dict[str, set[tuple[str, str, str]]]:
 
 
 def check_sums(result: hfta.run.Profile) -> None:
-    corrected = result.profiled - sum(count * each for count, each in result.costs.values())
-    assert result.seconds == pytest.approx(corrected, rel=1e-6, abs=1e-9)
+    # A line that is shorter than what recording its events costs is 0, and none is longer than it was recorded.
+    assert min(result.unprofiled, result.profiled) * (1 - 1e-6) <= result.seconds <= result.profiled * (1 + 1e-6)
     assert result.seconds == pytest.approx(sum(result.phases.values()))
-    assert {*result.phases} <= {*PHASES, "disturbed"}
+    assert {*result.phases} <= {*PHASES}
     assert all(line.kernels >= 0 and line.in_kernels >= 0 for line in result.lines if line.phase not in ("noise",))
 
 
@@ -79,7 +81,7 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
     assert train.judge.__module__ == "hfta_func.step.judge" and train.commit.__module__ == "hfta_func.step.commit"
     # Of conv1d 3 filters of 2 x 4 on 6 pixels of 5 rows, of linear 24 x 3, each three times as much with its gradients.
-    assert result.roofline.flops == 3 * 5 * 2 * (3 * 8 * 6 * 2 + 3 * 72)
+    assert result.roofline is not None and result.roofline.flops == 3 * 5 * 2 * (3 * 8 * 6 * 2 + 3 * 72)
     text = str(result)
     assert "remaining bias" in text and "roofline" in text and len(text.splitlines()) < 40
 
@@ -161,7 +163,6 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
 def test_a_run_too_short_for_a_record_is_profiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_TRACING", 1e6)
     monkeypatch.setattr(recording, "_SECONDS", 0.01)
@@ -233,26 +234,44 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
     launched, busy = of_device([*host, *device])
     assert launched == {7: (600e-9, 2)} and busy == pytest.approx(500e-9)
     timeline = Timeline({}, None, launched)
-    (iteration,) = spans(host)
-    timeline.add(iteration, {"operator": 10e-9})
-    lines = {line.phase: line for line in timeline.table()}
+    (iteration,) = iterations_of([*host, *device])
+    timeline.add(iteration)
+    # Two operators and two markers, of three times the weight, cost 80 ns.
+    lines = {line.phase: line for line in timeline.table(unprofiled=920e-9, profiled=1000e-9)}
     assert lines["judge"].seconds == pytest.approx(290e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
-    assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(100e-9)
-    assert lines["loop"].seconds == pytest.approx(90e-9) and lines["Python"].seconds == pytest.approx(400e-9)
+    assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(70e-9)
+    assert lines["loop"].seconds == pytest.approx(90e-9) and lines["Python"].seconds == pytest.approx(370e-9)
 
 
 def test_floating_point_operations() -> None:
-    grouped = [[5, 6, 9], [9, 2, 3], [], [], [], [], [], [], []], [None, None, None, [2], [1], [1], False, [0], 3]
-    assert _FORMULAS["_convolution"](*grouped) == 2 * 5 * 9 * 5 * 2 * 3
-    transposed = [[5, 6, 9], [6, 4, 3], [], [], [], [], [], [], []], [None, None, None, [2], [1], [1], True, [0], 1]
-    assert _FORMULAS["_convolution"](*transposed) == 2 * 5 * 6 * 9 * 4 * 3
-    backward = [[5, 9, 5], [5, 6, 9], [9, 2, 3]], [*[None] * 7, False, [0], 3, [True, True, True]]
-    assert _FORMULAS["convolution_backward"](*backward) == 2 * 2 * 5 * 9 * 5 * 2 * 3
-    assert _FORMULAS["baddbmm"]([[2, 1, 5], [2, 3, 4], [2, 4, 5]], []) == 2 * 2 * 3 * 4 * 5
-    assert (
-        _FORMULAS["_scaled_dot_product_flash_attention"]([[2, 3, 5, 4], [2, 3, 7, 4], [2, 3, 7, 4]], [])
-        == 2 * 30 * 7 * 8
-    )
+    x, filters = torch.randn(5, 6, 9, requires_grad=True), torch.randn(9, 2, 3, requires_grad=True)
+    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
+
+    def step(state: Any, batch: Any) -> Any:
+        y = nn.functional.conv1d(x, filters, stride=2, padding=1, groups=3)
+        torch.autograd.grad(y.sum(), (x, filters))
+        nn.functional.conv_transpose1d(state, torch.ones(6, 4, 3), stride=2, padding=1)
+        nn.functional.scaled_dot_product_attention(q, k, k)
+        return state, {}
+
+    flops = [operator.flops for operator in walk(step, torch.randn(5, 6, 9), ()).operators if operator.flops]
+    grouped = 2 * 5 * 9 * 5 * 2 * 3
+    assert flops == [grouped, 2 * grouped, 2 * 5 * 9 * 6 * 4 * 3, 2 * 2 * (2 * 3 * 5) * 7 * 4]
+
+
+def test_the_terminal_shows_what_the_program_prints() -> None:
+    """PyTorch's tracer would print a line at each start and end, to the stream of errors."""
+    code = """
+import torch, hfta_func as hfta
+step = hfta.make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1]), seeds=[0, 1])
+x = torch.randn(2, 8, 4)
+hfta.profile(step, state, x, steps=5), hfta.plan(step, state, x, limit=4, sizes=[1, 2])
+print("done")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_bad_input(tmp_path: pathlib.Path) -> None:

@@ -19,8 +19,7 @@ from hfta_func.errors import CompileWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
-from hfta_func.run.compiler import Compiler
-from hfta_func.run.graphs import graph
+from hfta_func.run.compiler import Compiler, graph
 from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
 from hfta_func.step.records import kind_of
@@ -59,10 +58,10 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
 
     Compiling begins when the steps that remain, or those already made, are enough for it to pay. A process of low priority
     compiles the step into PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors
-    busy, training gives up one of its threads meanwhile, as soon as that pays. When the graph is ready, it is read from the
-    cache, unless reading takes long compared with the time already trained or still to train. Results are the same to
-    rounding, noise included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not
-    compiled yet run eagerly.
+    busy, it begins later, with equal priority, and training gives up one of its threads meanwhile. When the graph is
+    ready, it is read from the cache, unless reading takes long compared with the time already trained or still to train.
+    Results are the same to rounding, noise included. A graph that turns out slower than the eager step is not used. Batches
+    of a shape that is not compiled yet run eagerly.
 
     Args:
         step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by
@@ -188,7 +187,7 @@ class StepGraph:
         self._is_kept, self.was_kept = False, self._offer is not None
         self._since = self._estimate = 0.0
         self.worker: Compiler | None = None
-        self._ended = self._lends = False
+        self._ended = False
         self.spent = 0.0
         self.eager: list[float] = []
         self._compiled: list[float] = []
@@ -203,7 +202,7 @@ class StepGraph:
         """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
         if self.worker is None or self._ended or self.worker.answer() is not None:
             return ""
-        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {kept.corrected(self._estimate):.0f} s"
+        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._estimate:.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         """The step's result; ``left`` is how many calls will follow, if that is known."""
@@ -211,53 +210,42 @@ class StepGraph:
             return self._call_compiled(state, batch)
         if self._offer is not None:
             return self._take_up(state, batch)
+        lends = False
         if not self._ended:
             answer = self.ask(state, batch, left)
             if answer is not None and self.pays(answer, left):
                 return self._go_over(answer, state, batch)
-            # The compiler keeps its core until it is done.
-            waits = answer is None and self.worker is not None
-            self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
+            lends = answer is None and self.worker is not None and self._crowded(state) and torch.get_num_threads() > 1
         start = time.perf_counter()
-        with threads(torch.get_num_threads() - 1) if self._lends else contextlib.nullcontext():
+        with threads(torch.get_num_threads() - 1) if lends else contextlib.nullcontext():
             result = self._call_eagerly(state, batch)
         took = time.perf_counter() - start
         self.spent += took
-        if not self._lends:
+        if not lends:
             self.eager = [*self.eager[1 - _TRIAL :], took]
         return result
 
     def ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
         """What the other process says; None before it begins, and as long as it works."""
         if self.worker is None:
-            # One thread cannot lend any, so that both share its processor evenly.
-            evenly = torch.get_num_threads() == 1 and self._crowded(state)
-            may = self.may_pay(state, left) and (not evenly or self._affords(state, left))
-            if may and not Compiler.busy():
+            if self.may_pay(state, left) and not Compiler.busy():
                 self._since, self._estimate = time.monotonic(), _seconds_to_compile(state)
-                self.worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
+                self.worker = Compiler(self._step, state, batch, self._name, yields=not self._crowded(state))
             return None
         answer = self.worker.answer()
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
-        if answer is not None and self._estimate:
-            kept.remember(self._estimate, time.monotonic() - self._since)
-            self._estimate = 0.0
         return answer
 
     def _end(self, why: str | None) -> None:
-        self._ended, self._lends, self._run = True, False, None
+        self._ended, self._run = True, None
         if why is not None:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
     def may_pay(self, state: Any, left: int | None) -> bool:
         """Whether compiling is expected to pay over the calls that are left, or as many as there were."""
-        return len(self.eager) >= _FIRST and self._repays(state, left, *_BESIDE)
-
-    def _affords(self, state: Any, left: int | None) -> bool:
-        """Whether training can do without a processor while another process compiles."""
-        return self._repays(state, left, *_INSTEAD)
+        return len(self.eager) >= _FIRST and self._repays(state, left, *(_INSTEAD if self._crowded(state) else _BESIDE))
 
     def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
         compiling = _seconds_to_compile(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import bisect
 import functools
 import itertools
 import math
@@ -174,9 +175,8 @@ def compare(
     if len(values) < 2:
         raise ValueError(f"there are {len(values)} configurations; a comparison needs two")
     first, options = checked_baseline(baseline, values, level), (level, resamples, seed)
-    differences = [
-        _difference(name, each, first, values[first], *options) for name, each in values.items() if name != first
-    ]
+    others = [pair for pair in values.items() if pair[0] != first]
+    differences = [_difference(*pair, first, values[first], *options) for pair in others]
     return Comparison(differences, level, functools.partial(_summaries, values, *options))
 
 
@@ -195,33 +195,32 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
     if hasattr(runs, "by_seed"):
         return runs.by_seed()
     if isinstance(runs, Mapping):
-        values: dict[Any, dict[Any, float]] = {}
-        for name, run in runs.items():
-            if isinstance(run, History):
-                if metric is None:
-                    raise ValueError("histories have several metrics; pass metric=")
-                values[name] = dict(zip(run.seeds.tolist(), run[metric][-1].tolist(), strict=True))
-            else:
-                values[name] = dict(enumerate(run.tolist() if isinstance(run, Tensor) else list(run)))
-        lengths = {name: len(run) for name, run in values.items()}
-        if not any(isinstance(run, History) for run in runs.values()) and len(set(lengths.values())) > 1:
+        histories = {name: run for name, run in runs.items() if isinstance(run, History)}
+        if histories and metric is None:
+            raise ValueError("histories have several metrics; pass metric=")
+        listed = {
+            name: [*(run.tolist() if isinstance(run, Tensor) else run)]
+            for name, run in runs.items()
+            if name not in histories
+        }
+        lengths = {name: len(run) for name, run in listed.items()}
+        if len({*lengths.values()}) > 1:
             raise ValueError(
                 f"the configurations have {lengths} values; give each one value per seed, in the same order"
             )
-        return values
-    missing = [name for name in ("seed", metric, by) if name is None or name not in [*getattr(runs, "columns", ())]]
-    if missing:
+        seeds = {name: run.seeds.tolist() for name, run in histories.items()}
+        listed |= {name: run[str(metric)][-1].tolist() for name, run in histories.items()}
+        return {name: dict(zip(seeds.get(name, range(len(listed[name]))), listed[name], strict=True)) for name in runs}
+    if any(name is None or name not in [*getattr(runs, "columns", ())] for name in ("seed", metric, by)):
         raise ValueError(
             "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
         )
     frame = runs.loc[runs["epoch"] == runs["epoch"].max()] if "epoch" in runs.columns else runs
-    values = {}
-    for name, seed, value in zip(frame[by], frame["seed"], frame[metric], strict=True):
-        if seed in values.setdefault(name, {}):
-            cure = "keep one of them, or pass a column by= that tells them apart, such as one made of two columns"
-            raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; {cure}")
-        values[name][seed] = value
-    return values
+    if (twice := frame.duplicated([by, "seed"])).any():
+        name, seed = frame.loc[twice, [by, "seed"]].iloc[0]
+        cure = "keep one of them, or pass a column by= that tells them apart, such as one made of two columns"
+        raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; {cure}")
+    return {name: dict(zip(rows["seed"], rows[metric], strict=True)) for name, rows in frame.groupby(by, sort=False)}
 
 
 def _difference(
@@ -270,36 +269,25 @@ def _mean(
 
 
 def _permuted(numpy: Any, differences: Any, rounding: float, resamples: int, seed: int) -> float:
-    """The share of sign flips whose mean is at least as far from 0; of all flips if they are few, else of random ones."""
-    count = len(differences)
-    if 2**count <= resamples:
-        signs = numpy.array(list(itertools.product((1, -1), repeat=count)))
-        extra = 0
-    else:
-        signs, extra = numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count)), 1
-    means = numpy.abs(signs @ differences)
-    # Accuracies are multiples of one image, so many sums are equal but for rounding.
-    far = int((means >= abs(differences.sum()) - rounding).sum())
-    return (far + extra) / (len(signs) + extra)
+    """The share of sign flips whose mean is at least as far from 0; of all flips if they are few, else of random ones.
+
+    SciPy's permutation test takes sums that are equal but for rounding for different.
+    """
+    count, is_exact = len(differences), 2 ** len(differences) <= resamples
+    signs = [*itertools.product((1, -1), repeat=count)] if is_exact else None
+    signs = numpy.array(signs) if is_exact else numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count))
+    far = int((numpy.abs(signs @ differences) >= abs(differences.sum()) - rounding).sum())
+    return (far + (not is_exact)) / (len(signs) + (not is_exact))
 
 
 def _seeds(stats: Any, mean: float, deviation: float) -> float:
     """Pairs that a two-sided t test at 5 % needs for 80 % power, by the noncentral t distribution."""
-    if mean == 0:
-        return math.inf
-    if deviation == 0:
-        return 2
+    if mean == 0 or deviation == 0:
+        return math.inf if mean == 0 else 2
 
     def power(count: int) -> float:
         critical, shift = stats.t.ppf(0.975, count - 1), abs(mean) / deviation * math.sqrt(count)
         return float(stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift))
 
-    low, high = 1, 2
-    while power(high) < 0.8:
-        low, high = high, 2 * high
-        if high > _LARGEST:
-            return math.inf
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(middle) >= 0.8 else (middle, high)
-    return high
+    count = 2 + bisect.bisect_left(range(2, _LARGEST), 0.8, key=power)
+    return math.inf if count == _LARGEST else count

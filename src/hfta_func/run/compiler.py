@@ -17,7 +17,7 @@ from torch import Tensor
 from hfta_func._torch import graph_hits, quick_compiler
 from hfta_func._tree import leaves, tree_map
 from hfta_func.run import kept
-from hfta_func.run.graphs import graph, options
+from hfta_func.run.kept import graph, options
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import SETTINGS, Process, cores, settle
 from hfta_func.workers.wire import loads, one_line_error
@@ -38,14 +38,14 @@ class Compiler:
         try:
             order = {"step": step, "inputs": tree_map(_Like, (state, batch)), "name": name}
             order |= {get.__name__: get() for get, _ in SETTINGS}
-            self._order = _sent(order, getattr(step, "base", {}).values())
+            order = _sent(order, getattr(step, "base", {}).values())
         except Exception as error:
             self._answer = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
         self._pool = Pool([Process(0, cores(), low_priority=yields, quiet=True)], tries=1)
         self._end = weakref.finalize(self, self._pool.close)
         self._is_over = False
-        self._pool.submit(compile_step, order=self._order, chosen=None)
+        self._pool.submit(compile_step, order=order)
 
     @staticmethod
     def busy() -> bool:
@@ -57,23 +57,20 @@ class Compiler:
         return not last._is_over
 
     def answer(self) -> dict[str, Any] | None:
-        """What the worker has answered so far, None before its first answer.
+        """What the worker has answered, None before.
 
-        As soon as there is a graph, ``options`` and the ``seconds`` that compiling took; later, the seconds that reading
-        the graph from the cache takes. Of one that is ``kept`` by its name, these at once. Or an ``error``.
+        The compiler's ``options``, and the ``seconds`` that reading the graph from PyTorch's cache takes; of one that is
+        ``kept`` by its name, the seconds to read it. Or an ``error``.
         """
         if not self._is_over:
             try:
                 _, answer = self._pool.wait(0)
             except queue.Empty:
-                return self._answer
+                return None
             except Exception as error:
                 answer = error
-            before, self._answer = self._answer, answer if isinstance(answer, dict) else {"error": str(answer)}
-            if before is None and "options" in self._answer:
-                self._pool.submit(compile_step, order=self._order, chosen=self._answer["options"])
-            else:
-                self.end()
+            self._answer = answer if isinstance(answer, dict) else {"error": str(answer)}
+            self.end()
         return self._answer
 
     def end(self) -> None:
@@ -107,17 +104,12 @@ def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def compile_step(order: bytes, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compile a step with the first options that work, or time how long a graph of the ``chosen`` ones takes to read."""
+def compile_step(order: bytes) -> dict[str, Any]:
+    """Compile a step with the first options that work, and time how long the graph takes to read."""
     error = None
     try:
         ordered = loads(order)
         settle(ordered)
-        if chosen is not None:
-            before, seconds = graph_hits(), _seconds(ordered, chosen)
-            if graph_hits() == before:
-                return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-            return {"options": chosen, "seconds": seconds}
     except Exception as failed:
         return {"error": one_line_error(failed)}
     likes: Any = leaves(ordered["inputs"])
@@ -132,11 +124,15 @@ def compile_step(order: bytes, chosen: Mapping[str, Any] | None) -> dict[str, An
     device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
     for one in options(ordered["step"], ordered["inputs"][0], device):
         try:
-            return {"options": one, "seconds": _seconds(ordered, one)}
+            _seconds(ordered, one)
+            before, seconds = graph_hits(), _seconds(ordered, one)
         except Exception as failed:
-            error = failed
-    assert error is not None
-    return {"error": one_line_error(error)}
+            error = one_line_error(failed)
+            continue
+        if graph_hits() == before:
+            return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
+        return {"options": one, "seconds": seconds}
+    return {"error": error}
 
 
 def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:

@@ -17,8 +17,17 @@ from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.rules.vmap import vmap
-from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
-from hfta_func.run.tables import at_rows, refuse_model_axis, tensors_of
+from hfta_func.run.row_sampling import (
+    Rows,
+    at_rows,
+    bags,
+    folded,
+    given,
+    refuse_model_axis,
+    tensors_of,
+    weighed,
+    weighted,
+)
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
@@ -79,33 +88,14 @@ class ArrayLoader:
         device: torch.device | str | None = None,
         transform: Callable[[Tree], Tree] | None = None,
     ):
-        if shared:
-            if not (seeds is None or isinstance(seeds, int)):
-                raise HyperparameterError(
-                    "shared=True makes one batch for all members; pass one integer as seeds, or none"
-                )
-            seeds = seeds or 0
-        elif seeds is None or isinstance(seeds, int | Integral) or len(seeds) == 0:
-            raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
+        is_list = not (seeds is None or isinstance(seeds, Integral)) and len(seeds) > 0  # pyright: ignore
+        if is_list == shared or (seeds is None and not shared):
+            raise HyperparameterError(
+                f"seeds is {seeds!r}; pass seeds=[...], one integer per model, or shared=True for one batch for all members, "
+                f"with one integer or none"
+            )
         if not isinstance(batch_size, Integral) or batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
-        self.data = tensors_of(data, device)
-        tensors = leaves(self.data)
-        self.rows, device = tensors[0].shape[0], tensors[0].device
-        self.shared = shared
-        self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
-        if not shared:
-            refuse_model_axis(tensors, len(self.keys))
-        self.batch_size = batch_size = int(batch_size)
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        if transform is not None and not callable(transform):
-            raise HyperparameterError(f"transform is {transform!r}; pass a function of one member's batch")
-        self.transform = transform
-        self._position = self._next = (0, 0)
-        self._ahead: Tensor | int = 0
-        if bootstrap not in (True, False):
-            raise HyperparameterError(f"bootstrap is {bootstrap!r}; it must be True or False")
         chosen = {"rows": rows is not None, "bootstrap": bootstrap, "folds": folds is not None}
         named = [name for name, is_given in {**chosen, "weights": weights is not None}.items() if is_given]
         if named and (shared or not shuffle):
@@ -114,21 +104,31 @@ class ArrayLoader:
             )
         if sum(chosen.values()) > 1 or (bootstrap and weights is not None):
             raise HyperparameterError(f"{' and '.join(named[:2])} both say which rows a model has; pass one of them")
-        self.bootstrap = bootstrap
+        count = batches_per_epoch
+        if count is not None and (not isinstance(count, Integral) or count < 1 or not shuffle):
+            raise HyperparameterError(
+                f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
+            )
+        self.data = tensors_of(data, device)
+        tensors = leaves(self.data)
+        self.rows, device = tensors[0].shape[0], tensors[0].device
+        numbers: Any = seeds if is_list else [seeds or 0]
+        self.keys, self.shared = random.keys(numbers, device=device), shared
+        if not shared:
+            refuse_model_axis(tensors, len(self.keys))
+        self.batch_size, self.shuffle, self.drop_last = int(batch_size), shuffle, drop_last
+        self.transform, self.bootstrap = transform, bootstrap
+        self._position = self._next = (0, 0)
+        self._ahead: Tensor | int = 0
         self._rows_of: Rows | None = None
         if rows is not None:
             self._rows_of = given(rows, len(self.keys), self.rows, device)
         elif folds is not None:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
-        count = batches_per_epoch
-        if count is not None and (not isinstance(count, Integral) or count < 1 or not shuffle):
-            raise HyperparameterError(
-                f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
-            )
         self._is_stream = count is not None or self._rows_of is not None
         sizes = [self.rows] if self._rows_of is None else [len(rows) for rows in self._rows_of.by_member]
-        batches = [size // batch_size if drop_last else -(-size // batch_size) for size in sizes]
+        batches = [size // self.batch_size if drop_last else -(-size // self.batch_size) for size in sizes]
         if self._rows_of is not None:
             batches = [max(1, each) for each in batches]
         self._length = int(count or max(batches))
@@ -224,10 +224,6 @@ class ArrayLoader:
         other._ahead = 0 if epochs is None else torch.tensor([*epochs], device=self.keys.device)
         return other
 
-    def part(self, low: int, high: int) -> ArrayLoader:
-        """The loader of members ``low`` to ``high - 1``, at the same position; shared batches are everybody's."""
-        return self.take(slice(low, high))
-
     def __repr__(self) -> str:
         members = "shared" if self.shared else f"{len(self.keys)} members"
         count = f"{min(self.lengths)} to {len(self)}" if self.rests else len(self)
@@ -289,16 +285,11 @@ class ArrayLoader:
         Raises:
             StateError: if the position does not fit this loader.
         """
-        if set(state_dict) != {"epoch", "batches"}:
-            raise StateError(
-                f"the loader's state has {sorted(state_dict)}, but an ArrayLoader's has 'epoch' and 'batches'; pass what "
-                f"its state_dict() returned"
-            )
-        epoch, batches = operator.index(state_dict["epoch"]), operator.index(state_dict["batches"])
+        epoch, batches = (operator.index(state_dict.get(name, -1)) for name in ("epoch", "batches"))
         if epoch < 0 or not 0 <= batches <= len(self):
             raise StateError(
-                f"the loader's state is at batch {batches} of epoch {epoch}, but an epoch has {len(self)} batches; use the "
-                f"same data and batch_size as before"
+                f"the loader's state is {dict(state_dict)}, but an epoch has {len(self)} batches; pass what state_dict() "
+                f"of a loader with the same data and batch_size returned"
             )
         self._position = self._next = (epoch, batches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random as python_random
 import signal
 import sys
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from hfta_func import random
-from hfta_func._tree import leaves, paths, tree_map
+from hfta_func._tree import tree_map
 from hfta_func.errors import BatchError, HyperparameterError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import is_table, plain, restored
@@ -43,7 +44,8 @@ class DatasetLoader(ArrayLoader):
         collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
             and the batch.
         num_workers: Number of processes that load batches, as for ``torch.utils.data.DataLoader``; 0 loads in this process.
-        options: Other options of ``DataLoader``, such as ``persistent_workers`` and ``pin_memory``.
+        options: The options of :class:`ArrayLoader`, and others of ``DataLoader``, such as ``persistent_workers`` and
+            ``pin_memory``.
 
     Raises:
         HyperparameterError: as for :class:`ArrayLoader`, and if ``num_workers`` or another option is wrong.
@@ -62,44 +64,26 @@ class DatasetLoader(ArrayLoader):
         dataset: Dataset[Any] | Sequence[Any],
         batch_size: int,
         *,
-        seeds: Sequence[int] | Tensor | int | None = None,
-        shared: bool = False,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        rows: Sequence[Sequence[int] | Tensor] | None = None,
-        batches_per_epoch: int | None = None,
-        bootstrap: bool = False,
-        folds: int | None = None,
-        weights: Sequence[Any] | Tensor | None = None,
         device: torch.device | str | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         **options: Any,
     ):
         is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        if is_table(dataset):
-            kind = type(dataset).__qualname__
-            raise BatchError(
-                f"the data set is a {kind}, no items one by one; pass a part of it, or tensors to ArrayLoader"
-            )
-        if is_stream or not isinstance(dataset, Sized):
+        if is_table(dataset) or is_stream or not isinstance(dataset, Sized):
             raise BatchError(
                 f"a {type(dataset).__qualname__} has no length or no items by number, which can be dealt to models; write "
-                f"__len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches for all models, "
-                f"such as torch.utils.data.DataLoader(dataset, batch_size)"
+                f"__len__ and __getitem__, pass tensors to ArrayLoader, or make the step with batch_dims=None and pass fit "
+                f"the batches for all models, such as torch.utils.data.DataLoader(dataset, batch_size)"
             )
-        super().__init__(
-            *(torch.arange(len(dataset), device="cpu"), batch_size),
-            **{"seeds": seeds, "shared": shared, "shuffle": shuffle, "drop_last": drop_last, "rows": rows},
-            **{"batches_per_epoch": batches_per_epoch, "bootstrap": bootstrap, "folds": folds, "weights": weights},
-        )
-        if not isinstance(num_workers, int) or num_workers < 0:
-            raise HyperparameterError(f"num_workers is {num_workers!r}; pass a number of processes, 0 for this one")
+        names = inspect.signature(ArrayLoader).parameters.keys() & options.keys()
+        rows = torch.arange(len(dataset), device="cpu")
+        super().__init__(rows, batch_size, **{name: options.pop(name) for name in names})
         for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise HyperparameterError(f"pass seeds, rows, folds, bootstrap or weights instead of {name}")
         self._device = device
-        self._repeats = self._is_stream or bootstrap or weights is not None
-        self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
+        self._repeats = self._is_stream or self.bootstrap or self._weights is not None
+        self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, self.shared)
         self._options = {"num_workers": num_workers, **options}
         # Made now, so that options which PyTorch refuses are refused now.
         self._idle = _Idle([self._torch_loader()])
@@ -217,22 +201,13 @@ class _MemberBatches(Dataset[Any]):
             ) from error
 
     def _stacked(self, batches: list[Any]) -> Any:
-        trees = [plain(batch) for batch in batches]
-        described = [dict(zip(paths(tree, "batch"), map(_described, leaves(tree)), strict=True)) for tree in trees]
-        for member, parts in enumerate(described):
-            for path in described[0] | parts:
-                part, first = (each.get(path, "missing") for each in (parts, described[0]))
-                if part != first or not part.startswith("["):
-                    but = "" if part == first else f" but that of model 0 is {first}"
-                    raise BatchError(
-                        f"model {member}: {path} of {self._name} is {part}{but}; pass a collate_fn that pads or crops to one "
-                        f"size in all batches, and returns tensors alone"
-                    )
-        return restored(tree_map(lambda *parts: torch.stack(parts), *trees), batches[0])
-
-
-def _described(leaf: Any) -> str:
-    return f"{list(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
+        try:
+            return restored(tree_map(lambda *parts: torch.stack(parts), *map(plain, batches)), batches[0])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BatchError(
+                f"the members' batches of {self._name} cannot be stacked: {error}; pass a collate_fn that pads or crops to "
+                f"one size in all batches, and returns tensors alone"
+            ) from error
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -15,7 +15,7 @@ from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
-from hfta_func.run.tables import array_of, is_dataset
+from hfta_func.run.row_sampling import array_of, is_dataset
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional
@@ -72,30 +72,29 @@ class Evaluation:
 
     def __call__(self, state: TrainState) -> Metrics:
         """The metrics of every member; raises a BatchError if one has no rows."""
-        state, parts = state._replace(opt_state=()), []
-        device = state.keys.device
+        state, device = state._replace(opt_state=()), state.keys.device
         if is_batch(self._data):
             # Moved once, not in every epoch.
             self._data = _moved(self._data, device)
+        totals: dict[str, Tensor] = {}
+        rows_of: dict[str, Tensor] = {}
+        seen = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
         for members, batch in self._batches():
             batch = _moved(batch, device)
             metrics = self._step(state if members is None else take(state, members), batch)
             tensors = [leaf for leaf in leaves(plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > self._axis]
-            parts.append((members, tensors[0].shape[self._axis] if tensors else 1, metrics))
-        if len(parts) == 1 and parts[0][0] is None and parts[0][1]:
-            return parts[0][2]
-        rows = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
-        totals, rows_of = {}, {}
-        for members, size, metrics in parts:
+            size = tensors[0].shape[self._axis] if tensors else 1
+            if is_batch(self._data) and size:
+                return metrics
             chosen = slice(None) if members is None else members
-            rows[chosen] += size
+            seen[chosen] += size
             for name, value in metrics.items():
                 value = value if value.is_floating_point() else value.double()
-                totals.setdefault(name, value.new_zeros(len(rows), *value.shape[1:]))[chosen] += size * value
-                rows_of.setdefault(name, torch.zeros_like(rows))[chosen] += size
-        if not bool(rows.all()):
+                totals.setdefault(name, value.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * value
+                rows_of.setdefault(name, torch.zeros_like(seen))[chosen] += size
+        if not bool(seen.all()):
             raise BatchError(
-                f"model {int((rows == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
+                f"model {int((seen == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
                 f"iterated over in every epoch, such as a list"
             )
         # Some batches may lack a metric.

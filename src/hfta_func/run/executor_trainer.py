@@ -2,41 +2,159 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
-import queue
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from hfta_func._tree import concat, num_models, take, tree_map
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._tree import concat, leaves, num_models, take, tree_map, write
 from hfta_func.errors import WorkerError
+from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.parts import NEVER, PartWorker, StateBuffers, renumbered
 from hfta_func.run.running import Running
-from hfta_func.run.trainer import END, SegmentEnd, SegmentHooks, Step, Trainer
+from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer, renumbered
+from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
 from hfta_func.workers.pool import Pool, shares
 from hfta_func.workers.process import cores, threads
-from hfta_func.workers.wire import Folder, dumps
+from hfta_func.workers.wire import Folder, dumps, loads
+
+
+class SharedPart(NamedTuple):
+    """Members ``low`` to ``high - 1`` of a state whose leaves lie in shared memory."""
+
+    source: Any  # references to the leaves of the whole array, to go on from
+    target: Any  # references to where its leaves are written afterwards
+    low: int
+    high: int
+    version: int  # what source holds: a worker that has made this version of the part itself does not read it
+
+
+class StateBuffers:
+    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated."""
+
+    def __init__(self, state: TrainState):
+        self._layout, self._latest = _layout(state), state
+        self._folder, self._version = Folder(), 0
+        self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.close()
+
+    def fits(self, state: TrainState) -> bool:
+        """Whether the buffers have room for just this state."""
+        return self._layout == _layout(state)
+
+    def put(self, state: TrainState) -> None:
+        """Have workers go on from a state, which is written unless it is the one that they have made."""
+        if state is not self._latest:
+            write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
+            self._version += 1
+
+    def part(self, low: int, high: int) -> SharedPart:
+        """The members ``low`` to ``high - 1``, to be trained."""
+        return SharedPart(self._source, self._target, low, high, self._version)
+
+    def turn(self) -> None:
+        """Go on from what workers have written."""
+        self._source, self._target = self._target, self._source
+        self._version += 1
+
+    def get(self, like: TrainState) -> TrainState:
+        """The state that workers have made, on the devices of another one."""
+        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
+        return self._latest
+
+
+def _opened(refs: Any) -> Any:
+    return tree_map(lambda ref: ref.tensor(), refs)
+
+
+def _layout(state: TrainState) -> Any:
+    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
+
+
+class PartWorker:
+    """Trains a part of the members on a type of device, a segment in each call: the function that is sent to workers.
+
+    It holds the loader of all members if that is an :class:`ArrayLoader`; batches of other loaders are sent.
+    """
+
+    label = "the step or the loader"
+
+    def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
+        self._step = background.compile(step) if compile else background.replayed(step)
+        self._loader, self._kind = loader, kind
+        # The part that was trained last: its members and version, its state, and what trains it on in its epoch.
+        self._held: tuple[tuple[int, int, int], TrainState, LocalTrainer | None] | None = None
+
+    def __call__(
+        self,
+        state: TrainState | SharedPart,
+        sums: dict[str, Any],
+        positions: slice | Tensor,
+        position: Any,
+        batches: bytes | None,
+        until: int,
+    ) -> dict[str, Any]:
+        """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
+
+        The loader goes on from ``position`` with the members at ``positions``; without a loader, there are ``batches``.
+        Returns the state unless it is shared, whether the epoch has ended, the ``sums`` now, and the loader's position.
+        """
+        if self._kind == "cpu":
+            # The state comes ready made, and where it was made the allocator is set up.
+            keep_memory_once()
+        running, trainer, held, self._held = Running(), None, self._held, None
+        running.load_state_dict(sums, torch.device(self._kind))
+        if not isinstance(state, SharedPart):
+            trained = tree_map(lambda leaf: leaf.to(self._kind), state)
+        elif held is not None and held[0] == (state.low, state.high, state.version):
+            _, trained, trainer = held
+        else:
+            whole = _opened(state.source)
+            trained = tree_map(lambda leaf: leaf[state.low : state.high].clone().to(self._kind), whole)
+        if trainer is None or self._loader is None or trainer.loader.state_dict() != position:
+            loader: Any = None if batches is None else loads(batches)
+            if self._loader is not None:
+                loader = self._loader.take(positions)
+                loader.load_state_dict(position)
+            trainer = LocalTrainer(self._step, loader, loader)
+        trained, ended = trainer.segment(trained, running, until, SegmentHooks())
+        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": None}
+        if isinstance(trainer.loader, ArrayLoader):
+            answer["position"] = trainer.loader.state_dict()
+        if not isinstance(state, SharedPart):
+            return answer | {"state": tree_map(cpu, trained)}
+        write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
+        self._held = (state.low, state.high, state.version + 1), trained, None if ended else trainer
+        return answer
+
+
+def cpu(value: Any) -> Any:
+    """A tensor in the host's memory; anything else as it is."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
 
 Parts = list[tuple[int, int, int]]
 """The first member of each, the one after its last, and the limit of the workers that train it."""
-Orders = dict[int, dict[str, Any]]
-"""The arguments of calls, by number of the part."""
-_By = tuple[Executor, PartWorker]
-LOOK = 0.05
-"""Seconds between two looks at what the workers have done."""
-_PIECE = 0.2
-"""Seconds for which this process trains before it looks again whether the workers have started."""
+_PIECE = 0.4
+"""Seconds between two looks at what workers of this machine have done: their calls train about as long."""
 
 
 class ExecutorTrainer(Trainer):
     """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
 
-    Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others. An
-    executor that is ``owned`` is a pool for this run alone.
+    Progress is seen, and Ctrl-C heeded, after a step or within a second by workers of this machine, and after every segment
+    by others. An executor that is ``owned`` is a pool for this run alone.
     """
 
     def __init__(
@@ -46,10 +164,10 @@ class ExecutorTrainer(Trainer):
         self._step, self._loader, self._executor, self._compile = step, loader, executor, compile
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
-        self._function: PartWorker | None = None
-        # What trains in this process while workers start, and how many steps at a time.
-        self._local: PartWorker | None = None
+        # How many steps a call trains, and what trains in this process while workers start.
         self._few = 1
+        self._local: PartWorker | None = None
+        self._function: PartWorker | None = None
         self._states: StateBuffers | None = None
 
     @property
@@ -80,8 +198,7 @@ class ExecutorTrainer(Trainer):
         """See :class:`Trainer`."""
         hooks.begin()
         if self._function is None:
-            data = self._loader if self._dealt else None
-            kind = state.keys.device.type
+            data, kind = self._loader if self._dealt else None, state.keys.device.type
             self._function = PartWorker(self._step, data, kind, self._compile)
             if self._owned is not None:
                 # What cannot be sent is refused now, and not when workers have started.
@@ -89,43 +206,77 @@ class ExecutorTrainer(Trainer):
                 self._local = PartWorker(self._step, data, kind, compile=False)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
-        while not self.is_ready():
-            # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
-            assert self._local is not None and self._owned is not None
-            some, start = min(until, running.batches + self._few), time.perf_counter()
-            with threads(len(cores()) // self._owned.count):
-                state, ended = self._piece(state, running, some, hooks, (Inline(), self._local))
-            if time.perf_counter() - start < _PIECE:
-                self._few *= 2
+        buffers: StateBuffers | None = None
+        while True:
+            start, before = time.perf_counter(), running.batches
+            with contextlib.ExitStack() as stack:
+                if buffers is None and not self.is_ready():
+                    # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
+                    assert self._local is not None and self._owned is not None
+                    executor, function = Inline(), self._local
+                    stack.enter_context(threads(len(cores()) // self._owned.count))
+                else:
+                    executor, function = self._executor, self._function
+                    buffers = self._shared(state) if executor.shares and buffers is None else buffers
+                is_near = executor.shares or executor is not self._executor
+                some = min(until, before + self._few) if is_near else until
+                state, ended = self._piece(state, running, some, executor, function, buffers)
+            for _ in range(running.batches - before):
+                hooks.tick()
+            took = time.perf_counter() - start
+            self._few = 2 * self._few if took < _PIECE / 2 else max(1, self._few // 2) if took > _PIECE else self._few
             if ended or hooks.stopped() or running.batches == until:
-                return state, ended
-        return self._piece(state, running, until, hooks, (self._executor, self._function))
+                return state if buffers is None else buffers.get(state), ended
 
-    def _piece(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks, by: _By) -> SegmentEnd:
-        """Have an executor train the next batches by calls of a function."""
-        (executor, _), device, parts = by, state.keys.device, _parts(num_models(state), self._executor)
-        buffers = self._shared(state) if executor.shares else None
-        # Of this segment alone: batches may have other values in the next one.
-        folder = Folder() if executor.shares and not self._dealt else None
-        try:
-            orders = self._orders(state, running, parts, until, buffers, folder)
-            train = functools.partial(_train, *by, parts, hooks)
-            ticked, answers = train(orders)
-            results = _level(train, parts, orders, answers, buffers)
-        finally:
-            if folder is not None:
-                folder.close()
-        done = results[0]["running"]["batches"] - running.batches
+    def _piece(
+        self,
+        state: TrainState,
+        running: Running,
+        until: int,
+        executor: Executor | Pool,
+        function: PartWorker,
+        buffers: StateBuffers | None,
+    ) -> SegmentEnd:
+        """Have an executor train the next batches by calls of a function; the state stays in buffers, if given."""
+        device, parts, calls = state.keys.device, _parts(num_models(state), self._executor), {}
+        dims, position = getattr(self._step, "batch_dims", 0), self._loader.state_dict() if self._dealt else None
+        left, before = (self._left or [])[: until - running.batches], running.batches
+        with contextlib.ExitStack() as stack:
+            folder = None
+            if executor.shares and not self._dealt:
+                # Of this call alone: batches may have other values in the next one.
+                stack.callback((folder := Folder()).close)
+            for part, (low, high, limit) in enumerate(parts):
+                where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
+                batches = None if self._dealt else dumps([take_batch(dims, batch, where) for batch in left], folder)
+                order = {
+                    "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
+                    **{"sums": running.part(low, high), "positions": where, "position": position},
+                    **{"batches": batches, "until": until},
+                }
+                calls[executor.submit(function, limit, **order)] = part
+            answers: dict[int, Any] = {}
+            while len(answers) < len(parts):
+                call, answer = executor.wait(None)
+                low, high, _ = parts[calls[call]]
+                if isinstance(answer, WorkerError):
+                    raise WorkerError(f"models {low} to {high - 1}: {answer}")
+                if isinstance(answer, Exception):
+                    raise renumbered(answer, range(low, high))
+                answers[calls[call]] = answer
+        results = [answers[part] for part in range(len(parts))]
         running.join([answer["running"] for answer in results], device)
         if self._dealt:
             self._loader.load_state_dict(results[0]["position"])
         ended = all(answer["ended"] for answer in results)
         if self._left is not None:
-            self._left = None if ended else self._left[done:]
-        for _ in range(ticked, done):
-            hooks.tick()
+            # Batches that were not sent are left, also where the last one sent ends the list.
+            self._left = self._left[running.batches - before :]
+            ended = ended or not self._left
+            self._left = None if ended else self._left
         if buffers is not None:
-            return buffers.get(state), ended
+            buffers.turn()
+            return state, ended
         after = concat([answer["state"] for answer in results]) if len(results) > 1 else results[0]["state"]
         return tree_map(lambda leaf: leaf.to(device), after), ended
 
@@ -137,89 +288,6 @@ class ExecutorTrainer(Trainer):
             self._states = StateBuffers(state)
         self._states.put(state)
         return self._states
-
-    def _orders(
-        self,
-        state: TrainState,
-        running: Running,
-        parts: Parts,
-        until: int,
-        buffers: StateBuffers | None,
-        folder: Folder | None,
-    ) -> Orders:
-        """The arguments of each part's call, by number of the part."""
-        dims, orders = getattr(self._step, "batch_dims", 0), {}
-        position = self._loader.state_dict() if self._dealt else None
-        control = None if buffers is None else buffers.control(len(parts))
-        for number, (low, high, _) in enumerate(parts):
-            where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
-            batches = None
-            if not self._dealt:
-                left = (self._left or [])[: until - running.batches]
-                batches = dumps([take_batch(dims, batch, where) for batch in left], folder)
-            orders[number] = {
-                "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
-                **{"sums": running.part(low, high), "positions": where, "position": position},
-                **{"batches": batches, "skip": 0, "until": until},
-                "control": None if control is None else (control, number),
-            }
-        return orders
-
-
-def _train(
-    executor: Executor, function: PartWorker, parts: Parts, hooks: SegmentHooks, orders: Orders
-) -> tuple[int, dict[int, Any]]:
-    """Have some parts trained; returns how many steps have been shown, and the answers by number of the part."""
-    control = next(iter(orders.values()))["control"]
-    cells = None if control is None else control[0].tensor()
-    calls = {executor.submit(function, parts[part][2], **orders[part]): part for part in orders}
-    answers: dict[int, Any] = {}
-    ticked = 0
-    while len(answers) < len(orders):
-        try:
-            call, answer = executor.wait(None if cells is None else LOOK)
-        except queue.Empty:
-            assert cells is not None
-            made = int(cells[:-1].min())
-            for _ in range(ticked, made):
-                hooks.tick()
-            ticked = max(ticked, made)
-            if hooks.stopped() and cells[-1] == NEVER:
-                # All after the same step, which none has begun yet.
-                cells[-1] = cells[:-1].max() + 2
-            continue
-        part = calls[call]
-        if isinstance(answer, Exception):
-            low, high, _ = parts[part]
-            if isinstance(answer, WorkerError):
-                raise WorkerError(f"models {low} to {high - 1}: {answer}")
-            raise renumbered(answer, range(low, high))
-        answers[part] = answer
-    return ticked, answers
-
-
-def _level(
-    train: Any, parts: Parts, orders: Orders, results: dict[int, Any], buffers: StateBuffers | None
-) -> list[Any]:
-    """Have the parts that stopped earlier catch up with the others; returns the results of all in order."""
-    most, over = (max(result) for result in zip(*map(_done, results.values()), strict=True))
-    behind: Orders = {}
-    for part, answer in results.items():
-        if _done(answer) != (most, over):
-            state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
-            skip = answer["running"]["batches"] - orders[part]["sums"]["batches"]
-            gone = {"state": state, "sums": answer["running"], "position": answer["position"], "skip": skip}
-            behind[part] = orders[part] | gone | {"control": None, "until": END if over else most}
-    for part, answer in train(behind)[1].items() if behind else ():
-        results[part] = answer
-        if buffers is not None:
-            buffers.level(*parts[part][:2])
-    return [results[part] for part in range(len(parts))]
-
-
-def _done(answer: Any) -> tuple[int, bool]:
-    """The batches of the epoch that a part has seen, and whether these were all."""
-    return answer["running"]["batches"], answer["ended"]
 
 
 def _parts(size: int, executor: Executor) -> Parts:

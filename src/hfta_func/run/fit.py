@@ -19,15 +19,13 @@ from hfta_func._torch import is_compilable, original
 from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
-from hfta_func.run.history import Callback, History, Metrics, Mode
+from hfta_func.run.history import Best, Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
-from hfta_func.run.resting import resting
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
+from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks, resting
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
@@ -94,7 +92,7 @@ def fit(
             and ``evaluate`` run in this process. A process that dies is started again.
         executor: An :class:`Executor` that outlives the call, instead: a :class:`WorkerPool` or
             ``hfta_func.cluster.ray(...)``. Each worker trains a part of the members for a segment, an epoch or ``save_every``
-            steps; Ctrl-C is heeded between segments, or after a step by workers of this machine.
+            steps; Ctrl-C is heeded between segments, or after a step or a second by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
@@ -195,29 +193,24 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         pressed.set()
 
-    main = threading.current_thread() is threading.main_thread()
-    if not (main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+    with contextlib.ExitStack() as stack:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, note)
+            stack.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
         yield pressed.is_set
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _summary(metrics: Metrics) -> str:
     """Mean and standard deviation over the members, and the number of members that failed."""
-    shown = []
+    failed = int((metrics["finite"] < 1).sum()) if "finite" in metrics else 0
+    shown = [f"{failed} not finite"] if failed else []
     for name, value in metrics.items():
-        if name == "finite":
-            failed = int((value < 1).sum())
-            shown += [f"{failed} not finite"] if failed else []
-        elif value.dim() == 1:
+        if value.dim() == 1 and name != "finite":
             # Members that a smaller array left out have none; counts are integers, which have no mean.
             value = value.float()
-            value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
-            shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
+            mean = value.nanmean()
+            shown.append(f"{name} {mean:.4f} ± {(value - mean).square().nanmean().sqrt():.4f}")
     return ", ".join(shown)
 
 
@@ -227,9 +220,8 @@ def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if not isinstance(epochs, Integral) or epochs < 0:
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
-    if callable(callbacks) or not all(map(callable, callbacks)):
-        what = "a single function" if callable(callbacks) else repr(callbacks)
-        raise ValueError(f"callbacks is {what}; pass a list of them, [callback]")
+    if callable(callbacks):
+        raise ValueError("callbacks is a single function; pass a list of them, [callback]")
 
 
 def _refuse_dealt(loader: Any, step: Any) -> None:

@@ -1,4 +1,4 @@
-"""The metrics and failures of a run."""
+"""The metrics and failures of a run, and the best epoch of each member."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor
 
+from hfta_func._tree import concat, leaves, take, tree_map, where
 from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline, text_table
-from hfta_func.errors import StateError
+from hfta_func.errors import CheckpointError, HyperparameterError, StateError
 from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:
     import pandas
+
 
 Metrics = dict[str, Tensor]
 Mode = Literal["min", "max"]
@@ -95,38 +98,33 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        before = [-1] * len(new)
-        if origins:
-            # Of several copies of a member, the first one is that member and the others are new.
-            before = [-1 if place in origins[:at] else place for at, place in enumerate(origins)]
+        # Of several copies of a member, the first one is that member and the others are new.
+        given = [*origins] if origins else [-1] * len(new)
+        before = [-1 if place in given[:at] else place for at, place in enumerate(given)]
         if before == [*range(len(old))] or (origins is None and old == new):
             return None
-        indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
-        for key, indices in indices_of.items():
-            if origins is not None:
-                # A new member may have the seed of several others.
-                indices[:] = set(indices) - set(before) if len(indices) == 1 else ()
-            elif new.count(key) < len(indices):
+        for key in {*new}:
+            # What no origin tells, seeds do.
+            left = [place for place, seed in enumerate(old) if seed == key and place not in before]
+            unknown = [at for at, seed in enumerate(new) if seed == key and before[at] < 0]
+            if origins is None and len(unknown) < len(left):
                 raise StateError(
-                    f"a callback dropped some of the {len(indices)} members with seed {key}, and the run cannot tell which; "
+                    f"a callback dropped some of the {len(left)} members with seed {key}, and the run cannot tell which; "
                     f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
                 )
-        before = [
-            indices_of[key].pop(0) if place < 0 and indices_of[key] else place
-            for key, place in zip(new, before, strict=True)
-        ]
-        added = before.count(-1)
-        width = len(self.seeds)
-        numbers = iter(range(width, width + added))
-        members = [next(numbers) if index < 0 else int(self.members[index]) for index in before]
-        self.members = torch.tensor(members, device="cpu")
+            if origins is None or len([seed for seed in old if seed == key]) == 1:
+                for at, place in zip(unknown, left, strict=False):
+                    before[at] = place
+        width, added = len(self.seeds), [at for at, place in enumerate(before) if place < 0]
+        members = torch.tensor([*self.members.tolist(), *range(width, width + len(added))], device="cpu")
+        numbers = iter(range(len(old), len(members)))
+        self.members = members[[next(numbers) if place < 0 else place for place in before]]
         if added:
-            keys = keys.cpu()
-            self.seeds = torch.cat([self.seeds, keys[[index < 0 for index in before]]])
-            self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
+            self.seeds = torch.cat([self.seeds, keys.cpu()[added]])
+            self.since = torch.cat([self.since, torch.full((len(added),), len(self), device="cpu")])
             columns = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: widened(value, columns, width, width + added) for name, value in metrics.items()}
+                {name: widened(value, columns, width, len(self.seeds)) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
         return before
@@ -144,16 +142,14 @@ class History:
             ImportError: if pandas is not installed.
             ValueError: if a column does not have one value per member.
         """
-        pandas = require("pandas", "plot")
-        count = len(self.seeds)
-        given = {**self.columns, **columns}
-        for name, values in given.items():
+        pandas, count = require("pandas", "plot"), len(self.seeds)
+        given: dict[str, Any] = {}
+        for name, values in {**self.columns, **columns}.items():
             if not isinstance(values, Iterable):
                 raise ValueError(f"column {name} is {values!r}; give one value per model")
-        given = {name: each.tolist() if isinstance(each, Tensor) else [*each] for name, each in given.items()}
-        for name, values in given.items():
-            if len(values) != count:
-                raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
+            given[name] = values.tolist() if isinstance(values, Tensor) else [*values]
+            if len(given[name]) != count:
+                raise ValueError(f"column {name} has {len(given[name])} values but the array has {count} models")
         frames = [
             pandas.DataFrame(
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
@@ -287,3 +283,61 @@ def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
 """A function that :func:`fit` calls after each epoch; a state that it returns replaces the current one."""
+
+
+def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
+    """Where ``value`` is better than ``best``; NaN is never better, and anything else is better than NaN."""
+    return ~value.isnan() & ~(sign * value >= sign * best)
+
+
+class Best:
+    """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
+
+    def __init__(self, metric: str | tuple[str, Mode]):
+        if not isinstance(metric, str) and not (isinstance(metric, tuple | list) and len(metric) == 2):
+            raise HyperparameterError(f"restore_best is {metric!r}; pass a metric, or a pair of one and 'max'")
+        self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
+        self._sign = SIGNS[direction_of(mode)]
+        self._state: Any = None
+        self._value = torch.empty(0)
+
+    def note(self, state: TrainState, history: History) -> None:
+        """Keep the members whose last epoch was their best."""
+        value = present(history, self._metric)[-1].double()
+        if self._state is None:
+            # Copies, because a step with donate=True writes the state.
+            self._state, self._value = tree_map(torch.clone, state), value
+            return
+        better = is_better(value, self._value, self._sign)
+        self._state = where(better.to(state.active.device), state, self._state)
+        self._value = torch.where(better, value, self._value)
+
+    def follow(self, positions: list[int], state: TrainState) -> None:
+        """Go on with the members of ``state``, which were at ``positions`` before; -1 for new ones."""
+        if self._state is not None:
+            members = [
+                len(self._value) + number if position < 0 else position for number, position in enumerate(positions)
+            ]
+            self._state = take(concat([self._state, state]), members)
+            self._value = torch.cat([self._value, self._value.new_full((len(positions),), torch.nan)])[members]
+
+    def restored(self, state: TrainState) -> TrainState:
+        """The members as of their best epochs; who is active stays as it is."""
+        return state if self._state is None else self._state._replace(active=state.active)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Value and tensors of the best epochs."""
+        return None if self._state is None else {"value": self._value, "leaves": leaves(self._state)}
+
+    def load_state_dict(self, held: Any, like: TrainState) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        if held is None:
+            return
+        expected = leaves(like)
+        if [leaf.shape[1:] for leaf in held["leaves"]] != [leaf.shape[1:] for leaf in expected]:
+            raise CheckpointError(
+                "the best epochs in the file are not those of this state; start again with another file"
+            )
+        moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], expected, strict=True)]
+        structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
+        self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]

@@ -1,4 +1,4 @@
-"""Compiled steps on disk: a later process takes them up at its first call, without the compiler.
+"""Compiled steps, and those on disk: a later process takes them up at its first call, without the compiler.
 
 A graph is a folder named by a digest of all that it rests on: the values that the step's functions can reach, shapes,
 settings, rules, versions and the machine. Whatever is wrong with a folder, the step is compiled instead.
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import os
 import pathlib
 import pickle
@@ -28,15 +27,12 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
-from hfta_func._torch import compile_ahead, load_ahead
-from hfta_func._tree import leaves
+from hfta_func._torch import compile_ahead, load_ahead, may_change, stays
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Schedule, Tree, recipe
-from hfta_func.errors import CheckpointError
-from hfta_func.files import atomic
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.run.graphs import ahead
 from hfta_func.run.reached import Reached
 from hfta_func.step.records import kind_of
 from hfta_func.step.replay import recorded_whole, require_pure
@@ -46,9 +42,52 @@ from hfta_func.workers.process import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
-MOST_TIMES = 64
-"""How many compilations are remembered with the time they took."""
 _LIBRARY, _ABOUT = "step.so", "about"
+
+
+# It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
+# than a small graph; and does not look again at shapes that have been looked at to choose the graph.
+_TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts": False}
+_TOGETHER = 16
+"""With more parameters than this, the calls are compiled apart from the kernels: at the same time and with less optimisation,
+which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
+_REPLAYED = "triton.cudagraphs"
+
+
+def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str, Any], ...]:
+    """Options of inductor for a step with this state on this type of device, to be tried in turn."""
+    if device == "cpu":
+        # The first calls kernels from C++, not Python.
+        apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
+        return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
+    # A CUDA graph launches all kernels at once; a state not written in place would be copied into its memory and back.
+    in_place = device == "cuda" and getattr(getattr(step, "options", None), "donate", False)
+    return ({_REPLAYED: True}, {}) if in_place else ({},)
+
+
+def ahead(state: Any) -> dict[str, Any]:
+    """Options of inductor for the graph of a step with this state that is kept as a library."""
+    level = "O0" if len(leaves(getattr(state, "params", state))) > _TOGETHER else "O1"
+    return {**_TRUSTING, "aot_inductor.compile_wrapper_opt_level": level}
+
+
+def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
+    """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
+    options: Any = {**chosen, "guard_filter_fn": may_change}
+    run = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+    if not chosen.get(_REPLAYED):
+        return run
+
+    def replay(state: Any, batch: Any) -> Any:
+        # What lies where it lay is not copied into the graph's memory. Elsewhere, the graph is recorded anew.
+        held = leaves(state)
+        for leaf in (*held, *getattr(step, "base", {}).values()):
+            stays(leaf)
+        known = set(map(id, held))
+        # Copies of what lies in the graph's memory, where the next call writes.
+        return tree_map(lambda leaf: leaf if id(leaf) in known else leaf.clone(), run(state, batch))
+
+    return replay
 
 
 def folder() -> pathlib.Path:
@@ -176,32 +215,6 @@ def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], A
 def drop(name: str) -> None:
     """Keep a graph no longer."""
     shutil.rmtree(folder() / name, ignore_errors=True)
-
-
-def corrected(estimate: float) -> float:
-    """An estimate of the seconds that compiling takes, by how far that of the most similar earlier compilation was off."""
-    guess, seconds = min(reversed(earlier_times()), key=lambda pair: abs(pair[0] - estimate), default=(1.0, 1.0))
-    return estimate * seconds / guess
-
-
-def remember(estimate: float, seconds: float) -> None:
-    """Remember how long compiling took, for later estimates; nothing happens where nothing can be written."""
-    with contextlib.suppress(OSError, CheckpointError):
-        times_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        times = [*earlier_times()[1 - MOST_TIMES :], (estimate, seconds)]
-        atomic.write(times_file(), json.dumps(times).encode(), durable=False)
-
-
-def times_file() -> pathlib.Path:
-    """Where it stands how long graphs took to compile."""
-    return native.folder() / "seconds.json"
-
-
-def earlier_times() -> list[tuple[float, float]]:
-    """What was expected and what it took, in seconds, the latest last."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return [(float(guess), float(seconds)) for guess, seconds in json.loads(times_file().read_bytes()) if guess > 0]
-    return []
 
 
 def kept() -> list[tuple[str, int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,10 @@ from torch.autograd.profiler import profile
 from hfta_func.errors import StateError
 
 _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
+
+_GROUP = "memory.max", "memory.current", "inactive_file"
+_OLD_GROUP = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Files of a control group with its limit and its usage, and the entry of cached files, by version."""
 
 # oneDNN also reports errors of memory descriptors, which have nothing to do with the amount of memory.
 _OUT_OF_MEMORY = re.compile(
@@ -35,9 +40,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
         True
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    is_said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return is_said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -58,23 +62,29 @@ def _left_by_groups() -> Iterator[int]:
     groups = _PROC / "self" / "cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, cache = _CGROUPS / "memory", "total_inactive_file"
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
+        is_old = "memory" in controllers.split(",")
+        root = _CGROUPS / "memory" if is_old else _CGROUPS
+        limit, usage, cache = _OLD_GROUP if is_old else _GROUP
         # In a container the path may be the host's, of which only the root is visible.
         group = root / path.strip("/")
-        for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]):
-            with contextlib.suppress(OSError):
-                most = (folder / limit).read_text().strip()
+        for folder in (
+            (group, *group.parents[: len(group.parts) - len(root.parts)]) if is_old or not controllers else ()
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                most = int((folder / limit).read_text())
                 held = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                if most != "max":
-                    # The kernel drops cached files before it kills a process.
-                    taken = int((folder / usage).read_text()) - int(held.get(cache, 0))
-                    yield max(0, int(most) - taken)
+                # The kernel drops cached files before it kills a process.
+                yield max(0, most - int((folder / usage).read_text()) + int(held.get(cache, 0)))
+
+
+def profiler(device: torch.device, **options: Any) -> Any:
+    """PyTorch's profiler of this process, and of the device if it has one of its own.
+
+    Unlike ``torch.profiler.profile``, it does not import the compiler, which takes seconds. Its tracer would print a line at
+    each start and end, unless it is told otherwise before it begins for the first time.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    return profile(use_device=None if device.type == "cpu" else device.type, **options)
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
@@ -86,17 +96,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     # Freeing earlier garbage meanwhile would hide part of the peak.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        # Unlike torch.profiler.profile, it does not import the compiler, which takes seconds.
-        with profile(profile_memory=True) as recorded:
-            work()
-    finally:
-        if collecting:
-            gc.enable()
-    kineto: Any = recorded.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    with contextlib.ExitStack() as stack, profiler(device, profile_memory=True) as recorded:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        work()
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,10 +19,12 @@ from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import text_table
 from hfta_func.errors import BatchError
 from hfta_func.files.atomic import PathLike
+from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
-from hfta_func.run.recording import Recording, costs, events_of, reference
-from hfta_func.run.roofline import Roofline, roofline
-from hfta_func.run.timeline import Line, Span, Timeline, iterations_of, of_device
+from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
+from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
+from hfta_func.run.walk import Operator, walk
+from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -27,8 +32,18 @@ _ROWS = 24
 """Lines of a table that are shown; the others are one."""
 _QUIET = 0.3
 """The share of steps that count."""
-_MOST_WITHIN = 4.0
-"""An event within a step, whose work takes the caches, costs at most so many times what it costs by itself."""
+_RATES = 0.05
+"""How many seconds each rate of the machine is measured."""
+
+
+class Roofline(NamedTuple):
+    """The least time of a step: products at the rate of a large one, traffic at the rate of a large copy."""
+
+    flops: float  # floating-point operations of its matrix products and convolutions
+    bytes: float  # that its kernels read and write, caches aside
+    flops_per_second: float  # of a large matrix product of the parameters' dtype on this machine
+    bytes_per_second: float  # of a large copy
+    seconds: float  # sum over the kernels of the larger of both times
 
 
 class Profile(NamedTuple):
@@ -40,8 +55,7 @@ class Profile(NamedTuple):
         lines: The parts of a step, in its order; their seconds add up to :attr:`seconds`.
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.
-        costs: For each kind of event that was recorded, how many a step has and the seconds that recording one takes.
-        roofline: The least time of the step's products and memory traffic on this machine.
+        roofline: The least time of the step's products and memory traffic on this machine; None if the step reads values.
         busy: Seconds in which the device ran kernels; None on a CPU, where the lines have them.
         advice: What to do about the largest part.
     """
@@ -51,8 +65,7 @@ class Profile(NamedTuple):
     lines: list[Line]
     unprofiled: float
     profiled: float
-    costs: dict[str, tuple[float, float]]
-    roofline: Roofline
+    roofline: Roofline | None
     busy: float | None
     advice: str
 
@@ -63,7 +76,7 @@ class Profile(NamedTuple):
 
     @property
     def bias(self) -> float:
-        """By what share :attr:`seconds` is off from the unprofiled step: what the correction leaves."""
+        """By what share :attr:`seconds` is off from the unprofiled step: what lines that cost less than recording leave."""
         return self.seconds / self.unprofiled - 1
 
     @property
@@ -112,13 +125,9 @@ class Profile(NamedTuple):
         return (*line[:4], *numbers)
 
     def _notes(self) -> Iterator[str]:
-        parts = [f"{count:.0f} {kind}s x {1e6 * each:.1f} us" for kind, (count, each) in self.costs.items()]
-        yield (
-            f"profiled {1e3 * self.profiled:.3f} ms, less {', '.join(parts)}; unprofiled {1e3 * self.unprofiled:.3f} ms: "
-            f"remaining bias {self.bias:+.1%}"
-        )
-        least = self.roofline
-        if least.seconds:
+        profiled, unprofiled = 1e3 * self.profiled, 1e3 * self.unprofiled
+        yield f"profiled {profiled:.3f} ms, unprofiled {unprofiled:.3f} ms: remaining bias {self.bias:+.1%}"
+        if (least := self.roofline) is not None and least.seconds:
             yield (
                 f"roofline {1e3 * least.seconds:.3f} ms: {least.flops / 1e9:.3g} GFLOP in products at "
                 f"{least.flops_per_second / 1e9:.3g} GFLOP/s, {least.bytes / 2**20:.3g} MiB at "
@@ -139,9 +148,9 @@ def profile(
 ) -> Profile:
     """Find out where the time of a step goes: by phase, module, operator and lowering.
 
-    Steps are recorded by turns with steps as they are. What recording costs is measured for each kind of event and taken off;
-    the profile says what bias is left. While a step is recorded, its phases and modules are wrapped in markers; at other
-    times there is nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled
+    Steps are recorded by turns with steps as they are. The difference is what recording costs, and is taken off the lines by
+    the events that each has. While a step is recorded, its phases and modules are wrapped in markers; at other times there is
+    nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled
     one shows the operators that its graph calls, and the rest as one line.
 
     Args:
@@ -210,69 +219,83 @@ def profile_of(recording: Recording) -> Profile | None:
     """The profile of steps that have been recorded; None if they were too few."""
     if recording.inputs is None or not recording.recorded:
         return None
+    # The first iteration of each is slow, because the profiler begins.
+    sessions = [events_of(recorded) for recorded in recording.recorded]
+    iterations = [span for events in sessions for span in iterations_of(events)[1:]]
+    if not iterations:
+        return None
     state, batch = recording.inputs
-    device = leaves(state)[0].device
-    example, choices = reference(original(recording.step), state, batch)
+    step, device = original(recording.step), leaves(state)[0].device
+    with without_replay():
+        choices, least = _analysed(step, state, batch)
     lowerings: dict[tuple[str, str], str] = {}
-    reasons: dict[tuple[str, str], str] = {}
     for choice in choices:
         key = choice.module, choice.op.partition(".")[0]
         known = lowerings.get(key, choice.lowering)
         lowerings[key] = known if choice.lowering in known.split("/") else f"{known}/{choice.lowering}"
-        reasons[key] = choice.reason
     order = None
     if recording.kind == "replayed":
         eager = Timeline(lowerings)
-        eager.add(example[0], {})
+        eager.add(recorded_eagerly(step, state, batch))
         order = eager.order
-    sessions = [events_of(recorded) for recorded in recording.recorded]
-    # The first iteration of each is slow, because the profiler begins.
-    iterations = [span for events in sessions for span in iterations_of(events)[1:]]
-    if not iterations:
-        return None
-    launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
-    timeline, counting = Timeline(lowerings, order, launched), Timeline(lowerings, order, launched)
-    chosen, plain = _quiet(iterations, _took), _quiet(recording.plain, float)
-    each = costs(device)
-    if min(len(chosen), len(plain)) > 1:
-        # Half of the steps tell how much more an event costs within a step than by itself, and the others are shown.
-        half, chosen = chosen[::2], chosen[1::2]
-        for iteration in half:
-            counting.add(iteration, {})
-        by_itself = sum(counting.counts[kind] * each[kind] for kind in each) / len(half)
-        within = statistics.mean(map(_took, half)) - statistics.mean(plain[::2])
-        plain = plain[1::2]
-        factor = min(max(within / by_itself, 1.0), _MOST_WITHIN) if by_itself > 0 else 1.0
-        each = {kind: factor * cost for kind, cost in each.items()}
+    launched, busy = None, None
+    if device.type == "cuda":
+        launched, busy = of_device(itertools.chain.from_iterable(sessions))
+    timeline = Timeline(lowerings, order, launched)
+    # The quickest: the others were disturbed.
+    iterations = sorted(iterations, key=lambda span: span.seconds)
+    chosen = iterations[: max(1, round(_QUIET * len(iterations)))]
+    plain = sorted(recording.plain)[: max(1, round(_QUIET * len(recording.plain)))]
     for iteration in chosen:
-        timeline.add(iteration, each)
-    count, lines = len(chosen), timeline.table()
-    dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
+        timeline.add(iteration)
+    unprofiled, profiled = statistics.mean(plain), statistics.mean(span.seconds for span in chosen)
+    lines = timeline.table(unprofiled, profiled)
+    reasons = {(choice.module, choice.op.partition(".")[0]): choice.reason for choice in choices}
     return Profile(
-        kind=recording.kind,
-        num_models=num_models(state),
-        lines=lines,
-        unprofiled=sum(plain) / len(plain),
-        profiled=statistics.mean(map(_took, chosen)),
-        costs={kind: (timeline.counts[kind] / count, each[kind]) for kind in each},
-        roofline=roofline(example, device, dtype),
+        *(recording.kind, num_models(state), lines, unprofiled, profiled, least),
         busy=None if busy is None else busy / (len(iterations) + len(sessions)),
         advice=_advice(recording.kind, lines, reasons),
     )
 
 
-def _took(span: Span) -> float:
-    return (span.end - span.start) / 1e9
+def _analysed(step: Any, state: Any, batch: Any) -> tuple[list[_choice.Choice], Roofline | None]:
+    """How the operators of a step are lowered, and the roofline of those that it consists of."""
+    device = leaves(state)[0].device
+    dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
+    try:
+        walked = walk(step, state, batch, device.type)
+    except Exception:  # It runs, and reads values or does what tensors without values cannot.
+        return _choice.explain(step, tree_map(torch.clone, state), batch), None
+    flops, moved = rates(device, dtype)
+
+    def seconds(operator: Operator) -> float:
+        return max(operator.flops / flops, operator.bytes / moved)
+
+    work = sum(operator.flops for operator in walked.operators), sum(operator.bytes for operator in walked.operators)
+    return walked.choices, Roofline(*work, flops, moved, sum(map(seconds, walked.operators)))
 
 
-def _quiet(values: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
-    """The quickest of some values: the others were disturbed."""
-    return sorted(values, key=seconds)[: max(1, round(_QUIET * len(values)))]
+@functools.cache
+def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Floating-point operations and bytes per second of a large product and a large copy, the best of several."""
+    size, entries = (512, 2**24) if device.type == "cpu" else (4096, 2**27)
+    a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(entries, device=device)
+    target = torch.empty_like(source)
+
+    def best(work: Callable[[], object]) -> float:
+        begin, least = time.perf_counter(), math.inf
+        work()
+        while time.perf_counter() - begin < _RATES or least == math.inf:
+            start = now(device)
+            work()
+            least = min(least, now(device) - start)
+        return least
+
+    return 2 * size**3 / best(lambda: a @ a), 8 * entries / best(lambda: target.copy_(source))
 
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
     """What to do about the largest part: a phase that is no computation, Python as a whole, or the kernels of a line."""
-    lines = [line for line in lines if line.phase != "disturbed"]
     whole = sum(line.seconds for line in lines)
     python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
     parts: dict[Any, float] = defaultdict(float, {"Python": python})

@@ -1,4 +1,4 @@
-"""Records steps: markers that exist only meanwhile, in turn with steps as they are, and what recording costs."""
+"""Records steps: markers that exist only meanwhile, in turn with steps as they are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import gzip
 import math
 import os
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import profile as profiler
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hfta_func import random
@@ -22,9 +20,8 @@ from hfta_func._kernels import noise
 from hfta_func._torch import marker, original, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func.calls.body import Body, path_in
-from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
-from hfta_func.rules import _choice
+from hfta_func.run.memory import profiler
 from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, iterations_of
 from hfta_func.step import records, replay, train
 from hfta_func.step.check import Check
@@ -36,8 +33,6 @@ _WARM, _PATIENCE = 3, 30.0
 """Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
 _ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
 """Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
-_TURNS = 4
-"""How often costs are measured."""
 
 
 def mark(name: str) -> Any:
@@ -57,6 +52,7 @@ def _marked(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
 def _marking_modules() -> Iterator[None]:
     paths: dict[nn.Module, str] = {}
     open_marks: list[Any] = []
+    forward = Body.forward
 
     def run(body: Body, *args: Any, **kwargs: Any) -> Any:
         if body not in paths:
@@ -72,22 +68,14 @@ def _marking_modules() -> Iterator[None]:
         if open_marks:
             open_marks.pop().__exit__(None, None, None)
 
-    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    forward = Body.forward
-    try:
-        with replaced(Body, "forward", run):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    with hooks[0], hooks[1], replaced(Body, "forward", run):
+        yield
 
 
 @contextlib.contextmanager
 def marking(kind: str) -> Iterator[None]:
     """A block in which steps mark their phases, and models their modules; compiled steps have none, replayed no modules."""
-    if kind == "compiled":
-        yield
-        return
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(noise, "drop", "noise")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
@@ -98,31 +86,18 @@ def marking(kind: str) -> Iterator[None]:
         return plain(state, outputs, verdict, _marked("update", update), *rest)
 
     with contextlib.ExitStack() as stack:
-        for owner, name, phase in places:
+        for owner, name, phase in places if kind != "compiled" else ():
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))
-        stack.enter_context(replaced(train, "commit", _marked("commit", commit)))
+        if kind != "compiled":
+            stack.enter_context(replaced(train, "commit", _marked("commit", commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
 
 
-def kind_of(step: Any) -> str:
+def _kind_of(step: Any) -> str:
     """How a step runs: ``"eager"``, ``"replayed"`` or ``"compiled"``."""
-    status = getattr(step, "status", None)
-    if status is not None:
-        return status.partition(":")[0]
-    return "eager" if original(step) is step else "compiled"
-
-
-def profiled(device: torch.device, shapes: bool = False) -> Any:
-    """PyTorch's profiler of this process, and of the device if it has one of its own."""
-    device_type = None if device.type == "cpu" else device.type
-    return profiler(use_device=device_type, record_shapes=shapes, use_kineto=True)
-
-
-def events_of(recorded: Any) -> list[Any]:
-    """The events of a profiler that has ended."""
-    return recorded.kineto_results.events()
+    return getattr(step, "status", "eager" if original(step) is step else "compiled").partition(":")[0]
 
 
 class Recording:
@@ -182,9 +157,9 @@ class Recording:
                 last = now(device)
                 yield
                 self.plain.append(now(device) - last)
-            self.kind = kind_of(self.step)
+            self.kind = _kind_of(self.step)
             # A record made now would hold the markers.
-            with replaced(records, "_FIRST", math.inf), marking(self.kind), profiled(device) as recorded:
+            with replaced(records, "_FIRST", math.inf), marking(self.kind), profiler(device) as recorded:
                 self.recorded.append(recorded)
                 # One more, because the first one after the start is slow.
                 for _ in range(per_round + 1):
@@ -192,11 +167,11 @@ class Recording:
                         yield
         self.is_done = True
         if self._trace is not None:
-            with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                self.recorded[-1].export_chrome_trace(file.name)
-                # It replaces the file.
-                content = pathlib.Path(file.name).read_bytes()
-            atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
+            path = str(self._trace).removesuffix(".gz")
+            self.recorded[-1].export_chrome_trace(path)
+            if path != str(self._trace):
+                pathlib.Path(self._trace).write_bytes(gzip.compress(pathlib.Path(path).read_bytes()))
+                os.remove(path)
 
     def __enter__(self) -> Recording:
         return self
@@ -205,43 +180,20 @@ class Recording:
         self._turns.close()
 
 
-def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
-    """The events of one eager step with their shapes, and how its operators were lowered."""
-    eager, device = original(step), leaves(state)[0].device
-    with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
-        choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
-        with marking("eager"), profiled(device, shapes=True) as recorded:
-            inputs = tree_map(torch.clone, state)
-            with mark(ITERATION), mark(STEP):
-                eager(inputs, batch)
-    return iterations_of(events_of(recorded)), choices
+def events_of(recorded: Any) -> list[Any]:
+    """The events of a profiler that has ended."""
+    return recorded.kineto_results.events()
 
 
-def costs(device: torch.device) -> dict[str, float]:
-    """Seconds that recording an event takes: an operator, a marker, a module."""
-    x, layer = torch.ones(1), nn.Identity()
-
-    def nothing() -> None:
-        pass
-
-    works = {"operator": (x.neg, x.neg), "marker": (nothing, _marked("", nothing)), "module": (lambda: layer(x),) * 2}
-    least = {kind: [math.inf, math.inf] for kind in works}
-    for is_recorded in (False, True) * _TURNS:
-        with contextlib.ExitStack() as stack:
-            if is_recorded:
-                stack.enter_context(profiled(device))
-                stack.enter_context(_marking_modules())
-            for kind, work in works.items():
-                least[kind][is_recorded] = min(least[kind][is_recorded], _least(work[is_recorded]))
-    return {kind: max(0.0, recorded - plain) for kind, (plain, recorded) in least.items()}
+def without_replay() -> Any:
+    """A block in which no step is replayed."""
+    return replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs))
 
 
-def _least(work: Callable[[], object], calls: int = 100, rounds: int = 8) -> float:
-    """Seconds of a call, the least of several rounds; of this thread, whatever else runs."""
-    least = math.inf
-    for _ in range(rounds):
-        start = time.thread_time()
-        for _ in range(calls):
-            work()
-        least = min(least, (time.thread_time() - start) / calls)
-    return least
+def recorded_eagerly(step: Any, state: Any, batch: Any) -> Span:
+    """The events of one step that is not replayed."""
+    state, device = tree_map(torch.clone, state), leaves(state)[0].device
+    with without_replay(), marking("eager"), profiler(device) as recorded, mark(ITERATION), mark(STEP):
+        step(state, batch)
+    (iteration,) = iterations_of(events_of(recorded))
+    return iteration

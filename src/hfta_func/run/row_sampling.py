@@ -1,4 +1,4 @@
-"""Which rows of the data each member of an array has, and in what order it sees them."""
+"""Data as tensors with one row per sample: which rows each member of an array has, and in what order it sees them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from hfta_func import random
-from hfta_func.errors import HyperparameterError
+from hfta_func._tree import leaves, tree_map
+from hfta_func._types import Tree
+from hfta_func.errors import BatchError, HyperparameterError
+from hfta_func.step.batch import plain
+
+
+def at_rows(leaf: Tensor, rows: Tensor) -> Tensor:
+    """``leaf[rows]``; whole rows are copied faster than elements."""
+    whole = leaf.dim() > 1 and leaf.is_contiguous()
+    return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:]) if whole else leaf[rows]
+
+
+def array_of(leaf: Any) -> Any:
+    """The array in a column or frame, as of pandas; anything else as it is."""
+    return leaf.to_numpy().copy() if hasattr(leaf, "to_numpy") else leaf
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether data is a map-style data set of PyTorch, whose items are no batches."""
+    return isinstance(data, Dataset) and not hasattr(data, "__iter__")
+
+
+def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
+    """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
+    try:
+        data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise BatchError(
+            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
+            f"make a DatasetLoader of a data set; a loader is passed to fit itself, without a batch_size"
+        ) from error
+    tensors = leaves(data)
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+    if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
+        raise BatchError(
+            f"the data has {len(tensors)} leaves of shapes {[list(tensor.shape) for tensor in tensors[:8]]}; every leaf "
+            f"needs one row per sample, and at least one, so pass tensors or arrays of equal length"
+        )
+    return data
+
+
+def refuse_model_axis(tensors: Sequence[Tensor], num_models: int) -> None:
+    """Raise a BatchError if the rows seem to be models: as many as these, and as many samples in each leaf."""
+    rows, second = tensors[0].shape[0], {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
+    if len(tensors) > 1 and rows == num_models and len(second) == 1 < rows < max(second):
+        raise BatchError(
+            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {rows} models, so it "
+            f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
+            f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
+            f"[{rows}, N, ...] of your own, such as leaf[:, start:stop]"
+        )
+
 
 # Negative, to differ from the step numbers that a training step folds in.
 _BAG, _FOLDS = -(2**61) - 2, -(2**61) - 3
@@ -60,19 +112,13 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
     by_member = []
     for member, numbers in enumerate(rows):
-        try:
-            index = torch.as_tensor(numbers, device=device)
-        except (TypeError, ValueError, RuntimeError):
-            raise HyperparameterError(f"model {member}: rows[{member}] is {numbers!r}; give row numbers") from None
-        what, wrong = "", index.flatten()[:0]
-        if index.dim() != 1 or not len(index):
-            what = f"rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
-        elif index.dtype.is_floating_point or index.dtype == torch.bool:
-            what = f"rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
-        elif len(wrong := index[(index < 0) | (index >= count)]):
-            what = f"row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
-        if what:
-            raise HyperparameterError(f"model {member}: {what}")
+        index = torch.as_tensor(numbers, device=device)
+        is_integer = not (index.dtype.is_floating_point or index.dtype == torch.bool)
+        if index.dim() != 1 or not len(index) or not is_integer or index.min() < 0 or index.max() >= count:
+            raise HyperparameterError(
+                f"model {member}: rows[{member}] is {numbers!s:.80}; give a list of row numbers from 0 to {count - 1}, such "
+                f"as mask.nonzero().flatten()"
+            )
         by_member.append(index.long())
     return Rows(by_member)
 
@@ -104,12 +150,14 @@ def weighed(weights: Any, num_models: int, count: int, device: torch.device, row
             f"weights is {list(values.shape)} for {num_models} models and {count} rows; give [{count}] or "
             f"[{num_models}, {count}]"
         )
-    if not bool((values.isfinite() & (values >= 0)).all()):
-        raise HyperparameterError("weights must be finite and not negative; a row that is never drawn has weight 0")
     for member, each in enumerate(values.expand(num_models, count)):
-        if not bool((each if rows is None else each[rows.by_member[member]]).any()):
+        if (
+            not ((each >= 0) & each.isfinite()).all()
+            or not (each if rows is None else each[rows.by_member[member]]).any()
+        ):
             raise HyperparameterError(
-                f"model {member}: all weights of its rows are 0, so the model has no data; give at least one row a weight"
+                f"model {member}: weights must be finite and not negative, and not 0 for all rows of a model; a row that is "
+                f"never drawn has weight 0"
             )
     return values
 

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from hfta_func._tree import followed
-from hfta_func.errors import BatchError, CheckpointError, StateError
+from hfta_func.errors import BatchError, CheckpointError, HFTAError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
-from hfta_func.run.history import Callback, History, Metrics
+from hfta_func.run.history import Best, Callback, History, Metrics
+from hfta_func.run.row_sampling import is_dataset
 from hfta_func.run.running import Running
-from hfta_func.run.tables import is_dataset
 from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
@@ -119,15 +118,14 @@ class Run:
             )
         try:
             self._load(metadata["run"], like, path)
-        except (StateError, CheckpointError):
-            raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, HFTAError):
+                raise
             raise CheckpointError(
                 f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
             ) from error
 
     def _load(self, held: Any, like: TrainState, path: PathLike) -> None:
-        count = len(like.keys)
         seeds = held["history"].get("seeds", self.state.keys)
         # Callbacks add members after an epoch only.
         began = seeds[held["history"].get("since", torch.zeros_like(seeds)) == 0].tolist()
@@ -147,14 +145,13 @@ class Run:
             raise ValueError(f"{self.running.batches} batches")
         if self.best is not None:
             self.best.load_state_dict(held["best"], self.state)
+        if _has_position(self.loader) and held["loader"] is not None:
+            self.loader.load_state_dict(held["loader"])
         if isinstance(self.loader, Drawn) or held["loader"] is None or not _has_position(self.loader):
-            if isinstance(self.loader, Drawn) and held["loader"] is not None:
-                self.loader.load_state_dict(held["loader"])
             self.batches = itertools.islice(self.loader, self.running.batches, None)
             return
-        self.loader.load_state_dict(held["loader"])
-        positions = [number if number < count else -1 for number in self.history.members.tolist()]
-        if positions != [*range(count)]:
+        positions = [number if number < len(like.keys) else -1 for number in self.history.members.tolist()]
+        if positions != [*range(len(like.keys))]:
             self.loader = self._loader_of(positions)
         self.batches = self.loader
 

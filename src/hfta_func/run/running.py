@@ -15,13 +15,18 @@ from hfta_func.step.failures import Failure
 
 
 class Running:
-    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for."""
+    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for.
+
+    Integers are summed as such, and other numbers in double precision: in that of a half they would come to a stop.
+    """
 
     def __init__(self):
         self.batches = 0
         self.sums: Metrics = {}
         # In how many batches each was, of each member if these differ: some batches may lack a metric, or be for others.
         self.counts: dict[str, int | Tensor] = {}
+        # The names of the means' types: that of the metric, float32 at least.
+        self.dtypes: dict[str, str] = {}
         self.failed: Metrics = {}
 
     def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
@@ -33,7 +38,12 @@ class Running:
                 if not self.failed or value.device.type != "cpu" or value.any():
                     self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
             elif name != "failed_step":
-                self._sum(name, value if value.is_floating_point() else value.float())
+                is_float = value.is_floating_point()
+                mean = torch.promote_types(value.dtype, torch.float32) if is_float else torch.float32
+                wide = torch.int64 if not is_float else mean if value.device.type == "mps" else torch.float64
+                self.sums[name] = self.sums[name] + value if name in self.sums else value.to(wide)
+                self.counts[name] = self.counts.get(name, 0) + 1
+                self.dtypes[name] = str(mean).removeprefix("torch.")
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
@@ -70,12 +80,9 @@ class Running:
             count, before = (each.expand(len(size)) for each, size in zip(counts, (members, trained), strict=True))
             self.sums[name] = joined(value, self.sums.get(name))
             self.counts[name] = joined(count, before) if value.shape[:1] == members.shape else few.counts[name]
+        self.dtypes |= few.dtypes
         if few.failed:
             self.failed = {name: joined(value, self.failed.get(name)) for name, value in few.failed.items()}
-
-    def _sum(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.counts[name] = self.counts.get(name, 0) + 1
 
     def _fail(self, failed: Metrics) -> None:
         """Record failures of members that had none before."""
@@ -86,10 +93,8 @@ class Running:
 
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {name: _over(value, self.counts[name]) for name, value in self.sums.items()}
-        if not isinstance(further, dict) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in further.items()
-        ):
+        means = {name: self._mean(name) for name in self.sums}
+        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
             raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         hidden = means.keys() & further.keys()
         if hidden:
@@ -110,20 +115,28 @@ class Running:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
-        return {"batches": self.batches, "counts": {**self.counts}, "sums": {**self.sums}, "failed": {**self.failed}}
+        parts = {"counts": self.counts, "sums": self.sums, "dtypes": self.dtypes, "failed": self.failed}
+        return {"batches": self.batches, **{name: {**part} for name, part in parts.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""
         self.batches = state_dict["batches"]
-        # Older files have no counts.
+        # Older files have no counts, and sums in the type of the means.
         counts = state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))
+        self.dtypes = {**state_dict.get("dtypes", {})}
         self.counts = {name: n.to(device) if isinstance(n, Tensor) else n for name, n in counts.items()}
         self.sums, self.failed = (
             {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
         )
 
-
-def _over(value: Tensor, count: int | Tensor) -> Tensor:
-    # By a tensor, also where all members have as many: GPUs multiply by the inverse of a number, to other bits.
-    count = torch.as_tensor(count, device=value.device)
-    return value / count.view(*count.shape, *[1] * (value.dim() - count.dim()))
+    def _mean(self, name: str) -> Tensor:
+        value = self.sums[name]
+        # By a tensor, also where all members have as many: GPUs multiply by the inverse of a number, to other bits.
+        count = torch.as_tensor(self.counts[name], device=value.device)
+        dtype = getattr(torch, self.dtypes.get(name, "float32"))
+        value = (
+            value
+            if value.is_floating_point()
+            else value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+        )
+        return (value / count.view(*count.shape, *[1] * (value.dim() - count.dim()))).to(dtype)

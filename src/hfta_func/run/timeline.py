@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,13 +19,15 @@ PHASES = (
 """The phases of a line, in the order of a step."""
 _NAMED = {"forward", "loss", "backward", "step", "graph"}
 """Phases whose operators have lines of their own."""
-_NODE = "autograd::engine::evaluate_function: "
+_NODE, _FUSED = "autograd::engine::evaluate_function: ", "fused by the compiler"
 _CHEAP = re.compile(
     r"(as_strided_?|resize_|empty\w*|expand|resolve_\w+|detach_?|view|_?reshape\w*|_unsafe_view|t|transpose|permute|movedim|"
     r"unsqueeze|squeeze|select|slice|alias|lift_fresh|fill_|zero_|copy_|to|_to_copy|clone|contiguous|unbind|narrow)\Z"
 )
 """Operators that allocate, view or copy: a kernel may call these, and they are none themselves unless they copy."""
 _COPIES = {"fill_", "zero_", "copy_", "cat"}
+_WEIGHTS = {"operator": 1, "marker": 3, "module": 10}
+"""What recording events of each kind costs, in that of an operator."""
 
 
 class Line(NamedTuple):
@@ -41,12 +42,7 @@ class Line(NamedTuple):
     kernels: float = 0.0  # number of kernels, on a GPU of launches
 
 
-_ENTERING = Line("entering vmap")
-_RECORDED = {"entering vmap", "forward", "loss", "noise", "backward", "judge", "update", "commit"}
-"""Phases of operators that may be replayed."""
-_NONE = [0.0, 0.0, 0.0]
-_AUTOGRAD = Line("backward", operator="autograd")
-"""What the backward pass does besides the nodes that operators have made."""
+_ENTERING, _AUTOGRAD = Line("entering vmap"), Line("backward", operator="autograd")
 
 
 class Span:
@@ -71,27 +67,50 @@ class Span:
         """Whether it is an operator that calls none but those that allocate, view or copy."""
         if "::" not in self.name or self.is_node or self.event.scope() != 0:
             return False
-        if self.operator in _COPIES:
-            return True
-        return not _CHEAP.match(self.operator) and all(_CHEAP.match(span.operator) for span in list(self)[1:])
+        is_cheap = _CHEAP.match(self.operator) or not all(_CHEAP.match(span.operator) for span in list(self)[1:])
+        return self.operator in _COPIES or not is_cheap
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether an operator of a record is looked up: no marker, view or copy."""
+        return "::" in self.name and not self.is_node and not _CHEAP.match(self.operator)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return (self.end - self.start) / 1e9
 
 
-def spans(events: Iterable[Any]) -> list[Span]:
-    """The outermost events of this process, of which others are inside, on whatever thread: one waits for the other."""
-    outermost: list[Span] = []
+def iterations_of(events: Iterable[Any]) -> list[Span]:
+    """The iterations, of which other events of this process are inside, on whatever thread: one waits for the other."""
+    iterations: list[Span] = []
     around: list[Span] = []
     # An event of no length may begin with the one that it is inside.
-    for span in sorted(map(Span, events), key=lambda span: (span.start, -span.end)):
+    spans = sorted(map(Span, (e for e in events if not _is_of_device(e))), key=lambda span: (span.start, -span.end))
+    for span in spans:
         while around and around[-1].end <= span.start:
             around.pop()
-        (around[-1].inside if around else outermost).append(span)
+        (around[-1].inside if around else iterations).append(span)
         around.append(span)
-    return outermost
+    return [span for span in iterations if span.mark == ITERATION]
 
 
-def _is_matched(span: Span) -> bool:
-    """Whether an operator of a record is looked up: no marker, view or copy."""
-    return "::" in span.name and not span.is_node and not _CHEAP.match(span.operator)
+def _is_of_device(event: Any) -> bool:
+    return event.device_type().name != "CPU"
+
+
+def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], float]:
+    """Seconds and launches of a device by the event that launched them, and seconds in which any kernel ran."""
+    launched: dict[int, tuple[float, int]] = {}
+    busy, end = 0, 0
+    kernels = [event for event in events if _is_of_device(event) and not event.is_user_annotation()]
+    for event in sorted(kernels, key=lambda event: event.start_ns()):
+        seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
+        launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
+        stop = event.start_ns() + event.duration_ns()
+        busy += max(0, stop - max(event.start_ns(), end))
+        end = max(end, stop)
+    return launched, busy / 1e9
 
 
 def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
@@ -114,7 +133,13 @@ def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
 
 
 class Timeline:
-    """Self time by line, for each of the iterations that were recorded."""
+    """Self time by line, over the iterations that were recorded.
+
+    Args:
+        lowerings: How operators run, by module and operator.
+        like: For a step that is replayed without modules, the operators of the same step as it was recorded, in order.
+        device: Seconds and launches of a GPU by the number of the event that launched them.
+    """
 
     def __init__(
         self,
@@ -122,58 +147,50 @@ class Timeline:
         like: list[tuple[str, Line]] | None = None,
         device: Mapping[int, tuple[float, int]] | None = None,
     ):
-        # How operators run, by module and operator; where those of the same step belong, in order, for a step that is
-        # replayed without modules; seconds and launches of a GPU by the number of the event that launched them.
         self._lowerings, self._like, self._device = lowerings, like, device
         self.order: list[tuple[str, Line]] = []
         """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
-        self._iterations: list[defaultdict[Line, list[float]]] = []
-        self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
+        # Seconds, seconds in kernels, kernels, and the weight of the events whose recording the seconds include.
+        self._lines: defaultdict[Line, list[float]] = defaultdict(lambda: [0.0] * 4)
+        self.count = 0
         self._origins: dict[int, Line] = {}
-        self._names: list[str] = []
-        self._like_of: dict[int, int] = {}
-        self._next, self._latest = 0, _ENTERING
+        self._aligned: tuple[list[str], dict[int, int]] = [], {}
 
-    def add(self, iteration: Span, costs: Mapping[str, float]) -> None:
-        """Add an iteration; ``costs`` are the seconds that recording an event of each kind takes."""
-        self._next, self._latest, self._costs = 0, _ENTERING, costs
-        self._iterations.append(defaultdict(lambda: [0.0, 0.0, 0.0]))
+    def add(self, iteration: Span) -> None:
+        """Add an iteration: what is before its step loads data, and what is after it is the loop."""
+        self.count, self._next, self._latest = self.count + 1, 0, _ENTERING
         if self._like is not None:
             replayed = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
-            names = [span.operator for span in replayed if _is_matched(span)]
-            if names != self._names:
-                self._names, self._like_of = names, _aligned(names, [name for name, _ in self._like])
-        marks = [span for span in iteration.inside if span.mark == STEP]
-        begin = marks[0].start if marks else iteration.end
-        self._visit(iteration, Line("data"), until=(begin, Line("loop")))
+            names = [span.operator for span in replayed if span.is_matched]
+            if names != self._aligned[0]:
+                self._aligned = names, _aligned(names, [name for name, _ in self._like])
+        begin = next((span.start for span in iteration.inside if span.mark == STEP), iteration.end)
+        self._visit(iteration, Line("data"), begin)
 
-    def _visit(self, span: Span, where: Line, until: tuple[int, Line] | None = None) -> None:
-        """Add a span that belongs ``where``, and what comes after a moment to another line."""
-        at, last, cost = span.start, None, 0.0
+    def _visit(self, span: Span, where: Line, until: float = float("inf")) -> None:
+        """Add a span that belongs ``where``; what comes after a moment is the loop's."""
+        at, last = span.start, None
         for inner in (*span.inside, None):
-            current = until[1] if until is not None and at >= until[0] else where
             # The engine goes on from one node of the backward pass to the next.
             between = last is not None and inner is not None and last.is_node and inner.is_node
-            end = span.end if inner is None else inner.start
-            self._put(_AUTOGRAD if between else current, (end - at) / 1e9 - cost, span)
+            line = self._put(_AUTOGRAD if between else where if at < until else Line("loop"), span)
+            seconds = ((span.end if inner is None else inner.start) - at) / 1e9
+            line[0] += seconds
+            if self._device is None and (span.is_kernel or where.phase == "graph"):
+                line[1] += seconds
             if inner is None:
                 return
             kind = "operator" if inner.mark is None else "module" if inner.mark.startswith((MODULE, BODY)) else "marker"
-            self.counts[kind] += 1
-            cost, at, last = self._costs.get(kind, 0.0), inner.end, inner
-            if until is not None and inner.start >= until[0]:
-                current = until[1]
-            self._visit(inner, self._where(inner, current, is_outermost=span.mark is not None))
+            line[3] += _WEIGHTS[kind]
+            at, last = inner.end, inner
+            around = where if inner.start < until else Line("loop")
+            self._visit(inner, self._where(inner, around, is_outermost=span.mark is not None))
 
-    def _put(self, where: Line, seconds: float, span: Span) -> None:
-        """Add self time of a span to a line."""
+    def _put(self, where: Line, span: Span) -> list[float]:
+        """The line that self time of a span belongs to."""
         is_code = span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss")
-        if is_code or (self._like is not None and span.mark == GRADIENTS):
-            where = Line("Python")
-        line = self._iterations[-1][where]
-        line[0] += seconds
-        if self._device is None and (span.is_kernel or where.phase == "graph"):
-            line[1] += seconds
+        is_python = is_code or (self._like is not None and span.mark == GRADIENTS)
+        return self._lines[Line("Python") if is_python else where]
 
     def _where(self, span: Span, around: Line, is_outermost: bool) -> Line:
         """Line a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
@@ -184,90 +201,63 @@ class Timeline:
         if span.name.startswith(("Torch-Compiled Region", "TorchDynamo Cache", "Pregraph", "AOTDispatcher")):
             return Line("Python")
         if span.name.startswith("## Call CompiledFxGraph"):
-            return Line("graph", operator="fused by the compiler")
+            return Line("graph", operator=_FUSED)
         if span.is_node:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
         if self._like is not None and is_outermost and around == _ENTERING:
             # Of a record: to what called it when it was recorded; what is spelt otherwise there, to the one before.
-            if _is_matched(span):
-                if self._next in self._like_of:
-                    self._latest = self._like[self._like_of[self._next]][1]
+            if span.is_matched:
+                self._latest = (
+                    self._like[self._aligned[1][self._next]][1] if self._next in self._aligned[1] else self._latest
+                )
                 self._next += 1
             where = self._latest
         else:
             where = self._operator(span, around)
         seconds, launches = (0.0, span.is_kernel) if self._device is None else self._device.get(span.id, (0.0, 0))
-        line = self._iterations[-1][where]
+        line = self._lines[where]
         line[1] += seconds
         line[2] += launches
         if span.sequence >= 0 and where.phase in ("forward", "loss", "noise"):
             # Of events with the same number, the last one to begin makes the node of the backward pass.
             self._origins[span.sequence] = where
-        if where.phase in _RECORDED and all(inner.operator != span.operator for inner in list(span)[1:]):
+        if where.phase in PHASES[2:10] and all(inner.operator != span.operator for inner in list(span)[1:]):
             self.order.append((span.operator, where))
         return where
 
     def _marked(self, mark: str, around: Line) -> Line:
-        if mark == GRADIENTS:
-            return _ENTERING
-        if mark == STEP:
-            return Line("Python")
         if around.phase == "noise":
             return around
-        if mark == BODY:
-            return Line("loss")
         if mark.startswith(MODULE):
             # Rematerialised modules run again in the backward pass.
-            phase = "backward" if around.phase == "backward" else "forward"
-            return Line(phase, mark.removeprefix(MODULE))
-        return Line(mark)
+            return Line("backward" if around.phase == "backward" else "forward", mark.removeprefix(MODULE))
+        return {GRADIENTS: _ENTERING, STEP: Line("Python"), BODY: Line("loss")}.get(mark, Line(mark))
 
     def _operator(self, span: Span, around: Line) -> Line:
         if around.phase == "Python":
             around = Line("step")
-        if around.phase not in _NAMED or (around.operator and around.operator != "fused by the compiler"):
+        if around.phase not in _NAMED or around.operator not in ("", _FUSED):
             return around
         known = (inner.operator for inner in span if (around.module, inner.operator) in self._lowerings)
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
     def _chosen(self, where: Line) -> Line:
         """With the lowering; the gradients of a convolution have their own."""
-        key = where.module, where.operator
-        parts = [self._lowerings.get((key[0], f"{key[1]}{part}")) for part in ("_input_grad", "_weight_grad")]
-        if where.phase == "backward" and any(parts):
-            return where._replace(lowering="/".join(dict.fromkeys(part for part in parts if part)))
-        return where._replace(lowering=self._lowerings.get(key, ""))
+        parts = ("_input_grad", "_weight_grad") if where.phase == "backward" else ()
+        names = [self._lowerings.get((where.module, where.operator + part), "") for part in parts]
+        whole = self._lowerings.get((where.module, where.operator), "")
+        return where._replace(lowering="/".join(dict.fromkeys(filter(None, names))) or whole)
 
-    def table(self) -> list[Line]:
-        """The lines of an iteration: medians, as what disturbs a step falls on any line; the last one is what they leave."""
-        names = dict.fromkeys(where for lines in self._iterations for where in lines)
-        columns = {where: zip(*(lines.get(where, _NONE) for lines in self._iterations), strict=True) for where in names}
-        lines = [Line(*where[:4], *map(statistics.median, parts)) for where, parts in columns.items()]
-        lines = [line for line in lines if line.seconds or line.kernels]
-        whole = sum(part[0] for one in self._iterations for part in one.values()) / len(self._iterations)
-        lines.sort(key=lambda line: PHASES.index(line.phase))
-        return [*lines, Line("disturbed", seconds=whole - sum(line.seconds for line in lines))]
-
-
-def iterations_of(events: Iterable[Any]) -> list[Span]:
-    """The iterations among events of this process and of a device."""
-    return [span for span in spans(event for event in events if not _is_of_device(event)) if span.mark == ITERATION]
-
-
-def _is_of_device(event: Any) -> bool:
-    return event.device_type().name != "CPU"
-
-
-def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], float]:
-    """Seconds and launches of a device by the event that launched them, and seconds in which any kernel ran."""
-    launched: dict[int, tuple[float, int]] = {}
-    busy, end = 0, 0
-    kernels = [event for event in events if _is_of_device(event) and not event.is_user_annotation()]
-    for event in sorted(kernels, key=lambda event: event.start_ns()):
-        seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
-        launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
-        start = event.start_ns()
-        busy += max(0, start + event.duration_ns() - max(start, end))
-        end = max(end, start + event.duration_ns())
-    return launched, busy / 1e9
+    def table(self, unprofiled: float, profiled: float) -> list[Line]:
+        """The lines of an iteration, without what recording costs: the difference of both, by the events recorded."""
+        weights = sum(line[3] for line in self._lines.values())
+        each = max(0.0, profiled - unprofiled) * self.count / weights if weights else 0.0
+        lines = []
+        for where, (seconds, in_kernels, kernels, weight) in self._lines.items():
+            seconds = max(0.0, seconds - each * weight)
+            numbers = seconds, in_kernels if self._device is not None else min(in_kernels, seconds), kernels
+            lines.append(Line(*where[:4], *(number / self.count for number in numbers)))
+        return sorted(
+            (line for line in lines if line.seconds or line.kernels), key=lambda line: PHASES.index(line.phase)
+        )

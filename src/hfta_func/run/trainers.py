@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import statistics
 import time
@@ -45,17 +46,16 @@ class AutoTrainer(Trainer):
         make_parallel: Callable[[Any], ExecutorTrainer],
         steps: int | None = None,
     ):
-        self._local, self._loader, self._make, self._steps = local, loader, make_parallel, steps
+        self._local, self._loader, self._make, self._left = local, loader, make_parallel, steps
         # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
         self._dealt = isinstance(loader, ArrayLoader)
         self._parallel: ExecutorTrainer | None = None
         self._current: LocalTrainer | ExecutorTrainer = local
         self._is_decided, self._ended = False, True
-        # In this process: seconds of the latest steps, steps, seconds.
-        self._times: list[float] = []
-        self._made, self._spent = 0, 0.0
-        # In worker processes: steps and seconds, without the first piece, in which a new process does much once.
-        self._tried, self._took = -1, 0.0
+        # In this process: seconds of all steps, and of the latest ones.
+        self._spent, self._times = 0.0, collections.deque[float](maxlen=_LATEST)
+        # In worker processes: pieces, and steps and seconds of all but the first, in which a new process does much once.
+        self._tried: list[tuple[int, float]] = []
         self._compared = "worker processes have not been tried"
 
     @property
@@ -79,70 +79,48 @@ class AutoTrainer(Trainer):
         """See :class:`Trainer`."""
         while True:
             if not self._is_decided and (self._ended or self._dealt):
-                self._turn()
-            state, self._ended = self._piece(state, running, until, hooks)
+                self._choose()
+            trainer, start, before = self._current, time.perf_counter(), running.batches
+            trainer.kept, some = self.kept, until
+            if not self._is_decided and trainer is self._local:
+                some = min(until, before + 1)
+            elif not self._is_decided and self._dealt:
+                some = min(until, before + (self._wanted() if self._tried else 1))
+            state, self._ended = trainer.segment(state, running, some, hooks)
+            made, took = running.batches - before, time.perf_counter() - start
+            if trainer is self._local:
+                self._spent += took
+                self._times += [took / made] if made else []
+                self._left = None if self._left is None else self._left - made
+            elif not self._is_decided:
+                self._tried.append((made, took) if self._tried else (0, 0.0))
             if self._ended or hooks.stopped() or running.batches == until:
                 return state, self._ended
 
-    def _turn(self) -> None:
+    def _choose(self) -> None:
         """Choose who trains the next piece."""
-        if self._parallel is None or not self._parallel.is_ready():
+        if self._parallel is None:
+            left = self._spent if self._left is None or not self._times else self._left * statistics.median(self._times)
+            if len(self._times) >= _FIRST and left >= _LEAST:
+                self._parallel = self._make(self._loader)
             return
-        self._current = self._parallel
-        if self._tried >= (self._wanted() if self._dealt else 1):
-            self._is_decided = True
-            parallel, local = self._took / self._tried, statistics.median(self._times)
-            self._compared = (
-                f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
-            )
-            if parallel >= local:
-                self._parallel.close()
-                self._parallel, self._current = None, self._local
-                # Goes on where the workers have stopped.
-                self._local.follow(self._loader)
+        if not self._parallel.is_ready():
+            return
+        self._current, steps = self._parallel, sum(made for made, _ in self._tried)
+        if steps < (self._wanted() if self._dealt else 1):
+            return
+        self._is_decided = True
+        parallel, local = sum(took for _, took in self._tried) / steps, statistics.median(self._times)
+        self._compared = f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
+        if parallel >= local:
+            self._parallel.close()
+            self._parallel, self._current = None, self._local
+            # Goes on where the workers have stopped.
+            self._local.follow(self._loader)
 
     def _wanted(self) -> int:
         """Steps of a trial."""
         return max(2, math.ceil(_TRIAL / statistics.median(self._times)))
-
-    def _piece(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
-        trainer = self._current
-        trainer.kept = self.kept
-        if self._is_decided or trainer is self._local:
-            return trainer.segment(state, running, until, hooks if self._is_decided else self._timed(hooks))
-        start, before = time.perf_counter(), running.batches
-        if self._dealt:
-            until = min(until, before + (self._wanted() - self._tried if self._tried >= 0 else 1))
-        state, ended = trainer.segment(state, running, until, hooks)
-        if self._tried >= 0:
-            self._took += time.perf_counter() - start
-            self._tried += running.batches - before
-        else:
-            self._tried = 0
-        return state, ended
-
-    def _timed(self, hooks: SegmentHooks) -> SegmentHooks:
-        """Hooks that time the steps, and stop when workers are ready to be tried."""
-        start = time.perf_counter()
-
-        def tick() -> None:
-            nonlocal start
-            now = time.perf_counter()
-            self._made += 1
-            self._spent += now - start
-            if self._parallel is None:
-                self._times = [*self._times[1 - _LATEST :], now - start]
-                known, each = self._steps, statistics.median(self._times)
-                left = self._spent if known is None else (known - self._made) * each
-                if len(self._times) >= _FIRST and left >= _LEAST:
-                    self._parallel = self._make(self._loader)
-            start = now
-            hooks.tick()
-
-        def stopped() -> bool:
-            return (self._dealt and self._parallel is not None and self._parallel.is_ready()) or hooks.stopped()
-
-        return hooks._replace(tick=tick, stopped=stopped)
 
 
 def make_trainer(
@@ -165,17 +143,19 @@ def make_trainer(
     local = LocalTrainer(background.compile(step, steps=steps) if compile else replayed(step, steps), batches, loader)
     if workers is None or workers == 1:
         return local
-    on_gpu = run.state.keys.device.type == "cuda"
-    most = {"members": num_models(run.state) if workers == "auto" else len(run.history.seeds)}
-    if run.state.keys.device.type == "cpu":
+    is_auto, kind = workers == "auto", run.state.keys.device.type
+    most = {"members": num_models(run.state) if is_auto else len(run.history.seeds)}
+    if kind == "cpu":
         most[PROCESSORS] = len(cores())
-    if on_gpu and workers == "auto":
+    if kind == "cuda" and is_auto:
         most["GPUs"] = torch.cuda.device_count()
     count = number_of(workers, min(most.values()), most, "'auto', or None for this process")
-    if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
+    if is_auto and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
         return local
 
     def make_parallel(loader: Any) -> ExecutorTrainer:
-        return ExecutorTrainer(step, batches, loader, Pool(processes(count, on_gpu), share=True), compile, owned=True)
+        return ExecutorTrainer(
+            step, batches, loader, Pool(processes(count, kind == "cuda"), share=True), compile, owned=True
+        )
 
-    return make_parallel(loader) if workers != "auto" else AutoTrainer(local, loader, make_parallel, steps)
+    return make_parallel(loader) if not is_auto else AutoTrainer(local, loader, make_parallel, steps)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree, storage_number
 from hfta_func._tree import tree_map
 from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
-from hfta_func.run.roofline import flops_of
 
 
 class Like(NamedTuple):
@@ -77,6 +77,19 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _flops(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of a product or a convolution."""
+    name = call._schema.name.rpartition("::")[2].replace("_for_cpu", "")
+    formula: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
+    if formula is None:
+        return 0
+    if name != "convolution_backward":
+        return formula(*args, **kwargs, out_val=result)
+    # PyTorch counts the gradient of grouped filters as that of all channels with all others.
+    of_input, of_weight = (formula(*args[:10], mask, out_val=result) for mask in ([1, 0, 0], [0, 1, 0]))
+    return args[10][0] * of_input + args[10][1] * of_weight // args[9]
+
+
 def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = "cpu") -> Walk:
     """Go through a step that is not compiled without values: nothing is computed, and its memory is not taken.
 
@@ -89,8 +102,7 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
         given = pytree.tree_map(_like, (tuple(args), kwargs))
         known = {storage_number(leaf) for leaf in _tensors((args, kwargs))}
         made = tuple(_like(leaf) for leaf in _tensors(result) if storage_number(leaf) not in known)
-        shapes = [list(one.shape) if isinstance(one, Like) else [] for one in given[0]]
-        flops = flops_of(call._schema.name, shapes, given[0])
+        flops = _flops(call, args, kwargs, result)
         operators.append(Operator(call, given, made, flops, before - held, is_backward()))
 
     walker = Walker(device, note)
