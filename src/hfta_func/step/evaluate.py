@@ -24,10 +24,11 @@ from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, leaf_dims, plain
 from hfta_func.step.check import require
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.gradients import autocasting, check_metrics, num_positional
+from hfta_func.step.gradients import check_metrics, num_positional
 from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
+from hfta_func.verify import autocasting
 
 
 def make_eval_step(
