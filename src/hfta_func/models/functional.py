@@ -207,8 +207,8 @@ class Bound:
         every, idle = (self, *self._others.values()), []
         for each in every:
             idle.append(each._idle)
-            each._idle = [_with_attributes(each._make())]
-            watch(each._idle[0][0].model)
+            watch((body := each._make()).model)
+            each._idle = [_with_attributes(body)]
         try:
             yield
         finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, pytree, run_uncompiled
+from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
 from hfta_func.calls.higher_order import OPERATORS
@@ -131,6 +131,23 @@ class Output:
         self.values: list[Tensor] = []
         self.grads: dict[int, Tensor] = {}
 
+    def add(self, leaf: Tensor, count: int | None) -> None:
+        """Note a tensor, and later its gradient; of ``count`` members at once as ``[M, ...]``."""
+        number, dim = len(self.values), batch_dim(leaf) if is_wrapped(leaf) else -1
+        leaf = get_unwrapped(leaf) if is_wrapped(leaf) else leaf
+
+        def whole(values: Tensor) -> Tensor:
+            values = values.detach().clone()
+            if count is None:
+                return values
+            return values.movedim(dim, 0) if dim >= 0 else values.expand(count, *values.shape)
+
+        # Of transforms of the model's own there is nothing to compare.
+        if not is_wrapped(leaf):
+            self.values.append(whole(leaf))
+            if leaf.requires_grad:
+                leaf.register_hook(lambda grad: self.grads.__setitem__(number, whole(grad)))
+
 
 def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Module], None]:
     """``watch(model)``: note every output of each module; of ``count`` members at once as ``[M, ...]``."""
@@ -139,34 +156,15 @@ def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Modu
         for path, module in model.named_modules():
 
             def note(module: nn.Module, args: Any, result: Any, path: str = path) -> None:
-                noted = Output(path, type(module).__qualname__)
-                outputs.append(noted)
-                for number, leaf in enumerate(_tensors(result)):
-                    leaf, dim = (get_unwrapped(leaf), batch_dim(leaf)) if is_wrapped(leaf) else (leaf, -1)
-                    if is_wrapped(leaf):
-                        # Of transforms of the model's own.
-                        return
-                    noted.values.append(_first(leaf.detach().clone(), dim, count))
-                    if leaf.requires_grad:
-
-                        def keep(grad: Tensor, number: int = number, dim: int = dim) -> None:
-                            noted.grads[number] = _first(grad.detach().clone(), dim, count)
-
-                        leaf.register_hook(keep)
+                outputs.append(noted := Output(path, type(module).__qualname__))
+                with out_of_sight():
+                    for leaf in pytree.tree_leaves(result):
+                        if isinstance(leaf, Tensor):
+                            noted.add(leaf, count)
 
             module.register_forward_hook(note)
 
     return watch
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-
-
-def _first(leaf: Tensor, dim: int, count: int | None) -> Tensor:
-    if count is None:
-        return leaf
-    return leaf.movedim(dim, 0) if dim >= 0 else leaf.expand(count, *leaf.shape)
 
 
 def in_float64(tree: Any) -> Any:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from hfta_func.verify.alone import Output, Results
 
-_ORDER = ("loss", "metric", "output", "buffer", "parameter", "gradient")
+_NAMES = {
+    "loss": "the loss",
+    "metric": "metric '{}'",
+    "output": "output{}",
+    "buffer": "buffer '{}'",
+    "parameter": "parameter '{}'",
+    "attribute": "attribute '{}'",
+    "gradient": "the gradient of '{}'",
+}
+"""What each kind of results is called, in the order in which they are compared."""
 
 
 class Difference(NamedTuple):
@@ -22,8 +31,7 @@ class Difference(NamedTuple):
     alone: str
 
     def __str__(self) -> str:
-        name = self.kind if not self.path else f"the {self.kind} of '{self.path}'" if self.kind == "gradient" else ""
-        return f"{name or f'''{self.kind} '{self.path}' '''.strip()} is {self.array} in the array and {self.alone} alone"
+        return f"{_NAMES[self.kind].format(self.path)} is {self.array} in the array and {self.alone} alone"
 
 
 def difference(array: Results, alone: Results, eps: float) -> Difference | None:
@@ -32,7 +40,7 @@ def difference(array: Results, alone: Results, eps: float) -> Difference | None:
     if all(not bool(leaf.isfinite().all()) for one in (array, alone) for leaf in one.get("loss", {"": torch.ones(1)}).values()):
         kinds = ("loss",)
     else:
-        kinds = [kind for kind in _ORDER if kind in array and kind in alone]
+        kinds = [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
         for path, leaf in alone[kind].items():
             if path in array[kind] and not close(array[kind][path], leaf, eps):
@@ -85,10 +93,9 @@ def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths:
     # Gradients begin to differ behind the last module at whose output they do not, on the way back.
     before = None
     for each, other in reversed(pairs):
-        known = each.grads.keys() & other.grads.keys()
-        if any(not _alike(other.grads[i][member], each.grads[i], eps) for i in known):
+        if any(i not in other.grads or not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
             return "" if before is None else _named(before)
-        before = each if known else before
+        before = each if each.grads else before
     return ""
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, default_generators
+from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, is_wrapped, writes
 from hfta_func.calls.body import is_users_file
 
 _CONTAINERS = (dict, list, set, collections.deque)
 _DEPTH = 5
+_FEW = 4096
+"""Entries of a tensor that may count something; larger ones are data."""
 
 
 class Held:
@@ -33,6 +35,7 @@ class Held:
         self._contents: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
         self._seen: dict[int, Any] = {}
         for generator in default_generators(device):
             self._add("PyTorch", generator.get_state, generator.set_state)
@@ -60,6 +63,9 @@ class Held:
             elif len(content) != len(before) or any(a is not b for a, b in zip(content, before, strict=True)):
                 content.clear()
                 (content.update if isinstance(content, set) else content.extend)(before)
+        for tensor, count, values in self._tensors:
+            if writes(tensor) != count:
+                tensor.detach().copy_(values)
         for names, name, value in self._names:
             names[name] = value
         for cell, value in self._cells:
@@ -69,9 +75,13 @@ class Held:
         self._generators.append((name, get, put, get()))
 
     def _hold(self, value: Any, depth: int) -> None:
-        if id(value) in self._seen or depth > _DEPTH or isinstance(value, Tensor | type | types.ModuleType | str | int):
+        if id(value) in self._seen or depth > _DEPTH or isinstance(value, type | types.ModuleType | str | int):
             return
         self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            if value.numel() <= _FEW and not (value.is_inference() or value.is_meta or is_wrapped(value)):
+                self._tensors.append((value, writes(value), value.detach().clone()))
+            return
         if isinstance(value, types.FunctionType):
             parts = self._of_function(value)
         elif isinstance(value, types.MethodType):

@@ -160,11 +160,10 @@ class Trial:
             held.restore()
 
     def _text(self, case: Case, member: int, met: Difference) -> str:
-        where = self._where(case, member)
         cure = "run members one by one with chunk_size=1, in ordinary PyTorch, or see 'What is not guarded' in the documentation"
         if padding_of(case.model) is not None:
             cure = "give all models one size there, or stack each size as an array of its own"
-        return f"model {member}: {met}, call {self._oracle.calls}; {where}; {cure}"
+        return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
 
     def _where(self, case: Case, member: int) -> str:
         padding = padding_of(case.model)
