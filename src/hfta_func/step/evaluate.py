@@ -174,7 +174,7 @@ class EvalStep(Compiled):
             with contextlib.nullcontext() if watch is None else self._metrics.observed(watch):
                 return {"metric": self.chunks(run, members, cast(plain(batch)), size=watch and len(keys))}
 
-        once = {path: leaf[0] for path, leaf in shared.items()}
+        once = self.base | {path: leaf[0] for path, leaf in shared.items()}
         given = model, metric_fn, (params, buffers), once, keys, measure, again
         return Case(*given, autocast=options.autocast, training=False)
 

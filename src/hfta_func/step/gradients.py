@@ -112,7 +112,7 @@ class Gradients:
             results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": grads}
             return results | ({"parameter": members[1]} if self.rewrites_params else {})
 
-        once = {path: leaf[0] for path, leaf in shared.items()}
+        once = base | {path: leaf[0] for path, leaf in shared.items()}
         trees = {**trained, **frozen}, buffers
         return Case(
             *(model, loss_fn, trees, once, keys, measure, again, self._trainable | shared.keys()),

@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
     def alone(self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool) -> Results:
         """The results of one member alone; judged ones without autocast."""
-        model = self._model(member, cast)
+        model = self._model(member, cast, judged)
         watch(model)
         device = self.keys.device
         with torch.set_grad_enabled(bool(self.trained)), checkpoints_of(model, frozenset()):
@@ -69,13 +69,27 @@ class Case(NamedTuple):
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         return results | {"buffer": {path: leaf.detach() for path, leaf in model.named_buffers()}}
 
-    def _model(self, member: int, cast: Cast) -> nn.Module:
+    def _model(self, member: int, cast: Cast, judged: bool) -> nn.Module:
         params, buffers = ({path: leaf[member : member + 1] for path, leaf in tree.items()} for tree in self.trees)
-        shared = {path: nn.Parameter(cast(leaf.detach())) for path, leaf in self.shared.items()}
+        trained = {path: leaf.requires_grad for path, leaf in self.model.named_parameters()}
+        # Copies of frozen ones could take much memory.
+        shared = {path: cast(x) if judged or trained.get(path) else x.detach() for path, x in self.shared.items()}
+        shared |= {path: nn.Parameter(shared[path], trained[path]) for path in shared.keys() & trained.keys()}
         (model,) = members_of(self.model, cast(params), cast(buffers), shared)
         for module in [one for one in model.modules() if is_compiled(one)]:
             run_uncompiled(module)
-        return model if self.training is None else model.train(self.training)
+        if self.training is not None:
+            return model.train(self.training)
+        for path, own in self.paths(member).items():
+            model.get_submodule(own).training = self.model.get_submodule(path).training
+        return model
+
+    def paths(self, member: int) -> dict[str, str]:
+        """The path of each module of a member's own, by its path in the array."""
+        padding = padding_of(self.model)
+        if padding is not None:
+            return padding.sizes[int(self.trees[1][SIZE][member])].modules
+        return {path: path for path, _ in self.model.named_modules()}
 
     def _gradient(self, model: nn.Module, value: Any, scale: Any) -> Params:
         trained = {path: leaf for path, leaf in model.named_parameters() if leaf.requires_grad}

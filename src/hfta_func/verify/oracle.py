@@ -166,7 +166,6 @@ class Trial:
         return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
 
     def _where(self, case: Case, member: int) -> str:
-        padding = padding_of(case.model)
         for cast, judged, eps in ((in_float64, True, 0.0), (same, False, 0.0)):
             array, alone = list[Output](), list[Output]()
             try:
@@ -174,9 +173,7 @@ class Trial:
                 self._alone(case, member, cast, noting(alone), judged)
             except (RuntimeError, ValueError, TypeError, HFTAError):
                 continue
-            paths = {each.path: each.path for each in alone}
-            if padding is not None:
-                paths = {own: path for path, own in padding.sizes[int(case.trees[1][SIZE][member])].modules.items()}
+            paths = {own: path for path, own in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
                 return f"the first module whose output, or gradient, differs is {name}"
         return "no module's output differs, so it is what is computed from them, or the gradient of a parameter"
