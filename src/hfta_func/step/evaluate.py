@@ -29,7 +29,7 @@ from hfta_func.step.gradients import check_metrics, num_positional
 from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
-from hfta_func.verify import Case, Oracle, Verify, autocasting
+from hfta_func.verify import Case, Oracle, Verify, autocasting, same
 
 
 def make_eval_step(
@@ -93,7 +93,7 @@ class EvalStep(Compiled):
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
         self.oracle = Oracle(options.verify, metric_fn)
-        self._members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
+        self._members = Members(self._rehearse, reads=options.chunk_size == 1)
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -156,6 +156,12 @@ class EvalStep(Compiled):
         if trial is not None:
             trial(self._case(batch, keys, state.params, shared, buffers, hparams), {"metric": metrics})
         return metrics
+
+    def _rehearse(self, members: Any, batch: Tree) -> None:
+        of_first(self._run, self.options.batch_dims)(members, batch)
+        if (trial := self.oracle(members[0], plain(batch))) is not None:
+            case = self._case(batch, *members)
+            trial(case, case.again(same, None, False))
 
     def _case(
         self, batch: Tree, keys: Tensor, params: Params, shared: Params, buffers: Params, hparams: Params

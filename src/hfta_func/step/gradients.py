@@ -26,7 +26,7 @@ from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
-from hfta_func.verify import Case, autocasting
+from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
@@ -57,7 +57,8 @@ class Gradients:
         loss = with_batch(loss_fn, self.takes_hparams)
         self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable, self._options, self._made_from = trainable, options, (model, loss_fn)
-        self.members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
+        self.oracle = Oracle(options.verify, loss_fn)
+        self.members = Members(self._rehearse, reads=options.chunk_size == 1)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -82,16 +83,25 @@ class Gradients:
         grads, apart = _parted(grads, shared)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
-    def results(self, outputs: StepOutputs) -> dict[str, Params]:
-        """What a step computes, for the oracle."""
-        results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": outputs.buffers}
-        results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
-        return results | ({"parameter": outputs.params} if self.rewrites_params else {})
+    def compare(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
+        """Raise a VerifyError if members alone compute something else, in a call that is compared."""
+        if trial is not None:
+            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": outputs.buffers}
+            results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
+            results |= {"parameter": outputs.params} if self.rewrites_params else {}
+            trial(self._case(self.tensors(state), batch), results)
 
-    def case(self, state: TrainState, batch: Tree) -> Case:
+    def _rehearse(self, members: Any, batch: Tree) -> None:
+        """What a compiler traces, before it does: of the first member, and compared with members alone."""
+        of_first(self._run, self._options.batch_dims)(members, batch)
+        if (trial := self.oracle(members[0], plain(batch))) is not None:
+            case = self._case(members, batch)
+            trial(case, case.again(same, None, False))
+
+    def _case(self, tensors: Any, batch: Tree) -> Case:
         """The call of a step, for the oracle."""
         (model, loss_fn), options = self._made_from, self._options
-        keys, trained, shared, frozen, buffers, hparams, scale = self.tensors(state)
+        keys, trained, shared, frozen, buffers, hparams, scale = tensors
         base = base_of(model) if options.share_frozen else {}
 
         def measure(model: nn.Module, member: int, cast: Any) -> Any:

@@ -106,7 +106,7 @@ class Record:
         decision = self._first(inputs)
         second = self._second
         if trial is not None:
-            step.compare(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
+            step._gradients.compare(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
         if second is None or (self._looks and not decision[self._keep].all()):
             parts, verdict = self._decision.unflatten(decision)
             return step.finish(state, StepOutputs(*parts), verdict)

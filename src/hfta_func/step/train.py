@@ -36,7 +36,7 @@ from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState, check_carry
 from hfta_func.step.update import select_update_mode
-from hfta_func.verify import Oracle, Trial, Verify
+from hfta_func.verify import Oracle, Verify
 
 
 def make_train_step(
@@ -164,12 +164,16 @@ class TrainStep(Compiled):
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
-        self.oracle = Oracle(options.verify, loss_fn)
         # Compilers can neither make them nor enter the lock that a property is cached under.
         self._many, self._loop = ManySteps(self), options.collect and Loop(self)
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
+
+    @property
+    def oracle(self) -> Oracle:
+        """What compares calls with members alone; :attr:`Oracle.verified` lists them."""
+        return self._gradients.oracle
 
     @property
     def base(self) -> Params:
@@ -211,13 +215,8 @@ class TrainStep(Compiled):
         self._check(state, batch)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
-        self.compare(trial, state, batch, outputs)
+        self._gradients.compare(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
-
-    def compare(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
-        """Raise a VerifyError if members alone compute something else, in a call that is compared."""
-        if trial is not None:
-            trial(self._gradients.case(state, batch), self._gradients.results(outputs))
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
         """Losses and gradients, and what they mean for every member: the part of a step that reads no values."""

@@ -37,15 +37,17 @@ class Difference(NamedTuple):
 def difference(array: Results, alone: Results, eps: float) -> Difference | None:
     """The first leaf that differs by more than rounding can."""
     # What comes of a loss that is NaN or infinite is never used.
-    if all(not bool(leaf.isfinite().all()) for one in (array, alone) for leaf in one.get("loss", {"": torch.ones(1)}).values()):
-        kinds = ("loss",)
-    else:
-        kinds = [kind for kind in _NAMES if kind in array and kind in alone]
+    kinds = ("loss",) if has_failed(array) and has_failed(alone) else [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
         for path, leaf in alone[kind].items():
             if path in array[kind] and not close(array[kind][path], leaf, eps):
                 return Difference(kind, path, *_values(array[kind][path], leaf))
     return None
+
+
+def has_failed(results: Results) -> bool:
+    """Whether a loss is NaN or infinite."""
+    return any(not bool(leaf.isfinite().all()) for leaf in results.get("loss", {}).values())
 
 
 def close(a: Tensor, b: Tensor, eps: float) -> bool:
