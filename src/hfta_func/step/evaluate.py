@@ -182,7 +182,7 @@ class EvalStep(Compiled):
 
         once = self.base | {path: leaf[0] for path, leaf in shared.items()}
         given = model, metric_fn, (params, buffers), once, keys, measure, again
-        return Case(*given, autocast=options.autocast, training=False)
+        return Case(*given, autocast=options.autocast, training=False, counts=getattr(self._metrics, "counts", {}))
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree, judged: bool = False

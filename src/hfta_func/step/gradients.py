@@ -49,14 +49,21 @@ class StepOutputs(NamedTuple):
 class Gradients:
     """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: nn.Module,
+        loss_fn: Callable[..., Any],
+        trainable: frozenset[str],
+        options: Options,
+    ):
         self.takes_hparams = num_positional(loss_fn) >= 3
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         loss = with_batch(loss_fn, self.takes_hparams)
-        self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
-        self._trainable, self._options, self._made_from = trainable, options, (model, loss_fn)
+        self._loss: Any = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
+        self._trainable, self._options, self._made_from = trainable, options, (outline, loss_fn)
         self.oracle = Oracle(options.verify, loss_fn)
         self.members = Members(self._rehearse, reads=options.chunk_size == 1)
 
@@ -128,6 +135,7 @@ class Gradients:
             *(model, loss_fn, trees, once, keys, measure, again, self._trainable | shared.keys()),
             scale=None if scale == () else scale,
             autocast=options.autocast,
+            counts=getattr(self._loss, "counts", {}),
         )
 
     def tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:

@@ -161,7 +161,7 @@ class TrainStep(Compiled):
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
         self.optimizer, self.options = optimizer, options
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
-        self._gradients = Gradients(model, loss_fn, self.trainable, options)
+        self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class Case(NamedTuple):
         scale: What each member's loss is multiplied by for its gradient, or None.
         autocast: As in the options of a step.
         training: Train or eval mode; None keeps the mode of the model.
+        counts: Numbers in attributes of modules with which the call has begun, by path, where calls count.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     scale: Tensor | None = None
     autocast: torch.dtype | None = None
     training: bool | None = None
+    counts: Mapping[str, Any] = {}
 
     def alone(self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool) -> Results:
         """The results of one member alone; judged ones without autocast."""
@@ -78,6 +80,9 @@ class Case(NamedTuple):
         (model,) = members_of(self.model, cast(params), cast(buffers), shared)
         for module in [one for one in model.modules() if is_compiled(one)]:
             run_uncompiled(module)
+        for path, number in self.counts.items():
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, number)
         if self.training is not None:
             return model.train(self.training)
         for path, own in self.paths(member).items():

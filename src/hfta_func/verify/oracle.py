@@ -184,8 +184,8 @@ class Trial:
                 continue
             paths = {own: path for path, own in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
-                return f"the first module whose output, or gradient, differs is {name}"
-        return "no module's output differs, so it is what is computed from them, or the gradient of a parameter"
+                return f"the first module that differs, or whose input does, is {name}"
+        return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
 
 
 def _chosen(case: Case) -> list[int]:
