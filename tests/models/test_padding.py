@@ -502,7 +502,7 @@ REFUSED = {
     "groups": (lambda c: Images(c, nn.Conv2d(c, c, 3, padding=1, groups=2)), (2, 4), r"'body\.2' \(Conv2d\);"),
     "both directions": (
         lambda w: nn.Sequential(Recurrent(nn.LSTM, w, bidirectional=True).rnn, nn.Identity()),
-        *((2, 3), r"cannot be padded"),
+        *((2, 3), r"'0' \(LSTM\);"),
     ),
     "positions": (lambda w: Layer(w, lambda h: h.flip(-1)), (3, 5), r"'outer' \(Linear\);"),
     "chunks": (lambda w: Layer(w, lambda h: h[..., ::2].repeat_interleave(2, -1)), (4, 6), None),

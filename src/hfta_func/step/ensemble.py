@@ -126,6 +126,7 @@ class Ensemble(nn.Module):
         seeds: Sequence[int] | Tensor | None = None,
         share_frozen: bool = False,
         shared_params: Sequence[str] = (),
+        verify: Verify = True,
     ) -> Ensemble:
         """An ensemble of models that exist; they are copied, but for the base.
 
@@ -134,6 +135,7 @@ class Ensemble(nn.Module):
             seeds: One integer per member.
             share_frozen: Hold parameters that are not trained, and their buffers, once, see :func:`stack_params`.
             shared_params: Paths of parameters or submodules that members share and train, see :func:`stack_params`.
+            verify: Whether to compare with members alone.
 
         Raises:
             StackError: if :func:`stack_params` refuses them.
@@ -143,7 +145,7 @@ class Ensemble(nn.Module):
         params, buffers = stack_params(models, share_frozen=share_frozen, shared_params=shared_params)
         first, *_ = models
         shared = shared_of(first, shared_params)
-        return cls(first, params, buffers, seeds=seeds, share_frozen=share_frozen, shared=shared)
+        return cls(first, params, buffers, seeds=seeds, share_frozen=share_frozen, shared=shared, verify=verify)
 
     def forward(self, *args: Any, batch_dims: Tree = None, **kwargs: Any) -> Any:
         """Call every member.
@@ -253,7 +255,7 @@ class Ensemble(nn.Module):
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
         (model,) = self._apart(*take((params, buffers), 0))
-        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared())
+        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify)
         other.calls.copy_(calls)
         return other
 

@@ -95,7 +95,9 @@ def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths:
     # Gradients begin to differ behind the last module at whose output they do not, on the way back.
     before = None
     for each, other in reversed(pairs):
-        if any(i not in other.grads or not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
+        if each.grads.keys() - other.grads.keys():
+            return _named(each)
+        if any(not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
             return "" if before is None else _named(before)
         before = each if each.grads else before
     return ""

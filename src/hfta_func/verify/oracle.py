@@ -96,21 +96,25 @@ class Trial:
         """Compare; raises a VerifyError that names what differs, and the first module that does."""
         after = Held([self._func], self._device)
         self._before.restore()
+        left = self._before
         try:
             for member in _chosen(case):
                 self._compare(case, results, member)
             self._oracle.verified.append(self._oracle.calls)
+            left = after
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
             self._oracle.stop()
+            left = after
             warnings.warn(
                 "there is no memory left to run a member alone and compare, so that calls are no longer verified; pass "
                 "verify=False to say so yourself",
                 stacklevel=2,
             )
         finally:
-            after.restore()
+            # After an error, generators are as before the call.
+            left.restore()
 
     def _compare(self, case: Case, results: Results, member: int) -> None:
         eps = 0.0 if case.autocast is None else torch.finfo(case.autocast).eps
