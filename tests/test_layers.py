@@ -17,7 +17,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
     *("errors", "_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
-    *("step", "files", "workers", "run", "callbacks", "testing", "plot", "integrations", "__init__", "tune", "cluster"),
+    *("verify", "step", "files", "workers", "run", "callbacks", "testing", "plot", "integrations", "__init__", "tune", "cluster"),
     *("rl", "signals", "sklearn"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
@@ -122,6 +122,7 @@ FILES_IN = {
             "exchange",
         ),
     ],
+    "verify": ["held", "alone", "compare", "oracle"],
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
@@ -173,7 +174,7 @@ LAST = {
         room: ["__init__"]
         for room in (
             *("_torch", "calls", "cluster", "files", "integrations", "models", "rules", "run", "signals", "sklearn"),
-            *("step", "testing", "tune", "workers"),
+            *("step", "testing", "tune", "verify", "workers"),
         )
     },
     "optim": ["_hyperparams", "__init__"],

@@ -16,8 +16,7 @@ from hfta_func._types import SIGNS, direction_of, require
 from hfta_func.errors import CheckpointError, HyperparameterError, StateError
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
-from hfta_func.run.history import is_better
-from hfta_func.run.history import Callback, History, Mode, present
+from hfta_func.run.history import Callback, History, Mode, is_better, present
 from hfta_func.step import mixing
 from hfta_func.step.average import average
 from hfta_func.step.state import TrainState, refuse_shared

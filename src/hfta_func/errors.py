@@ -44,6 +44,10 @@ class TraceError(HFTAError, RuntimeError):
     """Model code that reads the value of a tensor while all members run together."""
 
 
+class VerifyError(HFTAError, RuntimeError):
+    """An array that computes something else than its members alone."""
+
+
 class WorkerError(HFTAError, RuntimeError):
     """A process that trains a part of an array and cannot go on."""
 

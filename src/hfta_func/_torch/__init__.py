@@ -23,7 +23,7 @@ from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoi
 from hfta_func._torch.compiler import until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
 from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions, destroy
+from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries
@@ -31,7 +31,7 @@ from hfta_func._torch.dispatcher import operator, operators_without, out_of_plac
 from hfta_func._torch.dispatcher import set_fallback_enabled, single_level_functions, taken_apart, why_not_looped
 from hfta_func._torch.dispatcher import without_views, writes, written_by
 from hfta_func._torch.inductor import may_change, quick_compiler, replaced
-from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, can_look
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import (
     constant_to_compiler,
     current_interpreter,

@@ -335,3 +335,9 @@ def before_autocast(call: Callable[[], None]) -> contextlib.AbstractContextManag
         return enter(self)
 
     return replaced(torch.autocast, "__enter__", entered)
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that a draw on a device uses if none is passed."""
+    generators = [torch.default_generator]
+    return [*generators, torch.cuda.default_generators[device.index]] if device.type == "cuda" else generators

@@ -20,6 +20,7 @@ pytree = private("torch.utils", "_pytree")
 # Enters a level of vmap: ``with vmap_level(num_models, randomness) as level``.
 vmap_level = private(_VMAP, "vmap_increment_nesting")
 # A plain tensor as one that a level of vmap maps over, and back.
+batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 add_batch_dim = private(_FUNCTORCH, "_add_batch_dim")
 # The same for tracing by the compiler, and the removal of a tensor's wrapper at a level of derivatives.
 traced_add_batch_dim = private(_VMAP, "_add_batch_dim")

@@ -196,6 +196,20 @@ class Bound:
         with checkpoints_of(body.model, body.fixed), self._reading(params) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
+    @contextlib.contextmanager
+    def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
+        """A block whose calls, one at a time, use a new copy of the model after ``watch(copy)``."""
+        every, idle = (self, *self._others.values()), []
+        for each in every:
+            idle.append(each._idle)
+            watch((body := each._make()).model)
+            each._idle = [_with_attributes(body)]
+        try:
+            yield
+        finally:
+            for each, bodies in zip(every, idle, strict=True):
+                each._idle = bodies
+
     # The compiler cannot trace copies of modules, so it runs this while it traces.
     @constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:

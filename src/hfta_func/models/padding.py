@@ -144,8 +144,8 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
 
     The models may differ in widths, such as channels, hidden units and heads, and in the number of blocks of an
     ``nn.Sequential`` or ``nn.ModuleList``. Member ``i`` of the array is still the solo run ``i``: each call uses only what a
-    member has. The first call with inputs of new shapes runs a model of every size alone, too, and raises a StackError that
-    names the module where results differ.
+    member has. The first call of a step with inputs of new shapes is compared with a member of every size alone, and raises a
+    VerifyError that names the module where results differ.
 
     Args:
         models: At least one model of every size; they are not changed.

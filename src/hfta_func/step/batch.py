@@ -154,6 +154,11 @@ def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     return restored(over(take, dims, plain(batch)), batch)
 
 
+def of_member(dims: Tree, batch: Tree, member: int, cast: Callable[[Tree], Tree]) -> Any:
+    """What one model alone is given of a batch, in the containers of the batch."""
+    return restored(cast(over(lambda dim, leaf: leaf if dim is None else leaf[member], dims, plain(batch))), batch)
+
+
 def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 

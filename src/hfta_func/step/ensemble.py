@@ -15,14 +15,15 @@ from hfta_func._torch import get_unwrapped, inside_transform, is_batched, is_wra
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.functional import bind, tables_with_max_norm
+from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.prediction import Deployed, Prediction, call, forward, predict_with, predicting
+from hfta_func.step.prediction import Deployed, Predicting, Prediction
+from hfta_func.verify import Verify
 
-_MADE = ("_run", "_runs", "_members", "_owners")
+_MADE = ("_run", "_runs", "_owners")
 """Attributes of an ensemble that are made anew in a copy."""
 
 
@@ -42,6 +43,7 @@ class Ensemble(nn.Module):
             ``load_state_dict``, writes the other.
         shared: Parameters that members share and train, by path, without a model axis, as in ``state.shared.params``; they
             are copied. Their gradient is the sum over members.
+        verify: Whether to compare with members alone, as for :func:`make_train_step`.
 
     Raises:
         StackError: if params, buffers and shared parameters do not belong to the model, or a frozen module would write the
@@ -69,8 +71,10 @@ class Ensemble(nn.Module):
         seeds: Sequence[int] | Tensor | None = None,
         share_frozen: bool = False,
         shared: Params | None = None,
+        verify: Verify = True,
     ):
         super().__init__()
+        self.verify: Verify = verify
         if not isinstance(params, Mapping):
             raise StateError(
                 f"params is a {type(params).__qualname__}; unpack it: Ensemble(model, *stacked), or "
@@ -122,6 +126,7 @@ class Ensemble(nn.Module):
         seeds: Sequence[int] | Tensor | None = None,
         share_frozen: bool = False,
         shared_params: Sequence[str] = (),
+        verify: Verify = True,
     ) -> Ensemble:
         """An ensemble of models that exist; they are copied, but for the base.
 
@@ -130,6 +135,7 @@ class Ensemble(nn.Module):
             seeds: One integer per member.
             share_frozen: Hold parameters that are not trained, and their buffers, once, see :func:`stack_params`.
             shared_params: Paths of parameters or submodules that members share and train, see :func:`stack_params`.
+            verify: Whether to compare with members alone.
 
         Raises:
             StackError: if :func:`stack_params` refuses them.
@@ -139,7 +145,7 @@ class Ensemble(nn.Module):
         params, buffers = stack_params(models, share_frozen=share_frozen, shared_params=shared_params)
         first, *_ = models
         shared = shared_of(first, shared_params)
-        return cls(first, params, buffers, seeds=seeds, share_frozen=share_frozen, shared=shared)
+        return cls(first, params, buffers, seeds=seeds, share_frozen=share_frozen, shared=shared, verify=verify)
 
     def forward(self, *args: Any, batch_dims: Tree = None, **kwargs: Any) -> Any:
         """Call every member.
@@ -168,7 +174,7 @@ class Ensemble(nn.Module):
             )
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
-        output, buffers = call(self._run, self._members, stacked, common, key, args, kwargs, batch_dims)
+        output, buffers = self._run(stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
                 _write(self.calls, self.calls + 1)
@@ -195,8 +201,10 @@ class Ensemble(nn.Module):
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
         key = random.fold_in(self.keys, ~self.calls)
-        run = bind(self._model[0], forward, training=False, share_frozen=bool(self._base))
-        return predict_with(run, self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
+        if "eval" not in self._runs:
+            self._runs["eval"] = Predicting(self._model[0], False, bool(self._base), self.verify)
+        run = self._runs["eval"]
+        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
         """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.
@@ -247,7 +255,7 @@ class Ensemble(nn.Module):
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
         (model,) = self._apart(*take((params, buffers), 0))
-        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared())
+        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify)
         other.calls.copy_(calls)
         return other
 
@@ -284,9 +292,8 @@ class Ensemble(nn.Module):
         self._owners = [[(path, self.array.get_submodule(at), name) for path, at, name in each] for each in owners]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            run = bind(self._model[0], forward, share_frozen=bool(self._base))
-            runs[modes] = run, predicting(run)
-        self._run, self._members = runs[modes]
+            runs[modes] = Predicting(self._model[0], None, bool(self._base), self.verify)
+        self._run = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
     def __getstate__(self) -> dict[str, Any]:

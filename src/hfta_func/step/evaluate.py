@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -21,13 +22,14 @@ from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, leaf_dims, plain
+from hfta_func.step.batch import check_batch, leaf_dims, of_member, plain
 from hfta_func.step.check import require
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.gradients import autocasting, check_metrics, num_positional
+from hfta_func.step.gradients import check_metrics, num_positional
 from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
+from hfta_func.verify import Case, Oracle, Verify, autocasting, same
 
 
 def make_eval_step(
@@ -39,6 +41,7 @@ def make_eval_step(
     autocast: torch.dtype | None = None,
     share_frozen: bool = False,
     shared_params: Sequence[str] = (),
+    verify: Verify = True,
 ) -> EvalStep:
     """An evaluation step for arrays of ``model``, which it runs in eval mode and without gradients.
 
@@ -52,6 +55,7 @@ def make_eval_step(
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
         share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
         shared_params: Those of the training step, whose state this one is then given.
+        verify: Whether to compare with members alone, as for :func:`make_train_step`.
 
     Returns:
         ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
@@ -70,7 +74,8 @@ def make_eval_step(
         >>> evaluate(stack_params(models), (torch.randn(8, 4), torch.randn(8, 1)))["error"].shape
         torch.Size([3])
     """
-    options = Options(batch_dims, chunk_size, autocast, share_frozen=share_frozen, shared_params=shared_params)
+    kept = {"share_frozen": share_frozen, "shared_params": shared_params, "verify": verify}
+    options = Options(batch_dims, chunk_size, autocast, **kept)
     return EvalStep(model, metric_fn, options)
 
 
@@ -87,7 +92,8 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self._members = Members(of_first(self._run, options.batch_dims))
+        self.oracle = Oracle(options.verify, metric_fn)
+        self._members = Members(self._rehearse)
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -113,6 +119,7 @@ class EvalStep(Compiled):
             StateError: if the state does not belong to this model, or has no ``hparams`` where the metrics take them.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
             LossError: if a metric is not a tensor.
+            VerifyError: if a member alone computes something else.
         """
         require(state, Stacked)
         # A graph is compiled for the sizes of its inputs.
@@ -143,12 +150,42 @@ class EvalStep(Compiled):
             members = keys, params, shared, buffers, hparams
             return self.chunks(functools.partial(self._run, batch), members, plain(batch))
 
+        trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
         metrics = self._members.guard(keys, measure, state.params, shared)
         self._members.has_run(keys)
+        if trial is not None:
+            trial(self._case(batch, keys, state.params, shared, buffers, hparams), {"metric": metrics})
         return metrics
 
+    def _rehearse(self, members: Any, batch: Tree) -> None:
+        of_first(self._run, self.options.batch_dims)(members, batch)
+        if (trial := self.oracle(members[0], plain(batch))) is not None:
+            case = self._case(batch, *members)
+            trial(case, case.again(same, None, False))
+
+    def _case(
+        self, batch: Tree, keys: Tensor, params: Params, shared: Params, buffers: Params, hparams: Params
+    ) -> Case:
+        model, metric_fn, options = self._made_from
+
+        def measure(model: nn.Module, member: int, cast: Any) -> Any:
+            given = model, of_member(options.batch_dims, batch, member, cast)
+            numbers = {name: cast(leaf[member]) for name, leaf in hparams.items()}
+            return None, {"metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))}
+
+        def again(cast: Any, watch: Any, judged: bool) -> Any:
+            base = {path: leaf.expand(len(keys), *leaf.shape) for path, leaf in cast(self.base).items() if judged}
+            members = keys, cast(params) | base, *cast((shared, buffers, hparams))
+            run = functools.partial(self._run, batch, judged=judged)
+            with contextlib.nullcontext() if watch is None else self._metrics.observed(watch):
+                return {"metric": self.chunks(run, members, cast(plain(batch)), size=watch and len(keys))}
+
+        once = self.base | {path: leaf[0] for path, leaf in shared.items()}
+        given = model, metric_fn, (params, buffers), once, keys, measure, again
+        return Case(*given, autocast=options.autocast, training=False, counts=getattr(self._metrics, "counts", {}))
+
     def _run(
-        self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
+        self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree, judged: bool = False
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
         if not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
@@ -158,7 +195,7 @@ class EvalStep(Compiled):
         dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
         params = params | {path: param[0] for path, param in shared.items()}
         in_dims = (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
-        with autocasting(keys.device, self.options.autocast):
+        with autocasting(keys.device, None if judged else self.options.autocast):
             run = self._members.vmap(functools.partial(self._member, batch), in_dims)
             return run(keys, params, buffers, hparams, tree)
 
@@ -166,6 +203,9 @@ class EvalStep(Compiled):
         self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
     ) -> dict[str, Tensor]:
         metrics, _ = self._metrics(params, buffers, tree, hparams, lambda: like, key=key)
+        return self._named(metrics)
+
+    def _named(self, metrics: Any) -> dict[str, Tensor]:
         return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})
 
 

@@ -19,12 +19,14 @@ from hfta_func.calls.recompute import Recalls
 from hfta_func.errors import LossError
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
+from hfta_func.models.sharing import base_of
 from hfta_func.rules._advice import advice
-from hfta_func.step.batch import copied, leaf_dims, plain
+from hfta_func.step.batch import copied, leaf_dims, of_member, plain
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
+from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
@@ -47,16 +49,23 @@ class StepOutputs(NamedTuple):
 class Gradients:
     """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: nn.Module,
+        loss_fn: Callable[..., Any],
+        trainable: frozenset[str],
+        options: Options,
+    ):
         self.takes_hparams = num_positional(loss_fn) >= 3
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         loss = with_batch(loss_fn, self.takes_hparams)
-        self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
-        self._trainable = trainable
-        self._options = options
-        self.members = Members(of_first(self._run, options.batch_dims))
+        self._loss: Any = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
+        self._trainable, self._options, self._made_from = trainable, options, (outline, loss_fn)
+        self.oracle = Oracle(options.verify, loss_fn)
+        self.members = Members(self._rehearse)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -81,6 +90,54 @@ class Gradients:
         grads, apart = _parted(grads, shared)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
+    def compare(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
+        """Raise a VerifyError if members alone compute something else, in a call that is compared."""
+        if trial is not None:
+            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": outputs.buffers}
+            results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
+            results |= {"parameter": outputs.params} if self.rewrites_params else {}
+            trial(self._case(self.tensors(state), batch), results)
+
+    def _rehearse(self, members: Any, batch: Tree) -> None:
+        """What a compiler traces, before it does: of the first member, and compared with members alone."""
+        of_first(self._run, self._options.batch_dims)(members, batch)
+        if (trial := self.oracle(members[0], plain(batch))) is not None:
+            case = self._case(members, batch)
+            trial(case, case.again(same, None, False))
+
+    def _case(self, tensors: Any, batch: Tree) -> Case:
+        """The call of a step, for the oracle."""
+        (model, loss_fn), options = self._made_from, self._options
+        keys, trained, shared, frozen, buffers, hparams, scale = tensors
+        base = base_of(model) if options.share_frozen else {}
+
+        def measure(model: nn.Module, member: int, cast: Any) -> Any:
+            given = model, of_member(options.batch_dims, batch, member, cast)
+            numbers = {name: cast(leaf[member]) for name, leaf in hparams.items()}
+            loss, metrics = check_result(loss_fn(*given, numbers) if self.takes_hparams else loss_fn(*given))
+            return loss, {"loss": {"": loss.detach()}, "metric": tree_map(Tensor.detach, metrics)}
+
+        def again(cast: Any, watch: Any, judged: bool) -> Any:
+            held = {path: leaf.expand(len(keys), *leaf.shape) for path, leaf in cast(base).items()} if judged else {}
+            params = {path: leaf for path, leaf in held.items() if path not in buffers}
+            members = (keys, *cast((trained, shared)), cast(frozen) | params, *cast((buffers, hparams, scale)))
+            run = functools.partial(self._run, batch, judged=judged)
+            with contextlib.nullcontext() if watch is None else self._loss.observed(watch):
+                size = len(keys) if watch is not None else None
+                grads, losses, metrics, after = self.chunks(run, members, cast(plain(batch)), size=size)
+            grads = {path: grad if scale == () else grad * per_model(scale.double().reciprocal(), grad) for path, grad in grads.items()}
+            results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": grads}
+            return results | ({"parameter": members[1]} if self.rewrites_params else {})
+
+        once = base | {path: leaf[0] for path, leaf in shared.items()}
+        trees = {**trained, **frozen}, buffers
+        return Case(
+            *(model, loss_fn, trees, once, keys, measure, again, self._trainable | shared.keys()),
+            scale=None if scale == () else scale,
+            autocast=options.autocast,
+            counts=getattr(self._loss, "counts", {}),
+        )
+
     def tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:
         """What members run with."""
         params = state.params
@@ -99,6 +156,7 @@ class Gradients:
         members: tuple[Tensor, Params, Params, Params, Params, Params, Any],
         tree: Tree,
         together: bool = False,
+        judged: bool = False,
     ) -> Any:
         keys, trained, shared, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
@@ -108,7 +166,7 @@ class Gradients:
         trained = trained | ({path: param[0] for path, param in shared.items()} if together else shared)
 
         def total(frozen: Params, trained: Params) -> tuple[Tensor, Any]:
-            with autocasting(keys.device, self._options.autocast):
+            with autocasting(keys.device, None if judged else self._options.autocast):
                 losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, tree)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses if self._options.scaling is None else losses * scale
@@ -138,13 +196,6 @@ def _parted(grads: Params, shared: Params) -> tuple[Params, Params]:
     """The gradients of the members' own parameters, and of those that they share."""
     apart = {path: grad for path, grad in grads.items() if path not in shared}
     return apart, {path: grads[path] for path in shared}
-
-
-def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to ``dtype``, or nothing; tensors of one member are not cached, as they do not outlive ``vmap``."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def grad_and_aux(

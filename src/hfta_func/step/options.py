@@ -12,6 +12,7 @@ import torch
 from hfta_func._types import PerModel, Tree
 from hfta_func.optim._base import GradientTransformation, check_transformation
 from hfta_func.step.amp import LossScale
+from hfta_func.verify import Verify
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Options:
     shared_optimizer: GradientTransformation | None = None
     replay: bool | None = None
     collect: Callable[..., Any] | None = None
+    verify: Verify = True
     network: str = ""
     """The child of the model that is trained, in a joint step; all of it by default."""
 
@@ -56,6 +58,8 @@ class Options:
             raise ValueError(f"replay is {self.replay!r}; it must be True, False, or None for replays in fit only")
         if not (self.collect is None or callable(self.collect)):
             raise ValueError(f"collect is {self.collect!r}; it must be a function of a state")
+        if self.verify is not True and self.verify not in ("first", False):
+            raise ValueError(f"verify is {self.verify!r}; it must be 'first', True or False")
         if self.save not in ("all", "less"):
             raise ValueError(f"save is {self.save!r}; it must be 'all' or 'less'")
         for name in ("stochastic_rounding", "donate", "share_frozen"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import leaves, num_models, tree_map
+from hfta_func._tree import leaves, num_models, paths, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import BatchError, StateError
 from hfta_func.models.functional import bind
+from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, copied, leaf_dims, plain, restored
+from hfta_func.step.batch import check_batch, copied, leaf_dims, of_member, plain, restored
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
+from hfta_func.verify import Case, Oracle, Verify, same
 
 
 class Prediction:
@@ -176,6 +180,7 @@ def predict(
     *,
     batch_dims: Tree = None,
     share_frozen: bool = False,
+    verify: Verify = True,
 ) -> Prediction:
     """What all members of an array predict, in eval mode and without gradients.
 
@@ -185,6 +190,7 @@ def predict(
         batches: One tensor ``[N, ...]``, or an iterable of batches, see :meth:`Ensemble.predict`.
         batch_dims: None if all members share the batches, 0 if every tensor is ``[M, N, ...]``, see :meth:`Ensemble.forward`.
         share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
+        verify: Whether to compare with members alone, as for :func:`make_train_step`.
 
     Raises:
         StateError: if the state does not belong to the model.
@@ -206,74 +212,122 @@ def predict(
     count, device = num_models(members), leaves(members)[0].device
     given = isinstance(state, TrainState)
     keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
-    run = bind(model, forward, training=False, share_frozen=share_frozen)
     with torch.no_grad():
-        return predict_with(run, members, (shared, {}), keys, batches, batch_dims)
-
-
-def predict_with(
-    run: Callable[..., Any],
-    stacked: Stacked,
-    common: tuple[Params, Params],
-    keys: Tensor,
-    batches: Any,
-    batch_dims: Tree,
-) -> Prediction:
-    """What members predict by ``run``, see :func:`call`."""
-    members = predicting(run)
-    return gather(
-        lambda *args, **kwargs: call(run, members, stacked, common, keys, args, kwargs, batch_dims)[0], batches
-    )
-
-
-def predicting(run: Callable[..., Any]) -> Members:
-    """The members that :func:`call` calls by ``run``."""
-    members = Members(lambda *given: call(run, members, *given))
-    return members
-
-
-def call(
-    run: Callable[..., Any],
-    members: Members,
-    stacked: Stacked,
-    common: tuple[Params, Params],
-    keys: Tensor,
-    args: Any,
-    kwargs: dict[str, Any],
-    batch_dims: Tree,
-) -> tuple[Any, Params]:
-    """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
-    members.rehearse(stacked, common, keys, args, kwargs, batch_dims)
-    given = {"args": args, "kwargs": kwargs}
-    if isinstance(batch_dims, list):
-        batch_dims = tuple(batch_dims)
-    if isinstance(batch_dims, tuple) and len(batch_dims) != len(args):
-        raise BatchError(f"batch_dims has {len(batch_dims)} parts for {len(args)} arguments; give one for each of them")
-    dims = {"args": batch_dims, "kwargs": None} if isinstance(batch_dims, tuple) else batch_dims
-    tree, params, (shared, base) = plain(given), stacked.params, common
-    check_batch(
-        dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
-    )
-
-    def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
-        inputs = restored(copied(tree), given)
-        return run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
-
-    axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
-    mapped = members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
-
-    def together(params: Params, shared: Params) -> Any:
-        # Members that branch differently run in groups.
-        run = Chunks(None, dims)
-        return run(
-            lambda some, tree: mapped(some[0], some[1] | shared | base, some[2], tree),
-            (keys, params, stacked.buffers),
-            tree,
+        return Predicting(outline(model, share_frozen, [*shared]), False, share_frozen, verify).batches(
+            members, (shared, {}), keys, batches, batch_dims
         )
 
-    outputs = members.guard(keys, together, params, shared)
-    members.has_run(keys)
-    return outputs
+
+class Predicting:
+    """The outputs of all members of an array.
+
+    Args:
+        model: A module of the architecture, in the modes in which members run.
+        training: Train or eval mode; None keeps those of the model.
+        share_frozen: All members share the base of the model.
+        verify: See :func:`make_train_step`.
+    """
+
+    def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool, verify: Verify):
+        self._model, self._training = model, training
+        self._run: Any = bind(model, forward, training=training, share_frozen=share_frozen)
+        self._members = Members(self.__call__)
+        self.oracle = Oracle(verify, type(model).forward)
+
+    def batches(self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree) -> Prediction:
+        """What members predict for batches, see :meth:`Ensemble.predict`."""
+        return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
+
+    def __call__(
+        self,
+        stacked: Stacked,
+        common: tuple[Params, Params],
+        keys: Tensor,
+        args: Any,
+        kwargs: dict[str, Any],
+        batch_dims: Tree,
+    ) -> tuple[Any, Params]:
+        """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
+        self._members.rehearse(stacked, common, keys, args, kwargs, batch_dims)
+        given = {"args": args, "kwargs": kwargs}
+        if isinstance(batch_dims, list):
+            batch_dims = tuple(batch_dims)
+        if isinstance(batch_dims, tuple) and len(batch_dims) != len(args):
+            raise BatchError(
+                f"batch_dims has {len(batch_dims)} parts for {len(args)} arguments; give one for each of them"
+            )
+        dims = {"args": batch_dims, "kwargs": None} if isinstance(batch_dims, tuple) else batch_dims
+        tree = plain(given)
+        check_batch(
+            dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
+        )
+        shared, base = common
+        call = functools.partial(self._together, given, dims, keys)
+        trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
+        outputs = self._members.guard(
+            keys, lambda params, shared: call(params, shared | base, stacked.buffers, tree), stacked.params, shared
+        )
+        self._members.has_run(keys)
+        if trial is not None:
+            case = self._case(call, stacked, shared, base, keys, given, dims, tree)
+            results = {"output": _named(outputs[0]), "buffer": outputs[1]}
+            trial(case, results | (case.again(same, None, False) if case.trained else {}))
+        return outputs
+
+    def _together(
+        self, given: Any, dims: Tree, keys: Tensor, params: Params, common: Params, buffers: Params, tree: Tree
+    ) -> tuple[Any, Params]:
+        def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
+            inputs = restored(copied(tree), given)
+            return self._run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
+
+        axes = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
+        mapped = self._members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
+        # Members that branch differently run in groups.
+        run = Chunks(None, dims)
+        return run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree)
+
+    def _case(
+        self, call: Any, stacked: Stacked, shared: Params, base: Params, keys: Tensor, given: Any, dims: Tree, tree: Tree
+    ) -> Case:
+        """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
+        trained = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
+
+        def measure(model: nn.Module, member: int, cast: Any) -> Any:
+            inputs = of_member(dims, given, member, cast)
+            outputs = _named(model(*inputs["args"], **inputs["kwargs"]))
+            return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
+
+        def again(cast: Any, watch: Any, judged: bool) -> Any:
+            params, common, buffers, inputs = cast((stacked.params, shared | base, stacked.buffers, tree))
+            leaves = {path: params[path].detach().requires_grad_() for path in trained}
+            with contextlib.nullcontext() if watch is None else self._run.observed(watch):
+                outputs, after = call(params | leaves, common, buffers, inputs)
+                results = {"output": _named(outputs), "buffer": after}
+                value = _weighted(results["output"], keys.shape[0])
+                if trained and value.requires_grad:
+                    grads = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
+                    results["gradient"] = dict(zip(leaves, grads, strict=True))
+            return tree_map(Tensor.detach, results)
+
+        given_to = self._model, type(self._model).forward, stacked, shared | base, keys, measure, again
+        return Case(*given_to, trained=frozenset(trained), training=self._training, counts=getattr(self._run, "counts", {}))
+
+
+def _named(outputs: Any) -> Params:
+    every = zip(paths(outputs, ""), leaves(outputs), strict=True)
+    return {path: leaf for path, leaf in every if isinstance(leaf, Tensor)}
+
+
+def _weighted(outputs: Params, *count: int) -> Tensor:
+    """A number that depends on all entries of outputs, of one model or of several."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in outputs.values():
+        if leaf.is_floating_point():
+            size = leaf.shape[len(count) :]
+            weights = torch.arange(size.numel(), dtype=leaf.dtype, device=leaf.device).cos().reshape(size)
+            total = total.to(leaf.device) + (leaf * weights).sum()
+    return total
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -99,11 +99,14 @@ class Record:
         """Use a tape for what is written, which is right only if all members are updated if the step ``looks`` at that."""
         self._second, self._result, self._looks = second, optree.tree_structure(result), looks
 
-    def __call__(self, inputs: list[Tensor], state: TrainState, step: Any) -> Result:
+    def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Result:
         """What the step returns."""
         self.uses += 1
+        trial = step.oracle(state.keys)
         decision = self._first(inputs)
         second = self._second
+        if trial is not None:
+            step._gradients.compare(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
         if second is None or (self._looks and not decision[self._keep].all()):
             parts, verdict = self._decision.unflatten(decision)
             return step.finish(state, StepOutputs(*parts), verdict)

@@ -30,7 +30,7 @@ from hfta_func.optim._base import is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
-from hfta_func.step.gradients import StepOutputs, autocasting
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.records import (
     MOST_SHAPES,
     Record,
@@ -43,6 +43,7 @@ from hfta_func.step.records import (
     written,
 )
 from hfta_func.step.state import TrainState, stacked
+from hfta_func.verify import autocasting
 
 
 class Replay:
@@ -76,7 +77,7 @@ class Replay:
             if latest.settings == self._settings(layout, state):
                 known = self._in_context(state, functools.partial(latest.known_again, inputs))
                 if known is not None:
-                    return self._replay(known, inputs, state)
+                    return self._replay(known, inputs, state, batch)
         why_not = why_not_now(self._step, state, batch)
         if why_not is not None:
             self.status = f"eager: {why_not}"
@@ -96,7 +97,7 @@ class Replay:
         known = self._in_context(state, functools.partial(shape.known, inputs))
         if known is not None and known.is_checked:
             self._latest = shape
-            return self._replay(known, inputs, state)
+            return self._replay(known, inputs, state, batch)
         if self.left is not None:
             self.left -= 1
         self.status = f"eager: {shape.why_not or 'a record has not paid yet'}"
@@ -105,9 +106,10 @@ class Replay:
         try:
             if known is not None:
                 self._check(shape, known, state, batch)
-            elif shape.is_worth_it(self.left):
+            elif shape.is_worth_it(self.left) and not self._step.oracle.is_next():
                 decision = self._record(shape, state, batch)
                 if decision is not None:
+                    self._step.oracle.calls += 1
                     return self._step.finish(state, *decision)
             elif shape.is_timed and self.left is not None:
                 self.status = "eager: a record does not pay for the calls that are left"
@@ -122,11 +124,11 @@ class Replay:
         """What a record rests on besides the kinds of its inputs."""
         return layout, _choice.state, *OUTSIDE.values(), *(tuple(leaf.tolist()) for leaf in member_sizes(state))
 
-    def _replay(self, known: Record, inputs: list[Tensor], state: TrainState) -> Result:
+    def _replay(self, known: Record, inputs: list[Tensor], state: TrainState, batch: Tree) -> Result:
         self.status = known.status
         if self.left is not None:
             self.left -= 1
-        return known(inputs, state, self._step)
+        return known(inputs, state, batch, self._step)
 
     def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
         """A call in the settings under which the user's functions run."""

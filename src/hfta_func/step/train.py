@@ -25,6 +25,7 @@ from hfta_func.optim._transforms import covers
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
+from hfta_func.step.batch import plain
 from hfta_func.step.check import Check, check_hparams
 from hfta_func.step.commit import commit
 from hfta_func.step.gradients import Gradients, StepOutputs
@@ -35,6 +36,7 @@ from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState, check_carry
 from hfta_func.step.update import select_update_mode
+from hfta_func.verify import Oracle, Verify
 
 
 def make_train_step(
@@ -56,6 +58,7 @@ def make_train_step(
     shared_optimizer: GradientTransformation | None = None,
     replay: bool | None = None,
     collect: Callable[[TrainState], Any] | None = None,
+    verify: Verify = True,
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -100,6 +103,8 @@ def make_train_step(
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
         collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop` and
             :func:`fit`: what members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
+        verify: Whether to compare the array with its first and last member alone in ordinary PyTorch, at the first call of
+            each kind and at calls 10, 100, 1,000, ...; ``"first"`` leaves out the latter. Each takes two steps of one model.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -128,6 +133,7 @@ def make_train_step(
         shared_optimizer=shared_optimizer,
         replay=replay,
         collect=collect,
+        verify=verify,
     )
     return TrainStep(model, loss_fn, optimizer, options)
 
@@ -155,7 +161,7 @@ class TrainStep(Compiled):
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
         self.optimizer, self.options = optimizer, options
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
-        self._gradients = Gradients(model, loss_fn, self.trainable, options)
+        self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
@@ -163,6 +169,11 @@ class TrainStep(Compiled):
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
+
+    @property
+    def oracle(self) -> Oracle:
+        """What compares calls with members alone; :attr:`Oracle.verified` lists them."""
+        return self._gradients.oracle
 
     @property
     def base(self) -> Params:
@@ -190,6 +201,8 @@ class TrainStep(Compiled):
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
             LossError: if a loss is not a floating-point scalar.
             NonFiniteError: with ``nonfinite="raise"``, if a member fails.
+            VerifyError: if a member alone computes something else.
+            RandomnessError: if members would share noise.
         """
         if batch is None and self.options.collect is not None:
             return self.loop.once(state)
@@ -200,7 +213,10 @@ class TrainStep(Compiled):
     def eagerly(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """The step itself, never replayed."""
         self._check(state, batch)
-        return self.finish(state, *self.decide(state, batch))
+        trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
+        outputs, verdict = self.decide(state, batch)
+        self._gradients.compare(trial, state, batch, outputs)
+        return self.finish(state, outputs, verdict)
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
         """Losses and gradients, and what they mean for every member: the part of a step that reads no values."""

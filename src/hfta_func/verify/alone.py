@@ -1,0 +1,206 @@
+"""One member alone: the user's own class with its tensors, in ordinary PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
+from hfta_func._tree import tree_map
+from hfta_func._types import Params
+from hfta_func.calls.higher_order import OPERATORS
+from hfta_func.calls.routing import _ENTERED as ENTERED
+from hfta_func.calls.routing import HANDLERS, routed
+from hfta_func.models.padding import padding_of
+from hfta_func.models.remat import checkpoints_of
+from hfta_func.models.sizes import SIZE
+from hfta_func.models.stack import members_of
+
+Results = dict[str, Params]
+"""Tensors by kind, such as "gradient", and path; those of an array are ``[M, ...]``."""
+
+Cast = Callable[[Any], Any]
+"""Copies a tree, in float64 where that is judged."""
+
+
+class Case(NamedTuple):
+    """A call that is compared.
+
+    Args:
+        model: A module of the architecture, without values.
+        func: The user's function, whose Python values are put back.
+        trees: Parameters and buffers ``[M, ...]``, numbers of the members' own among these.
+        shared: Tensors that all members share, by path.
+        keys: ``int64[M]``.
+        measure: ``measure(model, member, cast)``: what the function gives for one member, which is differentiated, and
+            results by kind.
+        again: ``again(cast, watch, judged)``: the results of the array, once more; ``watch`` is called with the model.
+        trained: The paths of which there are gradients.
+        scale: What each member's loss is multiplied by for its gradient, or None.
+        autocast: As in the options of a step.
+        training: Train or eval mode; None keeps the mode of the model.
+        counts: Numbers in attributes of modules with which the call has begun, by path, where calls count.
+    """
+
+    model: nn.Module
+    func: Any
+    trees: tuple[Params, Params]
+    shared: Params
+    keys: Tensor
+    measure: Callable[[nn.Module, int, Cast], tuple[Any, Results]]
+    again: Callable[[Cast, Any, bool], Results]
+    trained: frozenset[str] = frozenset()
+    scale: Tensor | None = None
+    autocast: torch.dtype | None = None
+    training: bool | None = None
+    counts: Mapping[str, Any] = {}
+
+    def alone(self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool) -> Results:
+        """The results of one member alone; judged ones without autocast."""
+        model = self._model(member, cast, judged)
+        watch(model)
+        device = self.keys.device
+        with torch.set_grad_enabled(bool(self.trained)), checkpoints_of(model, frozenset()):
+            with autocasting(device, None if judged else self.autocast, cached=True), keyed(self.keys[member]):
+                value, results = self.measure(model, member, cast)
+            if self.trained:
+                results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
+        return results | {"buffer": {path: leaf.detach() for path, leaf in model.named_buffers()}}
+
+    def _model(self, member: int, cast: Cast, judged: bool) -> nn.Module:
+        params, buffers = ({path: leaf[member : member + 1] for path, leaf in tree.items()} for tree in self.trees)
+        trained = {path: leaf.requires_grad for path, leaf in self.model.named_parameters()}
+        # Copies of frozen ones could take much memory.
+        shared = {path: cast(x) if judged or trained.get(path) else x.detach() for path, x in self.shared.items()}
+        shared |= {path: nn.Parameter(shared[path], trained[path]) for path in shared.keys() & trained.keys()}
+        (model,) = members_of(self.model, cast(params), cast(buffers), shared)
+        for module in [one for one in model.modules() if is_compiled(one)]:
+            run_uncompiled(module)
+        for path, number in self.counts.items():
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, number)
+        if self.training is not None:
+            return model.train(self.training)
+        for path, own in self.paths(member).items():
+            model.get_submodule(own).training = self.model.get_submodule(path).training
+        return model
+
+    def paths(self, member: int) -> dict[str, str]:
+        """The path of each module of a member's own, by its path in the array."""
+        padding = padding_of(self.model)
+        if padding is not None:
+            return padding.sizes[int(self.trees[1][SIZE][member])].modules
+        return {path: path for path, _ in self.model.named_modules()}
+
+    def _gradient(self, model: nn.Module, value: Any, scale: Any) -> Params:
+        trained = {path: leaf for path, leaf in model.named_parameters() if leaf.requires_grad}
+        grads = torch.autograd.grad(value * scale, [*trained.values()], allow_unused=True)
+        grads = {path: torch.zeros_like(leaf) if grad is None else grad for (path, leaf), grad in zip(trained.items(), grads)}
+        # An autograd function may have called autograd itself, which adds to ``.grad``.
+        grads = {path: grad if trained[path].grad is None else grad + trained[path].grad for path, grad in grads.items()}
+        return {path: grad / scale for path, grad in grads.items()}
+
+    def of_member(self, results: Results, member: int) -> Results:
+        """A member's part of the array's results, in its true size."""
+        padding, parts = padding_of(self.model), {}
+        for kind, tree in results.items():
+            part = {path: leaf[member] for path, leaf in tree.items()}
+            if padding is not None and kind in ("gradient", "buffer", "parameter"):
+                part = padding.true(int(self.trees[1][SIZE][member]), part)
+            parts[kind] = part
+        return parts
+
+
+class keyed(routed):
+    """Routes noise by key and replaces nothing else."""
+
+    def again(self, key: Tensor | None, site: int, numbers: Any = ()) -> routed:
+        """See :class:`routed`."""
+        return keyed(key, site)
+
+    def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if func in OPERATORS:
+            return OPERATORS[func](self.next_call(), *args, **kwargs)
+        if func in HANDLERS:
+            return HANDLERS[func](self, func, *args, **kwargs)
+        if func in ENTERED:
+            with self:
+                return ENTERED[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def autocasting(
+    device: torch.device, dtype: torch.dtype | None, cached: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype``, or nothing; tensors of one member are not cached, as they do not outlive ``vmap``."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=cached)
+
+
+class Output:
+    """What a module returned, and the gradients that arrived there, of all members or of one."""
+
+    def __init__(self, path: str, kind: str):
+        self.path, self.kind = path, kind
+        self.values: list[Tensor] = []
+        self.grads: dict[int, Tensor] = {}
+
+    def add(self, leaf: Tensor, count: int | None) -> None:
+        """Note a tensor, and later its gradient; of ``count`` members at once as ``[M, ...]``."""
+        number, dim = len(self.values), batch_dim(leaf) if is_wrapped(leaf) else -1
+        leaf = get_unwrapped(leaf) if is_wrapped(leaf) else leaf
+
+        def whole(values: Tensor) -> Tensor:
+            values = values.detach().clone()
+            if count is None:
+                return values
+            return values.movedim(dim, 0) if dim >= 0 else values.expand(count, *values.shape)
+
+        # Of transforms of the model's own there is nothing to compare.
+        if not is_wrapped(leaf):
+            self.values.append(whole(leaf))
+            if leaf.requires_grad:
+                leaf.register_hook(lambda grad: self.grads.__setitem__(number, whole(grad)))
+
+
+def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Module], None]:
+    """``watch(model)``: note every output of each module; of ``count`` members at once as ``[M, ...]``."""
+
+    def watch(model: nn.Module) -> None:
+        for path, module in model.named_modules():
+
+            def note(module: nn.Module, args: Any, result: Any, path: str = path) -> None:
+                outputs.append(noted := Output(path, type(module).__qualname__))
+                with out_of_sight():
+                    for leaf in pytree.tree_leaves(result):
+                        if isinstance(leaf, Tensor):
+                            noted.add(leaf, count)
+
+            module.register_forward_hook(note)
+
+    return watch
+
+
+def in_float64(tree: Any) -> Any:
+    """A copy of a tree with numbers of float64."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+        return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64, copy=True)
+
+    return tree_map(cast, tree)
+
+
+def same(tree: Any) -> Any:
+    """A copy of a tree."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, tree)

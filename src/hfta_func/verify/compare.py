@@ -1,0 +1,114 @@
+"""What differs between an array and its members alone, and in which module that begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func.verify.alone import Output, Results
+
+_NAMES = {
+    "loss": "the loss",
+    "metric": "metric '{}'",
+    "output": "output{}",
+    "buffer": "buffer '{}'",
+    "parameter": "parameter '{}'",
+    "attribute": "attribute '{}'",
+    "gradient": "the gradient of '{}'",
+}
+"""What each kind of results is called, in the order in which they are compared."""
+
+
+class Difference(NamedTuple):
+    """A leaf in which an array and a member alone differ, with both values where they differ most."""
+
+    kind: str
+    path: str
+    array: str
+    alone: str
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.kind].format(self.path)} is {self.array} in the array and {self.alone} alone"
+
+
+def difference(array: Results, alone: Results, eps: float) -> Difference | None:
+    """The first leaf that differs by more than rounding can."""
+    # What comes of a loss that is NaN or infinite is never used.
+    kinds = ("loss",) if has_failed(array) and has_failed(alone) else [kind for kind in _NAMES if kind in array and kind in alone]
+    for kind in kinds:
+        for path, leaf in alone[kind].items():
+            if path in array[kind] and not close(array[kind][path], leaf, eps):
+                return Difference(kind, path, *_values(array[kind][path], leaf))
+    return None
+
+
+def has_failed(results: Results) -> bool:
+    """Whether a loss is NaN or infinite."""
+    return any(not bool(leaf.isfinite().all()) for leaf in results.get("loss", {}).values())
+
+
+def close(a: Tensor, b: Tensor, eps: float) -> bool:
+    """Whether two results agree; numbers within the square root of their precision, or of ``eps`` if that is coarser."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (x.to_dense() if x.layout != torch.strided else x for x in (a, b))
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    share = max(torch.finfo(a.dtype).eps, eps) ** 0.5
+    a, b = (x.detach() for x in (a, b))
+    scale = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
+    return bool(torch.allclose(a, b, share, share * max(scale, 1e-3), equal_nan=True))
+
+
+def _values(a: Tensor, b: Tensor) -> tuple[str, str]:
+    """Both values, of the entry that differs most."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{str(a.dtype).removeprefix('torch.')}{[*a.shape]}", f"{str(b.dtype).removeprefix('torch.')}{[*b.shape]}"
+    a, b = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, b))
+    if a.dim() == 0:
+        return f"{a.item():.6g}", f"{b.item():.6g}"
+    gap = (a.to(torch.complex128) - b.to(torch.complex128)).abs().nan_to_num(torch.inf, torch.inf, torch.inf)
+    at = [int(i) for i in torch.unravel_index((gap * (a != b)).nan_to_num(0).argmax(), gap.shape)]
+    return f"{a[tuple(at)].item():.6g} at {at}", f"{b[tuple(at)].item():.6g}"
+
+
+def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths: Mapping[str, str], eps: float) -> str:
+    """The module in which an array begins to differ from a member alone; empty if that is none.
+
+    Args:
+        array: The outputs of the array's modules.
+        alone: Those of the member's, in the order in which they were made.
+        member: The member.
+        paths: The path in the array of each path of the member's own.
+        eps: The precision of the numbers.
+    """
+    by_path: dict[str, list[Output]] = {}
+    for output in array:
+        by_path.setdefault(output.path, []).append(output)
+    pairs = [(each, by_path[paths.get(each.path, "")].pop(0)) for each in alone if by_path.get(paths.get(each.path, ""))]
+    for each, other in pairs:
+        if any(not _alike(b[member], a, eps) for a, b in zip(each.values, other.values, strict=False)):
+            return _named(each)
+    # Gradients begin to differ behind the last module at whose output they do not, on the way back.
+    before = None
+    for each, other in reversed(pairs):
+        if each.grads.keys() - other.grads.keys():
+            return _named(each)
+        if any(not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
+            return "" if before is None else _named(before)
+        before = each if each.grads else before
+    return ""
+
+
+def _named(output: Output) -> str:
+    return f"'{output.path}' ({output.kind})" if output.path else f"the model's own code ({output.kind})"
+
+
+def _alike(array: Tensor, alone: Tensor, eps: float) -> bool:
+    """Whether the output of a module agrees, of which a padded one has further entries along some axes."""
+    if array.dim() != alone.dim() or any(x < y for x, y in zip(array.shape, alone.shape, strict=True)):
+        return False
+    return close(array[tuple(slice(length) for length in alone.shape)], alone, eps)

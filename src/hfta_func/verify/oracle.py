@@ -1,0 +1,206 @@
+"""Which calls are compared with members alone, and what a difference says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._torch import device_type, inside_transform, is_walked, num_dispatch_modes
+from hfta_func._tree import leaves
+from hfta_func.errors import HFTAError, RandomnessError, VerifyError
+from hfta_func.models.padding import padding_of
+from hfta_func.models.sizes import PRESENT, SIZE
+from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
+from hfta_func.verify.compare import Difference, difference, has_failed, origin
+from hfta_func.verify.held import Held
+
+Verify = Literal["first"] | bool
+
+_MOST = 16
+"""Most kinds of calls whose first one is compared: batches whose shapes always change are compared at 10, 100, ... only."""
+
+
+class Oracle:
+    """Compares calls with members that run alone: the first of each kind, and calls 10, 100, 1,000, ...
+
+    Args:
+        verify: True; "first" for the first calls only; False for none.
+        func: The user's function.
+
+    Attributes:
+        calls: How many calls there were.
+        verified: The numbers of those that were compared.
+    """
+
+    def __init__(self, verify: Verify, func: Any):
+        self._func, self._first = func, verify is not False
+        self.calls, self.verified = 0, list[int]()
+        self._next = 10 if verify is True else float("inf")
+        self._kinds: set[Any] = set()
+
+    def __call__(self, keys: Tensor, batch: Any = None, sizes: Any = ()) -> Trial | None:
+        """Count a call; what compares it, where it is compared.
+
+        Args:
+            keys: ``int64[M]``.
+            batch: The batch, None where the call is known to be of a kind that was compared.
+            sizes: The buffers, which tell the sizes of padded members.
+        """
+        self.calls += 1
+        kind = None if batch is None or not self._first else _kind(keys, batch)
+        is_new = kind is not None and kind not in self._kinds and len(self._kinds) < _MOST
+        if not (is_new or self.calls >= self._next) or not _can_compare(keys):
+            return None
+        self._kinds.add(kind)
+        while self.calls >= self._next:
+            self._next *= 10
+        return Trial(self, self._func, keys.device)
+
+    def is_next(self) -> bool:
+        """Whether the next call is compared, of whatever kind it is."""
+        return self.calls + 1 >= self._next
+
+    def stop(self) -> None:
+        """Compare no more."""
+        self._first, self._next = False, float("inf")
+
+
+def _kind(keys: Tensor, batch: Any) -> Any:
+    parts, layout = optree.tree_flatten(batch, none_is_leaf=True)
+    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in parts]
+    return layout, *shapes, keys.shape[0]
+
+
+def _can_compare(keys: Tensor) -> bool:
+    """Whether values can be looked at: not inside of other computations, or of what observes operators."""
+    if torch.compiler.is_compiling() or inside_transform() or is_walked() or num_dispatch_modes():
+        return False
+    device = device_type(keys)
+    return device not in ("meta", "xla") and not (device == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+class Trial:
+    """A call that is compared; made before it, and called behind it with its results."""
+
+    def __init__(self, oracle: Oracle, func: Any, device: torch.device):
+        self._oracle, self._func, self._device = oracle, func, device
+        self._before = Held([func], device)
+
+    def __call__(self, case: Case, results: Results) -> None:
+        """Compare; raises a VerifyError that names what differs, and the first module that does."""
+        after = Held([self._func], self._device)
+        self._before.restore()
+        left = self._before
+        try:
+            for member in _chosen(case):
+                self._compare(case, results, member)
+            self._oracle.verified.append(self._oracle.calls)
+            left = after
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._oracle.stop()
+            left = after
+            warnings.warn(
+                "there is no memory left to run a member alone and compare, so that calls are no longer verified; pass "
+                "verify=False to say so yourself",
+                stacklevel=2,
+            )
+        finally:
+            # After an error, generators are as before the call.
+            left.restore()
+
+    def _compare(self, case: Case, results: Results, member: int) -> None:
+        eps = 0.0 if case.autocast is None else torch.finfo(case.autocast).eps
+        array = case.of_member(results, member)
+        try:
+            alone = self._alone(case, member)
+        except (ValueError, ArithmeticError):
+            # PyTorch alone may refuse what fails a member of an array, such as a dropout rate of 1.5.
+            if has_failed(array):
+                return
+            raise
+        if (met := difference(array, alone, eps)) is None:
+            return
+        try:
+            judged = self._judged(case, member)
+        except (RuntimeError, ValueError, TypeError, HFTAError):
+            # What does not run in float64 gets more room for rounding.
+            dtypes = [leaf.dtype for leaf in leaves(case.trees) if leaf.is_floating_point()]
+            eps = max([eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** 0.5
+            judged = difference(array, alone, eps)
+        if judged is not None:
+            raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met))
+
+    def _judged(self, case: Case, member: int) -> Difference | None:
+        """What differs in float64."""
+        with torch.random.fork_rng([]):
+            again = self._again(case, in_float64, None, True)
+        return difference(case.of_member(again, member), self._alone(case, member, in_float64, judged=True), 0.0)
+
+    def _again(self, case: Case, cast: Any, watch: Any, judged: bool) -> Results:
+        held = Held([self._func], self._device)
+        try:
+            return case.again(cast, watch, judged)
+        finally:
+            held.restore()
+
+    def _alone(self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False) -> Results:
+        held = Held([self._func], self._device)
+
+        def start(model: Any) -> None:
+            nonlocal held
+            held = Held([self._func, model], self._device)
+            if watch is not None:
+                watch(model)
+
+        try:
+            alone = case.alone(member, cast, start, judged)
+            if name := held.moved():
+                raise RandomnessError(
+                    f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
+                    f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
+                )
+            return alone
+        finally:
+            held.restore()
+
+    def _text(self, case: Case, member: int, met: Difference) -> str:
+        page = "see 'What is not guarded' in the documentation"
+        cure = f"run members one by one with chunk_size=1, in ordinary PyTorch, or {page}"
+        if padding_of(case.model) is not None:
+            cure = "give all models one size there, or stack each size as an array of its own"
+        return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
+
+    def _where(self, case: Case, member: int) -> str:
+        for cast, judged, eps in ((in_float64, True, 0.0), (same, False, 0.0)):
+            array, alone = list[Output](), list[Output]()
+            try:
+                self._again(case, cast, noting(array, case.keys.shape[0]), judged)
+                self._alone(case, member, cast, noting(alone), judged)
+            except (RuntimeError, ValueError, TypeError, HFTAError):
+                continue
+            paths = {own: path for path, own in case.paths(member).items()}
+            if name := origin(array, alone, member, paths, eps):
+                return f"the first module that differs, or whose input does, is {name}"
+        return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
+
+
+def _chosen(case: Case) -> list[int]:
+    """The first and the last member, or of padded ones the first of every size."""
+    count, buffers = case.keys.shape[0], case.trees[1]
+    if padding_of(case.model) is None:
+        return [*dict.fromkeys((0, count - 1))]
+    sizes = [leaf.tolist() for path, leaf in buffers.items() if path.rpartition(".")[2] in (SIZE, PRESENT)]
+    firsts: dict[Any, int] = {}
+    for member, size in enumerate(zip(*sizes, strict=True)):
+        firsts.setdefault(size, member)
+    return [*firsts.values()]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
