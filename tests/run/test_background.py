@@ -173,21 +173,21 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.exhaustive
 def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, list[Any]] = {}
+    listed: dict[str, list[Any]] = {}
 
     def seen(guards: Any, may_change: Any = kept.may_change) -> list[bool]:
         found = may_change(guards)
-        kept["all"] = list(guards)
-        kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
+        listed["all"] = list(guards)
+        listed["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
         return found
 
     monkeypatch.setattr(kept, "may_change", seen)
     step, state = arrayed()
     kept.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
+    tensors = [{g.name for g in listed[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
     assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
-    assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in kept["checked"])
-    assert len(kept["checked"]) < len(kept["all"]) / 3
+    assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in listed["checked"])
+    assert len(listed["checked"]) < len(listed["all"]) / 3
 
 
 def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:
