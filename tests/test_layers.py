@@ -85,7 +85,6 @@ FILES_IN = {
             "structure",
             "sharing",
             "sizes",
-            "masking",
             "padding",
             "stack",
             "remat",
