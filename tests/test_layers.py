@@ -83,7 +83,6 @@ FILES_IN = {
             "structure",
             "sharing",
             "sizes",
-            "masking",
             "padding",
             "stack",
             "remat",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.models.attributes import Attributes, undo
+from hfta_func.step import records
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -361,6 +362,18 @@ def test_attributes_of_one_call_are_those_of_the_loop(
         assert {name: getattr(template[0], name) for name in names} == {
             name: getattr(models[0][0], name) for name in names
         }
+
+
+@pytest.mark.parametrize("kind", [UnusedCounter, Annealed])
+def test_replayed_steps_count_too(kind: type[Keeps], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(records, name, 0)
+    models = members(kind, 3)
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS), replay=True)
+    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    for _ in range(8):
+        state, _ = step(state, batches(3)[0])
+    assert models[0][0].calls == 8 and step.status.startswith("eager")
 
 
 def test_evaluation_refuses_and_allows_the_same() -> None:

@@ -421,7 +421,11 @@ PLANTED = [
     ),
     Planted(
         "what an earlier call has left is never tried",
-        *("models/attributes.py", "_copied(run(body, not altered, buffers))\n        again", "_copied(run(make(), not altered, buffers))\n        again"),
+        *(
+            "models/attributes.py",
+            "_copied(run(body, not altered, buffers))\n        again",
+            "_copied(run(make(), not altered, buffers))\n        again",
+        ),
         "test_attributes.py::test_what_is_carried_is_refused",
     ),
     Planted(
@@ -1194,7 +1198,7 @@ PLANTED = [
     ),
     Planted(
         "weight decay and norms of gradients count the entries that a member lacks",
-        *("models/masking.py", "if mask is None else kept(params[path], mask)", ""),
+        *("models/padding.py", " if mask is None else torch.where(mask, param, 0.0)", ""),
         "test_padding.py::test_members_are_their_models_alone[mlp]",
     ),
     Planted(

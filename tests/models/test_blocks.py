@@ -8,7 +8,6 @@ from torch import nn
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
-from hfta_func.models.masking import kept
 from hfta_func.step import records
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
@@ -109,16 +108,6 @@ def test_replays_are_for_members_of_the_same_sizes(monkeypatch):
     for order in ([3, 2, 1, 0], [1, 1, 0, 2], [0, 1, 2, 3]):
         (state, _), (other, _) = step(hfta.take(state, order), X), eager(hfta.take(other, order), X)
         assert_trees_close(state, other, 0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
-def test_masks_keep_bits(dtype):
-    x = torch.tensor([[1.0, float("inf"), -0.0], [float("nan"), 2.0, 3.0]]).to(dtype).requires_grad_()
-    mask = torch.tensor([[True, False, True], [False, True, True]])
-    result = torch.vmap(kept)(x, mask)
-    assert torch.equal(result, torch.where(mask, x, 0.0))
-    (grad,) = torch.autograd.grad(result, x, torch.full_like(x, float("inf")))
-    assert torch.equal(grad, torch.where(mask, torch.full_like(x, float("inf")), 0.0))
 
 
 def test_derivatives_of_derivatives():

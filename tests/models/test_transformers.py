@@ -222,6 +222,16 @@ def test_compiled(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:aten..histc has no batching rule:hfta_func.errors.LoopWarning")
+def test_the_loss_of_routers_which_models_collect_by_hooks() -> None:
+    """Reported by users of Qwen-3-MoE and Mixtral: the first call registers hooks and leaves them."""
+    for name in ("mixtral", "qwen3_moe"):
+        members, batches = make(name, output_router_logits=True), [make_batch(name, unpadded=range(M))] * 2
+        with InFloat64():
+            found = train(copy.deepcopy(members), batches, range(M))
+            for member in range(M):
+                assert_close(found, train_alone(members[member], batches, member, LR[member]), member)
+
+
 def test_grouped_experts() -> None:
     members = make("mixtral", dtype=torch.float32, experts_implementation="grouped_mm")
     batches = make_batches("mixtral")

@@ -46,7 +46,9 @@ class Attributes:
         self._seen: dict[int, Any] = {}
         for path, module in model.named_modules():
             prefix, names = f"{path}." if path else "", vars(module)
-            self._held += [(prefix, module, held, held.copy()) for held in (names, *map(names.get, _CHILDREN))]
+            self._held += [
+                (prefix, module, held, held.copy()) for held in (names, *(names[kind] for kind in _CHILDREN))
+            ]
             self._hooks += [(prefix + name, None, names[name], names[name].copy()) for name in names.keys() & _HOOKS]
             for name in names.keys() - _MODULE:
                 self._hold(prefix + name, names[name])

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import (
+    NotReplayableError,
     call_with,
     constant_to_compiler,
-    is_reading,
+    num_recorders,
     outside_transforms,
     places_of,
     pytree,
@@ -134,7 +135,7 @@ class Bound:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
-            if self._counters and (self._is_counted or is_reading()):
+            if self._is_counted:
                 names = ", ".join(map(repr, sorted(self._counters)))
                 raise TraceError(
                     f"each call of the model changes {names}, from which it computes, and a compiled step has one value for "
@@ -158,6 +159,8 @@ class Bound:
             self._examine(params, buffers, args, kwargs, key)
             self._examined.update(changed)
             self._undoing = self._first[1].undoing(self._examined)
+        if self._counters and num_recorders():
+            raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
             count_later(template, {path: changed[path] for path in self._counters if path in changed})
         # The backward pass runs rematerialised modules again.

@@ -20,7 +20,6 @@ from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
 from hfta_func._types import Params
 from hfta_func.errors import StackError
 from hfta_func.models.copies import copied_module
-from hfta_func.models.masking import masked
 from hfta_func.models.scalar_attributes import may_differ
 from hfta_func.models.sizes import (
     PRESENT,
@@ -88,8 +87,16 @@ class Padding:
         return self
 
     def masked(self, params: Params, size: Tensor) -> Params:
-        """The parameters of a member, with zeros for the entries that it lacks, which get no gradient."""
-        return masked(params, self.masks, size)
+        """A member's parameters, with zeros for the entries that its size lacks, which get no gradient."""
+        given = dict(params)
+        for path in self.masks.keys() & params.keys():
+            param, mask = params[path], None
+            for axis, table in self.masks[path].items():
+                has = table.to(size.device).index_select(0, size.reshape(1)).squeeze(0)
+                part = has.reshape([-1] + [1] * (param.dim() - axis - 1)) if param.dim() else has[0]
+                mask = part if mask is None else mask & part
+            given[path] = param if mask is None else torch.where(mask, param, 0.0)
+        return given
 
     def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
         """Each member's own size along each axis of the parameters ``[M, ...]``."""

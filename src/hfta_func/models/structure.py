@@ -119,17 +119,16 @@ def setting_difference(
 
     ``known`` are the identities of tensors that are compared elsewhere.
     """
-    one, other = a, b
+    if _is_constant(a) and _is_constant(b):
+        same = a.shape == b.shape and a.dtype == b.dtype and not bool(((a != b) & (a == a)).any())
+        return None if same or (id(a) in known and id(b) in known) else (path, a, b)
+    if type(a) is not type(b) and callable(a) and callable(b):
+        return path, a, b
     a, b = _parts(a), _parts(b)
-    if type(one) is not type(other) and callable(one) and callable(other):
-        return path, one, other
     if isinstance(a, dict) and isinstance(b, dict):
         # Caches may hold what others do not hold yet, and containers themselves.
         parts = ((a[key], b[key], path + key, known, depth + 1) for key in a if key in b)
         return None if depth > 8 else next(filter(None, (setting_difference(*part) for part in parts)), None)
-    if _is_constant(a) and _is_constant(b):
-        same = a.shape == b.shape and a.dtype == b.dtype and not bool(((a != b) & (a == a)).any())
-        return None if same or {id(a), id(b)} <= known else (path, a, b)
     if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
         return None
     return path, a, b
