@@ -35,7 +35,7 @@ def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     if (body := running_body()) is not None:
         parameters = {id(getattr(x, "trained", x)) for x in body.parameters()}
         if id(getattr(tensor, "trained", tensor)) in parameters:
-            return body.train(tensor, requires_grad)
+            return body.set_requires_grad(tensor, requires_grad)
     if (only_vmap() or not _torch.is_batched(tensor)) and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
