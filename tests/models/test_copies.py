@@ -204,7 +204,7 @@ class Coupling(nn.Module):
 
 
 def test_a_mask_selects_entries_if_it_is_shared():
-    with pytest.raises(hfta.errors.TraceError, match="share_frozen=True"):
+    with pytest.warns(hfta.errors.LoopWarning, match="share_frozen=True"):
         assert_as_alone(Coupling, torch.randn(3, 5, 4), "together")
     x = torch.randn(5, 4)
     layers = [Coupling() for _ in range(3)]
@@ -410,8 +410,6 @@ def test_where_they_cannot_be_replaced_they_are_refused():
         hfta.errors.StackError, match=r"in a frozenset, where members cannot .* hold it in a list or a dict"
     ):
         hfta.functional(Model(held_in_a_set))
-    with pytest.raises(Exception, match=r"copies tensors or modules \(copy\.deepcopy\), which a compiler cannot"):
-        assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")
     with pytest.raises(Exception, match=r"besides its module, which a compiler cannot replace; take the tensor"):
         assert_as_alone(lambda: Model(closure), torch.randn(3, 5, 4), "compiled")
 

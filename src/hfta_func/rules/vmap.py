@@ -138,7 +138,8 @@ def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Runtim
     """The error of the first member alone, in PyTorch's words; None if it has none."""
     dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
-    first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    with torch.enable_grad():
+        first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
         func(*optree.tree_unflatten(spec, first))
     except RuntimeError as error:
