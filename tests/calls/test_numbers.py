@@ -219,7 +219,8 @@ def assert_members_are_solo_runs(members, xs, **options):
 APART = {
     *("celu", "threshold", "hardtanh", "hardtanh in place", "hardshrink", "softshrink", "cosine similarity"),
     *("pairwise distance", "margin ranking", "hinge", "cosine embedding", "triplets", "triplets swapped"),
-    *("triplets by distance", "multi margin"),
+    *("triplets by distance", "multi margin", "rms norm", "group norm", "instance norm", "instance norm of averages"),
+    "instance norm without batches",
 }
 """Functions that take Python numbers only, for which members run one after another."""
 # A graph holds one side of a branch, and no value.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -59,16 +58,12 @@ def in_numpy(model: Layers, x: Tensor) -> Tensor:
     return model.last(x) * torch.from_numpy(model.first(x).detach().numpy())
 
 
-def copied(model: Layers, x: Tensor) -> Tensor:
-    return model.last(x) + copy.deepcopy(model.first(x).detach())
-
-
 def counted(model: Layers, x: Tensor) -> Tensor:
     return model.last(x) * F.one_hot((model.first(x) > 0).sum(1)).sum()
 
 
 @pytest.mark.parametrize("way", ["together", "in pairs", "evaluated", "ensemble"])
-@pytest.mark.parametrize("use", [gathered, masked, packed, read, listed, in_numpy, copied, counted])
+@pytest.mark.parametrize("use", [gathered, masked, packed, read, listed, in_numpy, counted])
 def test_members_run_one_after_another(use: Callable[[Layers, Tensor], Tensor], way: str) -> None:
     with pytest.warns(hfta.errors.LoopWarning, match="members run one after another, because they cannot run as one"):
         assert_as_alone(lambda: Layers(use).double(), torch.randn(3, 5, 4).double(), way)

@@ -188,12 +188,6 @@ def reads_batch_number(self, batch, batch_idx):
     return self.body(batch[0]).mean() if batch_idx % 2 else self.body(batch[0]).sum()
 
 
-def reads_a_value(self, batch, batch_idx):
-    loss = self.body(batch[0]).mean()
-    self.log("train_loss", loss.item())
-    return loss
-
-
 def reads_the_kind(self, batch, batch_idx):
     return self.body(batch[0]).mean() * len(self.hparams.kind)
 
@@ -232,7 +226,6 @@ def optimize_in_turn(self):
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
-        ({"training_step": reads_a_value}, "item"),
         ({"training_step": reads_the_kind}, "'kind' is no number, and members differ in it"),
         ({"training_step": logs_a_sum}, "'train_loss' is logged with reduce_fx='sum'"),
         ({"on_train_epoch_end": writes}, "after an epoch writes 'body.3.bias'"),

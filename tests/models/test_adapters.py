@@ -345,8 +345,6 @@ def test_a_kind_whose_gradient_alone_is_not_a_number():
             lambda: LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"]),
             r"writes '.*q_proj.base_layer.weight', which all members share",
         ),
-        # Sparse matrices of members' own values.
-        (lambda: peft.FrodConfig(**_ON_ATTENTION), "calls aten::coalesce, for which there is no batching rule"),
         (lambda: peft.OSFConfig(effective_rank=4, **_ON_ATTENTION), "has a hook for the backward pass.* remove it"),
         (
             lambda: peft.OFTConfig(oft_block_size=4, coft=True, **_ON_ATTENTION),

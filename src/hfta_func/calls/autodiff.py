@@ -35,7 +35,7 @@ def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     if (body := running_body()) is not None:
         parameters = {id(getattr(x, "trained", x)) for x in body.parameters()}
         if id(getattr(tensor, "trained", tensor)) in parameters:
-            return body.train(tensor, requires_grad)
+            return body.set_requires_grad(tensor, requires_grad)
     if (only_vmap() or not _torch.is_batched(tensor)) and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
@@ -68,6 +68,13 @@ def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
 
     with interpreter.lower():
         return _register_hook(inside, call)
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy without a history, as ``copy.deepcopy`` makes it of a parameter."""
+    if not _torch.is_batched(tensor) and tensor.is_leaf:
+        return tensor.__deepcopy__(memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def _data(tensor: Tensor) -> Tensor:
@@ -202,6 +209,8 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: lambda tensor: _torch.inside_vmap(tensor).requires_grad,  # pyright: ignore
     Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
+    Tensor.is_leaf.__get__: lambda tensor: _torch.inside_vmap(tensor).is_leaf,  # pyright: ignore
+    Tensor.__deepcopy__: _deepcopy,
     # Alone, a parameter is a view of the leaf.
     Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
     Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore

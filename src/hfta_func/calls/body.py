@@ -49,7 +49,7 @@ class Body(nn.Module):
             for (holder, key, _), value in zip(reversed(self.aliases), reversed(before), strict=True):
                 _put(holder, key, value)
 
-    def train(self, tensor: Any, requires_grad: bool) -> Any:
+    def set_requires_grad(self, tensor: Any, requires_grad: bool) -> Any:
         """Freeze a parameter until the end of the call, or train it again; frozen, modules hold it without its history."""
         trained = getattr(tensor, "trained", tensor)
         current = trained if requires_grad else trained.detach()

@@ -25,13 +25,12 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import LOWERED
-from hfta_func.errors import RandomnessError, TraceError
+from hfta_func.errors import RandomnessError
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
@@ -148,8 +147,6 @@ class routed(Mode):
         return self._replaced(func, *args, **kwargs)
 
     def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and rehearsing.get():
-            _check_strided(args)
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
@@ -164,16 +161,6 @@ class routed(Mode):
             with self:
                 return _ENTERED[func](*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _check_strided(args: Sequence[Any]) -> None:
-    for x in args:
-        if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
-            kind = str(x.layout).removeprefix("torch.")
-            raise TraceError(
-                f"the model computes with a {kind} tensor, which a compiler does not know; hold x.to_dense(), or leave the "
-                f"step uncompiled"
-            )
 
 
 class routed_by_member(Mode):

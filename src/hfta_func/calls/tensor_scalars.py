@@ -100,35 +100,6 @@ def _layer_norm(
     return affine(_normed(input, dims, eps), weight, bias)
 
 
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
-) -> Tensor:
-    grouped = input.unflatten(1, (num_groups, -1))
-    normed = _normed(grouped, [*range(2, grouped.dim())], eps).flatten(1, 2)
-    return affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
-
-
-def _instance_norm(
-    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, use_input_stats: bool = True, momentum: Any = 0.1, eps: Any = 1e-5,
-) -> Tensor:  # fmt: skip
-    if not use_input_stats:
-        return _batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-    dims = [*range(2, input.dim())]
-    if running_mean is not None:
-        wide = _wide(input.detach())
-        for average, stat in ((running_mean, wide.mean(dims)), (running_var, wide.var(dims))):
-            average += (stat.mean(0) - average) * momentum
-    normed = _normed(input, dims, eps)
-    return affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
-
-
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
-    wide = _wide(input)
-    dims = [*range(-len(normalized_shape), 0)]
-    return affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
-
-
 def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -199,7 +170,7 @@ TENSOR_SCALAR_FUNCTIONS = {
     func.__name__.removeprefix("_"): _replacement(func)
     for func in (
         *(leaky_relu, _elu, _softplus, _clamp, _clamp_, _huber_loss, _smooth_l1_loss),
-        *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
+        *(_layer_norm, _batch_norm),
     )
 }
 """Replacements, by the name of PyTorch's function."""

@@ -106,8 +106,8 @@ def _vmap(
         if torch.compiler.is_compiling():
             return _traced(mapped, args, kwargs)
         install()
-        leaves = [] if routed else optree.tree_leaves((args, kwargs))
-        given = [(x, writes(x)) for x in leaves if isinstance(x, Tensor)]
+        tree: Any = () if routed else (args, kwargs)
+        given = [(x, writes(x)) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
 
         def is_written() -> bool:
             return any(writes(x) != before for x, before in given)
@@ -120,27 +120,31 @@ def _vmap(
             if routed and isinstance(error, Diverged):
                 raise
             failure = advice(error) or error
-            if routed and not rehearsing.get() and (isinstance(failure, TraceError) or failure is error):
-                failure = _alone_instead(func, args, in_dims, failure)
+            if (
+                routed
+                and not rehearsing.get()
+                and (isinstance(failure, TraceError) or not isinstance(failure, HFTAError))
+            ):
+                alone = _error_of_first(func, args, in_dims)
+                if alone is None:
+                    raise Diverged(None) from failure
+                failure = advice(alone) or alone
             raise failure from failure.__cause__ or error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
-def _alone_instead(func: Callable[..., Any], args: Any, in_dims: Any, failure: Exception) -> Exception:
-    """The error of the first member alone, in PyTorch's words, or :class:`Diverged` if it has none."""
-    if isinstance(failure, HFTAError) and not isinstance(failure, TraceError):
-        return failure
+def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> RuntimeError | None:
+    """The error of the first member alone, in PyTorch's words; None if it has none."""
     dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
-    first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    with torch.enable_grad():
+        first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
         func(*optree.tree_unflatten(spec, first))
     except RuntimeError as error:
-        return advice(error) or error
-    diverged = Diverged(None)
-    diverged.__cause__ = failure
-    return diverged
+        return error
+    return None
 
 
 def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:

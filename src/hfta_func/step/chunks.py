@@ -67,6 +67,8 @@ class Chunks:
             return run(members, batch)
         except Diverged as error:
             where, sides, cause = user_code_location(error), error.sides, error.__cause__
+            if count == 1 and sides is None and cause is not None:
+                raise cause from None
             if count == 1:
                 raise TraceError(
                     f"{where} branches on the value of a tensor below a vmap of the model's own, as vmap refuses alone; "

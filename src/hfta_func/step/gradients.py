@@ -214,9 +214,17 @@ def grad_and_aux(
     if not value.requires_grad:
         raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
     try:
-        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         raise advice(error) or error from error.__cause__
+    if all(grad is None and leaf.grad is None for leaf, grad in zip(leaves.values(), grads, strict=True)):
+        raise LossError(
+            "the loss depends on no parameter of the model that it is given; compute it from model(...), not from a model "
+            "that a global or a closure holds"
+        )
+    grads = [
+        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
+    ]
     # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
     grads = [grad if leaf.grad is None else grad + leaf.grad for leaf, grad in zip(leaves.values(), grads, strict=True)]
     return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)
