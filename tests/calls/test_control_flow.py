@@ -393,10 +393,9 @@ def in_a_proxy(x: Tensor) -> Any:
 REFUSED = {
     "while_loop": (of_while_loop, lambda x: x, "calls torch.while_loop, .*loop a fixed number of times and mask"),
     "to": (lambda model, x: model.layer.to(x.dtype)(x), lambda x: x, r"assigns to .data.*layer.weight.to\(x.dtype\)"),
-    "sparse": (of_sparse, lambda x: x, r"computes with a sparse_coo tensor.*hold x.to_dense\(\)"),
+    "sparse": (of_sparse, lambda x: x, "torch.compile does not support sparse Tensors"),
     "jagged": (of_jagged_constant, lambda x: x, "computes with a nested tensor"),
     "proxy": (of_map, in_a_proxy, r"the batch holds a mappingproxy, .* pass a dict: dict\(batch\)"),
-    "requires_grad": (asks, lambda x: x, "asks whether its parameter requires_grad.*leave the step uncompiled"),
 }
 
 

@@ -81,9 +81,17 @@ class _made(Mode):
             return result
         if not torch.compiler.is_compiling() and (_torch.depth() < self._level or batched_in([result]) is not None):
             return result
-        name = getattr(func, "__name__", "")
-        is_new = name == "clone" or name.endswith("_like") or name.startswith("new_") or not _tensors((args, kwargs))
-        return torch.where(self._true, result, result) if is_new else result
+        return torch.where(self._true, result, result) if _makes(func) else result
+
+
+_MAKERS = frozenset("arange as_tensor clone empty eye full linspace logspace ones tensor zeros".split())
+
+
+@constant_to_compiler
+def _makes(func: Any) -> bool:
+    """Whether a function makes a new tensor; an operator has the name of its overload, too, as in ``zeros.default``."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name in _MAKERS or name.endswith("_like") or name.startswith("new_")
 
 
 def made_for_each(tensors: Any) -> _made:
