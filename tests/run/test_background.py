@@ -321,6 +321,7 @@ def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monke
         monkeypatch.setattr(background, name, value)
     _, state = arrayed()
     graph = background.StepGraph(lambda *args: None)
+    monkeypatch.setattr(graph, "_crowded", lambda state: False)
     # The first step is slow, and says nothing.
     graph.eager, graph.spent = [1.0], 9.9
     assert not graph.may_pay(state, left)

@@ -41,7 +41,8 @@ class StateBuffers:
 
     def __init__(self, state: TrainState):
         self._layout, self._latest = _layout(state), state
-        self._folder, self._version = Folder(), 0
+        # Counts what has been written.
+        self._folder, self._number = Folder(), 0
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
 
     def close(self) -> None:
@@ -56,16 +57,16 @@ class StateBuffers:
         """Have workers go on from a state, which is written unless it is the one that they have made."""
         if state is not self._latest:
             write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
-            self._version += 1
+            self._number += 1
 
     def part(self, low: int, high: int) -> SharedPart:
         """The members ``low`` to ``high - 1``, to be trained."""
-        return SharedPart(self._source, self._target, low, high, self._version)
+        return SharedPart(self._source, self._target, low, high, self._number)
 
     def turn(self) -> None:
         """Go on from what workers have written."""
         self._source, self._target = self._target, self._source
-        self._version += 1
+        self._number += 1
 
     def get(self, like: TrainState) -> TrainState:
         """The state that workers have made, on the devices of another one."""
@@ -122,16 +123,14 @@ class PartWorker:
         else:
             whole = _opened(state.source)
             trained = tree_map(lambda leaf: leaf[state.low : state.high].clone().to(self._kind), whole)
-        if trainer is None or self._loader is None or trainer.loader.state_dict() != position:
+        if trainer is None or self._loader is None or trainer.position != position:
             loader: Any = None if batches is None else loads(batches)
             if self._loader is not None:
                 loader = self._loader.take(positions)
                 loader.load_state_dict(position)
             trainer = LocalTrainer(self._step, loader, loader)
         trained, ended = trainer.segment(trained, running, until, SegmentHooks())
-        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": None}
-        if isinstance(trainer.loader, ArrayLoader):
-            answer["position"] = trainer.loader.state_dict()
+        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": trainer.position}
         if not isinstance(state, SharedPart):
             return answer | {"state": tree_map(cpu, trained)}
         write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
