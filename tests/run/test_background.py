@@ -181,7 +181,7 @@ def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.Mon
         kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
         return found
 
-    monkeypatch.setattr(graphs, "may_change", seen)
+    monkeypatch.setattr(kept, "may_change", seen)
     step, state = arrayed()
     kept.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
     tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
