@@ -14,7 +14,7 @@ from hfta_func._torch import original
 from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Metrics
+from hfta_func.run.history import Metrics, mean_in, summed_in
 from hfta_func.run.row_sampling import array_of, is_dataset
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
@@ -78,6 +78,7 @@ class Evaluation:
             self._data = _moved(self._data, device)
         totals: dict[str, Tensor] = {}
         rows_of: dict[str, Tensor] = {}
+        dtypes: dict[str, torch.dtype] = {}
         seen = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
         for members, batch in self._batches():
             batch = _moved(batch, device)
@@ -90,7 +91,8 @@ class Evaluation:
             seen[chosen] += size
             for name, value in metrics.items():
                 value = value if value.is_floating_point() else value.double()
-                totals.setdefault(name, value.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * value
+                dtypes[name], summed = mean_in(value), value.to(summed_in(value))
+                totals.setdefault(name, summed.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * summed
                 rows_of.setdefault(name, torch.zeros_like(seen))[chosen] += size
         if not bool(seen.all()):
             raise BatchError(
@@ -98,7 +100,7 @@ class Evaluation:
                 f"iterated over in every epoch, such as a list"
             )
         # Some batches may lack a metric.
-        return {name: total / per_model(rows_of[name], total) for name, total in totals.items()}
+        return {name: (total / per_model(rows_of[name], total)).to(dtypes[name]) for name, total in totals.items()}
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""
