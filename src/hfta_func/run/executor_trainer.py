@@ -129,8 +129,10 @@ class PartWorker:
                 loader = self._loader.take(positions)
                 loader.load_state_dict(position)
             trainer = LocalTrainer(self._step, loader, loader)
+        start = time.perf_counter()
         trained, ended = trainer.segment(trained, running, until, SegmentHooks())
         answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": trainer.position}
+        answer["seconds"] = time.perf_counter() - start
         if not isinstance(state, SharedPart):
             return answer | {"state": tree_map(cpu, trained)}
         write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
@@ -147,6 +149,8 @@ Parts = list[tuple[int, int, int]]
 """The first member of each, the one after its last, and the limit of the workers that train it."""
 _PIECE = 0.4
 """Seconds between two looks at what workers of this machine have done: their calls train about as long."""
+_SHARE, _MOST = 20, 10.0
+"""Or so many times as long as it takes to make a call and to pass the state, and seconds that it takes at most."""
 
 
 class ExecutorTrainer(Trainer):
@@ -164,7 +168,7 @@ class ExecutorTrainer(Trainer):
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
         # How many steps a call trains, and what trains in this process while workers start.
-        self._few = 1
+        self._few, self._busy = 1, 0.0
         self._local: PartWorker | None = None
         self._function: PartWorker | None = None
         self._states: StateBuffers | None = None
@@ -223,7 +227,13 @@ class ExecutorTrainer(Trainer):
             for _ in range(running.batches - before):
                 hooks.tick()
             took = time.perf_counter() - start
-            self._few = 2 * self._few if took < _PIECE / 2 else max(1, self._few // 2) if took > _PIECE else self._few
+            # Passing a large state takes a small share of the time.
+            passed = took - self._busy if executor is self._executor else 0.0
+            enough = min(max(_PIECE, _SHARE * passed), _MOST)
+            if took < enough / 2:
+                self._few *= 2
+            elif took > enough:
+                self._few = max(1, self._few // 2)
             if ended or hooks.stopped() or running.batches == until:
                 return state if buffers is None else buffers.get(state), ended
 
@@ -264,6 +274,7 @@ class ExecutorTrainer(Trainer):
                     raise renumbered(answer, range(low, high))
                 answers[calls[call]] = answer
         results = [answers[part] for part in range(len(parts))]
+        self._busy = max(answer["seconds"] for answer in results)
         running.join([answer["running"] for answer in results], device)
         if self._dealt:
             self._loader.load_state_dict(results[0]["position"])
