@@ -79,7 +79,8 @@ class Evaluation:
         totals: dict[str, Tensor] = {}
         rows_of: dict[str, Tensor] = {}
         dtypes: dict[str, torch.dtype] = {}
-        seen = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
+        # In this process, which does not wait for the device.
+        seen = torch.zeros(len(state.keys), dtype=torch.float64, device="cpu")
         for members, batch in self._batches():
             batch = _moved(batch, device)
             metrics = self._step(state if members is None else take(state, members), batch)
@@ -88,12 +89,12 @@ class Evaluation:
             if is_batch(self._data) and size:
                 return metrics
             chosen = slice(None) if members is None else members
-            seen[chosen] += size
+            seen[chosen if members is None else members.cpu()] += size
             for name, value in metrics.items():
                 value = value if value.is_floating_point() else value.double()
                 dtypes[name], summed = mean_in(value), value.to(summed_in(value))
                 totals.setdefault(name, summed.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * summed
-                rows_of.setdefault(name, torch.zeros_like(seen))[chosen] += size
+                rows_of.setdefault(name, torch.zeros_like(seen, device=device))[chosen] += size
         if not bool(seen.all()):
             raise BatchError(
                 f"model {int((seen == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
