@@ -132,6 +132,8 @@ class Run:
         self.history.load_state_dict(held["history"])
         self.running.load_state_dict(held["running"], like.keys.device)
         if self.best is not None:
+            if "best" not in held:
+                raise CheckpointError(f"{path} holds a run that was begun without restore_best; go on without it, too")
             self.best.load_state_dict(held["best"], self.state)
         if _has_position(self.loader) and held["loader"] is not None:
             self.loader.load_state_dict(held["loader"])
