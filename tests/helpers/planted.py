@@ -539,7 +539,7 @@ PLANTED = [
     ),
     Planted(
         "errors of workers name members by their places in the part",
-        *("run/executor_trainer.py", "members[int(match[1])]", "int(match[1])"),
+        *("run/trainer.py", "members[int(match[1])]", "int(match[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
@@ -1028,15 +1028,6 @@ PLANTED = [
         "calls of a graph do not notice another choice of lowerings",
         *("_torch/inductor.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
         "test_background.py::test_a_graph_notices_what_its_user_changes",
-    ),
-    Planted(
-        "a process at work counts as one that has ended",
-        *(
-            "run/compiler.py",
-            'if before is None and "options" in self._answer:',
-            "if False:",
-        ),
-        "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",
     ),
     Planted(
         "a worker goes on from a state that is not the part's",

@@ -234,6 +234,8 @@ def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest
 @pytest.mark.exhaustive
 def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Process", process.Process)
+    # Beside training that leaves a processor, it goes last.
+    monkeypatch.setattr(background.StepGraph, "_crowded", lambda self, state: False)
     step, state = arrayed()
     quick = hfta.compile(step)
     for _ in range(2):
@@ -397,14 +399,9 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(compiled.history["loss"], plain.history["loss"])
 
 
-def test_bad_input() -> None:
-    step, _ = arrayed()
-    with pytest.raises(TypeError, match="step is a int; pass what make_train_step"):
-        hfta.compile(3)  # type: ignore[arg-type]
+def test_a_step_that_is_compiled_already() -> None:
     with pytest.raises(ValueError, match="compiled in the background already"):
-        hfta.compile(hfta.compile(step))
-    with pytest.raises(ValueError, match="steps is -1; it must be an integer"):
-        hfta.compile(step, steps=-1)
+        hfta.compile(hfta.compile(arrayed()[0]))
 
 
 @pytest.mark.exhaustive

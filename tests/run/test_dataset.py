@@ -316,26 +316,6 @@ WRONG = {
         hfta.errors.BatchError,
         "a tuple has no length or no items .* tensors to ArrayLoader",
     ),
-    "named columns": (({"x": torch.ones(3, 2)}, 1), {}, hfta.errors.BatchError, "a dict has no length or no items"),
-    "no length": ((Dataset(), 1), {}, hfta.errors.BatchError, r"a Dataset has no length or no items by number"),
-    "none": (
-        ([], 1),
-        {},
-        hfta.errors.BatchError,
-        r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one",
-    ),
-    "no seeds": (
-        (Noisy(), 4),
-        {"seeds": None},
-        hfta.errors.HyperparameterError,
-        r"pass seeds=\[...\], one integer per model",
-    ),
-    "no rows": (
-        (Noisy(), 4),
-        {"rows": [[0], [], [1]]},
-        hfta.errors.HyperparameterError,
-        r"model 1: rows\[1\] is \[\]; give a list of row numbers",
-    ),
     "a sampler": (
         (Noisy(), 4),
         {"sampler": [1]},

@@ -184,7 +184,7 @@ def test_bad_experiments(call, message):
         (
             (DATA, 8),
             {"evaluate": (mse, DATA, [[0], [], [1], [2]])},
-            "model 1: rows.1. has shape .0., which are no rows",
+            "model 1: rows.1. is ..; give a list of row numbers",
         ),
         (
             (DATA, 8),

@@ -160,33 +160,6 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
     assert values.digest is None and why in str(values.why_not)
 
 
-def test_modules_that_hold_each_other_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    other: Any = types.ModuleType("other")
-    helper.other, other.helper, other.VALUE = other, helper, 1.0
-    monkeypatch.setitem(globals(), "other", other)
-    before = Reached(lambda model, batch: model(batch).mean() * helper.other.helper.other.VALUE, model=make())
-    assert before.digest is not None and before.holds(), before.why_not
-    other.VALUE = 2.0
-    assert not before.holds()
-
-
-def test_code_that_runs_without_a_name() -> None:
-    """Python puts its classes among its own, and its functions into no module."""
-    names: dict[str, Any] = {}
-    exec(
-        "class Scale:\n    factor = 1.0\n"
-        "scale = Scale()\n"
-        "def loss_fn(model, batch):\n    return model(batch).square().mean() * scale.factor",
-        names,
-    )
-    assert names["Scale"].__module__ == "builtins" and names["loss_fn"].__module__ is None
-    before = Reached(names["loss_fn"], model=make())
-    assert before.digest is not None and before.holds(), before.why_not
-    names["Scale"].factor = 2.0
-    assert not before.holds() and Reached(names["loss_fn"], model=make()).digest != before.digest
-    hfta.make_train_step(make(), names["loss_fn"], hfta.sgd(lr=0.1))
-
-
 def test_names_differ_by_all_that_a_graph_rests_on() -> None:
     step, state = arrayed()
     digest = kept.reached_by(step).digest

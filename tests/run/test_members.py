@@ -31,7 +31,7 @@ def test_the_best_epochs_go_on_where_they_were_left(tmp_path):
     Run().fit(3, restore_best="mse", resume=path)
     state, _ = Run().fit(6, restore_best="mse", resume=path)
     assert_same(state.params, whole.params)
-    with pytest.raises(hfta.errors.CheckpointError, match="holds a run that cannot be read"):
+    with pytest.raises(hfta.errors.CheckpointError, match="holds a run that was begun without restore_best"):
         Run().fit(3, resume=tmp_path / "other.safetensors")
         Run().fit(6, restore_best="mse", resume=tmp_path / "other.safetensors")
 

@@ -408,7 +408,7 @@ def test_measuring_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_limit_below_one_model(limit: int) -> None:
-    with pytest.raises(ValueError, match=f"limit is {limit}; it must be at least 1 model"):
+    with pytest.raises(ValueError, match=f"limit is {limit}; pass at least two .* and at least 1 model"):
         hfta.plan(*_array(), limit=limit)
 
 

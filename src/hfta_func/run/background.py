@@ -83,12 +83,8 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
         >>> quick.is_compiled
         False
     """
-    if not callable(step):
-        raise TypeError(f"step is a {type(step).__qualname__}; pass what make_train_step or make_eval_step returned")
     if isinstance(step, BackgroundStep):
         raise ValueError("the step is compiled in the background already; pass it as it is")
-    if steps is not None and (not isinstance(steps, int) or steps < 0):
-        raise ValueError(f"steps is {steps!r}; it must be an integer, at least 0, or None if it is not known")
     return BackgroundStep(step, steps)
 
 

@@ -14,7 +14,7 @@ from hfta_func._torch import original
 from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Metrics
+from hfta_func.run.history import Metrics, mean_in, summed_in
 from hfta_func.run.row_sampling import array_of, is_dataset
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
@@ -78,7 +78,9 @@ class Evaluation:
             self._data = _moved(self._data, device)
         totals: dict[str, Tensor] = {}
         rows_of: dict[str, Tensor] = {}
-        seen = torch.zeros(len(state.keys), dtype=torch.float64, device=device)
+        dtypes: dict[str, torch.dtype] = {}
+        # In this process, which does not wait for the device.
+        seen = torch.zeros(len(state.keys), dtype=torch.float64, device="cpu")
         for members, batch in self._batches():
             batch = _moved(batch, device)
             metrics = self._step(state if members is None else take(state, members), batch)
@@ -87,18 +89,19 @@ class Evaluation:
             if is_batch(self._data) and size:
                 return metrics
             chosen = slice(None) if members is None else members
-            seen[chosen] += size
+            seen[chosen if members is None else members.cpu()] += size
             for name, value in metrics.items():
                 value = value if value.is_floating_point() else value.double()
-                totals.setdefault(name, value.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * value
-                rows_of.setdefault(name, torch.zeros_like(seen))[chosen] += size
+                dtypes[name], summed = mean_in(value), value.to(summed_in(value))
+                totals.setdefault(name, summed.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * summed
+                rows_of.setdefault(name, torch.zeros_like(seen, device=device))[chosen] += size
         if not bool(seen.all()):
             raise BatchError(
                 f"model {int((seen == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
                 f"iterated over in every epoch, such as a list"
             )
         # Some batches may lack a metric.
-        return {name: total / per_model(rows_of[name], total) for name, total in totals.items()}
+        return {name: (total / per_model(rows_of[name], total)).to(dtypes[name]) for name, total in totals.items()}
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""

@@ -41,7 +41,8 @@ class StateBuffers:
 
     def __init__(self, state: TrainState):
         self._layout, self._latest = _layout(state), state
-        self._folder, self._version = Folder(), 0
+        # Counts what has been written.
+        self._folder, self._number = Folder(), 0
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
 
     def close(self) -> None:
@@ -56,16 +57,16 @@ class StateBuffers:
         """Have workers go on from a state, which is written unless it is the one that they have made."""
         if state is not self._latest:
             write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
-            self._version += 1
+            self._number += 1
 
     def part(self, low: int, high: int) -> SharedPart:
         """The members ``low`` to ``high - 1``, to be trained."""
-        return SharedPart(self._source, self._target, low, high, self._version)
+        return SharedPart(self._source, self._target, low, high, self._number)
 
     def turn(self) -> None:
         """Go on from what workers have written."""
         self._source, self._target = self._target, self._source
-        self._version += 1
+        self._number += 1
 
     def get(self, like: TrainState) -> TrainState:
         """The state that workers have made, on the devices of another one."""
@@ -122,16 +123,16 @@ class PartWorker:
         else:
             whole = _opened(state.source)
             trained = tree_map(lambda leaf: leaf[state.low : state.high].clone().to(self._kind), whole)
-        if trainer is None or self._loader is None or trainer.loader.state_dict() != position:
+        if trainer is None or self._loader is None or trainer.position != position:
             loader: Any = None if batches is None else loads(batches)
             if self._loader is not None:
                 loader = self._loader.take(positions)
                 loader.load_state_dict(position)
             trainer = LocalTrainer(self._step, loader, loader)
+        start = time.perf_counter()
         trained, ended = trainer.segment(trained, running, until, SegmentHooks())
-        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": None}
-        if isinstance(trainer.loader, ArrayLoader):
-            answer["position"] = trainer.loader.state_dict()
+        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": trainer.position}
+        answer["seconds"] = time.perf_counter() - start
         if not isinstance(state, SharedPart):
             return answer | {"state": tree_map(cpu, trained)}
         write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
@@ -148,6 +149,8 @@ Parts = list[tuple[int, int, int]]
 """The first member of each, the one after its last, and the limit of the workers that train it."""
 _PIECE = 0.4
 """Seconds between two looks at what workers of this machine have done: their calls train about as long."""
+_SHARE, _MOST = 20, 10.0
+"""Or so many times as long as it takes to make a call and to pass the state, and seconds that it takes at most."""
 
 
 class ExecutorTrainer(Trainer):
@@ -165,7 +168,7 @@ class ExecutorTrainer(Trainer):
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
         # How many steps a call trains, and what trains in this process while workers start.
-        self._few = 1
+        self._few, self._busy = 1, 0.0
         self._local: PartWorker | None = None
         self._function: PartWorker | None = None
         self._states: StateBuffers | None = None
@@ -224,7 +227,13 @@ class ExecutorTrainer(Trainer):
             for _ in range(running.batches - before):
                 hooks.tick()
             took = time.perf_counter() - start
-            self._few = 2 * self._few if took < _PIECE / 2 else max(1, self._few // 2) if took > _PIECE else self._few
+            # Passing a large state takes a small share of the time.
+            passed = took - self._busy if executor is self._executor else 0.0
+            enough = min(max(_PIECE, _SHARE * passed), _MOST)
+            if took < enough / 2:
+                self._few *= 2
+            elif took > enough:
+                self._few = max(1, self._few // 2)
             if ended or hooks.stopped() or running.batches == until:
                 return state if buffers is None else buffers.get(state), ended
 
@@ -265,6 +274,7 @@ class ExecutorTrainer(Trainer):
                     raise renumbered(answer, range(low, high))
                 answers[calls[call]] = answer
         results = [answers[part] for part in range(len(parts))]
+        self._busy = max(answer["seconds"] for answer in results)
         running.join([answer["running"] for answer in results], device)
         if self._dealt:
             self._loader.load_state_dict(results[0]["position"])

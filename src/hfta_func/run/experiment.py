@@ -48,14 +48,15 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
         >>> grid(lr=[0.1, 0.2], seeds=2)
         {'lr': [0.1, 0.1, 0.2, 0.2], 'seeds': [0, 1, 0, 1]}
     """
-    axes = {**values, "seeds": _seeds(seeds)}
+    axes = {name: _column(axis) for name, axis in {**values, "seeds": _seeds(seeds)}.items()}
     for name, axis in axes.items():
-        if not _column(axis):
+        if not axis:
             raise HyperparameterError(
                 f"{name} is {values.get(name, seeds)!r}; a grid needs a list with at least one value"
             )
-    combinations = zip(*itertools.product(*map(_column, axes.values())), strict=True)
-    return {name: [*column] for name, column in zip(axes, combinations, strict=True)}
+    return {
+        name: [*column] for name, column in zip(axes, zip(*itertools.product(*axes.values()), strict=True), strict=True)
+    }
 
 
 class Experiment:

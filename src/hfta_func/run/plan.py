@@ -131,11 +131,12 @@ def plan(
         (100, True)
     """
     sizes = tuple(sizes)
-    is_whole = all(hasattr(size, "__index__") for size in sizes)
-    if not is_whole or len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise ValueError(f"sizes are {list(sizes)}; pass at least two numbers of models, ascending from 1 or more")
-    if not hasattr(limit, "__index__") or limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1 model")
+    is_whole = all(hasattr(size, "__index__") for size in (*sizes, limit))
+    if not is_whole or len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)) or limit < 1:
+        raise ValueError(
+            f"sizes are {list(sizes)} and limit is {limit}; pass at least two numbers of models, ascending from 1 or more, "
+            f"and at least 1 model"
+        )
     if device is not None:
         return _elsewhere(step, state, batch, sizes, limit, free, find_device(device))
     return _measured(step, state, batch, sizes, limit, free, steps)

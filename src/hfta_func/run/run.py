@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import random as python_random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from hfta_func._tree import followed
-from hfta_func.errors import BatchError, CheckpointError, HFTAError, StateError
+from hfta_func.errors import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.data import ArrayLoader
@@ -116,16 +115,7 @@ class Run:
                 f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass "
                 f"another path as resume"
             )
-        try:
-            self._load(metadata["run"], like, path)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, HFTAError):
-                raise
-            raise CheckpointError(
-                f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
-            ) from error
-
-    def _load(self, held: Any, like: TrainState, path: PathLike) -> None:
+        held, count = metadata["run"], len(like.keys)
         seeds = held["history"].get("seeds", self.state.keys)
         # Callbacks add members after an epoch only.
         began = seeds[held["history"].get("since", torch.zeros_like(seeds)) == 0].tolist()
@@ -141,17 +131,17 @@ class Run:
             )
         self.history.load_state_dict(held["history"])
         self.running.load_state_dict(held["running"], like.keys.device)
-        if operator.index(self.running.batches) < 0:
-            raise ValueError(f"{self.running.batches} batches")
         if self.best is not None:
+            if "best" not in held:
+                raise CheckpointError(f"{path} holds a run that was begun without restore_best; go on without it, too")
             self.best.load_state_dict(held["best"], self.state)
         if _has_position(self.loader) and held["loader"] is not None:
             self.loader.load_state_dict(held["loader"])
         if isinstance(self.loader, Drawn) or held["loader"] is None or not _has_position(self.loader):
             self.batches = itertools.islice(self.loader, self.running.batches, None)
             return
-        positions = [number if number < len(like.keys) else -1 for number in self.history.members.tolist()]
-        if positions != [*range(len(like.keys))]:
+        positions = [number if number < count else -1 for number in self.history.members.tolist()]
+        if positions != [*range(count)]:
             self.loader = self._loader_of(positions)
         self.batches = self.loader
 

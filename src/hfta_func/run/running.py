@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._tree import tree_map
 from hfta_func._types import ROWS
-from hfta_func.run.history import FailedStep, History, Metrics, widened
+from hfta_func.run.history import FailedStep, History, Metrics, mean_in, summed_in, widened
 from hfta_func.step.failures import Failure
 
 
@@ -38,12 +38,9 @@ class Running:
                 if not self.failed or value.device.type != "cpu" or value.any():
                     self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
             elif name != "failed_step":
-                is_float = value.is_floating_point()
-                mean = torch.promote_types(value.dtype, torch.float32) if is_float else torch.float32
-                wide = torch.int64 if not is_float else mean if value.device.type == "mps" else torch.float64
-                self.sums[name] = self.sums[name] + value if name in self.sums else value.to(wide)
+                self.sums[name] = self.sums[name] + value if name in self.sums else value.to(summed_in(value))
                 self.counts[name] = self.counts.get(name, 0) + 1
-                self.dtypes[name] = str(mean).removeprefix("torch.")
+                self.dtypes[name] = str(mean_in(value)).removeprefix("torch.")
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""

@@ -28,6 +28,8 @@ _CHEAP = re.compile(
 _COPIES = {"fill_", "zero_", "copy_", "cat"}
 _WEIGHTS = {"operator": 1, "marker": 3, "module": 10}
 """What recording events of each kind costs, in that of an operator."""
+_MOST_EACH = 3e-6
+"""Seconds that recording an operator costs at most: what is more is other work on the machine."""
 
 
 class Line(NamedTuple):
@@ -252,12 +254,12 @@ class Timeline:
     def table(self, unprofiled: float, profiled: float) -> list[Line]:
         """The lines of an iteration, without what recording costs: the difference of both, by the events recorded."""
         weights = sum(line[3] for line in self._lines.values())
-        each = max(0.0, profiled - unprofiled) * self.count / weights if weights else 0.0
+        each = min(_MOST_EACH, max(0.0, profiled - unprofiled) * self.count / max(weights, 1))
         lines = []
         for where, (seconds, in_kernels, kernels, weight) in self._lines.items():
+            if not seconds and not kernels:
+                continue
             seconds = max(0.0, seconds - each * weight)
             numbers = seconds, in_kernels if self._device is not None else min(in_kernels, seconds), kernels
             lines.append(Line(*where[:4], *(number / self.count for number in numbers)))
-        return sorted(
-            (line for line in lines if line.seconds or line.kernels), key=lambda line: PHASES.index(line.phase)
-        )
+        return sorted(lines, key=lambda line: PHASES.index(line.phase))

@@ -73,7 +73,7 @@ class LocalTrainer(Trainer):
     """A :class:`Trainer` that trains in this process: on ``batches`` in the first epoch, and later on those of ``loader``."""
 
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
-        self.step, self._batches, self.loader = step, batches, loader
+        self.step, self._batches, self._loader = step, batches, loader
         # A profile replaces the step that is called, and has no status.
         self._given = step
         self._left: Iterator[Any] | None = None
@@ -83,9 +83,14 @@ class LocalTrainer(Trainer):
         """See :class:`Trainer`."""
         return getattr(self._given, "status", "eager: not a training step")
 
+    @property
+    def position(self) -> dict[str, int] | None:
+        """The position of an :class:`ArrayLoader`."""
+        return self._loader.state_dict() if isinstance(self._loader, ArrayLoader) else None
+
     def follow(self, loader: Iterable[Any]) -> None:
         """See :class:`Trainer`."""
-        self._left, self._batches, self.loader = None, loader, loader
+        self._left, self._batches, self._loader = None, loader, loader
 
     def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
@@ -102,7 +107,7 @@ class LocalTrainer(Trainer):
             hooks.tick()
             if hooks.stopped() or running.batches == until:
                 return state, False
-        self._left, self._batches = None, self.loader
+        self._left, self._batches = None, self._loader
         return state, True
 
     def _begin(self) -> Iterator[Any]:
