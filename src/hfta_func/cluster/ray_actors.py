@@ -15,7 +15,7 @@ import torch
 from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
+from hfta_func.workers.process import Died, FunctionServer, settings
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
@@ -28,6 +28,11 @@ def _ray() -> Any:
     return require("ray", "cluster")
 
 
+def _versions() -> dict[str, str]:
+    """Versions that must be equal, because functions and states pass between processes; Ray compares those of Python."""
+    return {"hfta_func": importlib.import_module("hfta_func").__version__, "torch": torch.__version__}
+
+
 class Actor(FunctionServer):
     """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
@@ -38,7 +43,7 @@ class Actor(FunctionServer):
 
     def about(self) -> dict[str, Any]:
         """Its versions, process id and node."""
-        return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
+        return {"versions": _versions(), "pid": os.getpid(), "node": os.uname().nodename}
 
 
 class _Functions:
@@ -89,11 +94,15 @@ class _Remote:
                 # Its node may have gone while it started.
                 if trial == _STARTS - 1:
                     raise WorkerError(f"{self.name} cannot be started ({_line(error)})") from error
-        check_versions(f"{self.name} on {about['node']}", about["versions"])
         self.name, self.pid = f"worker {self._number} on {about['node']}", about["pid"]
+        for name, version in _versions().items():
+            if about["versions"][name] != version:
+                raise WorkerError(
+                    f"{self.name} has {name} {about['versions'][name]} and this process {version}; install the same on both"
+                )
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        ray = _ray()
+    def call(self, *message: Any) -> bytes:
+        (number, live, function, arguments), ray = message, _ray()
         try:
             sent = None if function is None else self._functions.ref(number, live, function)
             return ray.get(self._actor.call.remote(number, live, sent, arguments))
@@ -103,7 +112,7 @@ class _Remote:
                 f"{self.name}: there is no room in Ray's object store, nor on the disk that it spills to; free some there, "
                 f"start Ray with a larger object_store_memory, or train smaller arrays"
             )
-            return False, dumps(WorkerError(text))
+            return dumps(WorkerError(text))
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             raise Died(_line(error)) from error
 

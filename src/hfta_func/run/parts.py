@@ -20,7 +20,7 @@ from hfta_func.run.running import Running
 from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.state import TrainState
-from hfta_func.workers.wire import Folder, SharedTensorRef, loads
+from hfta_func.workers.wire import Folder, TensorRef, loads
 
 
 def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
@@ -60,7 +60,7 @@ class StateBuffers:
         """Remove the files."""
         self._folder.close()
 
-    def control(self, count: int) -> SharedTensorRef:
+    def control(self, count: int) -> TensorRef:
         """Where that many parts count the steps of a segment, and read after which one all stop."""
         if count not in self._controls:
             self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
@@ -99,7 +99,7 @@ class StateBuffers:
 
 
 def _opened(refs: Any) -> Any:
-    return tree_map(SharedTensorRef.tensor, refs)
+    return tree_map(TensorRef.tensor, refs)
 
 
 def _layout(state: TrainState) -> Any:
@@ -130,7 +130,7 @@ class PartWorker:
         batches: bytes | None,
         skip: int,
         until: int,
-        control: tuple[SharedTensorRef, int] | None,
+        control: tuple[TensorRef, int] | None,
     ) -> dict[str, Any]:
         """Train one segment of an epoch: up to batch ``until``, or the end of the epoch.
 
