@@ -258,9 +258,10 @@ class Pool(Executor):
                 self._changed.notify_all()
         _log.warning("%s died (%s); its call is %s", worker.name, cause, "repeated" if is_repeated else "given up")
         if not is_repeated:
+            often = "once" if self._tries == 1 else f"{self._tries} times in a row"
             text = (
-                f"its workers died {call.deaths} times in a row, last {worker.name} {cause}; what it printed says why, or "
-                f"the system's log if the system has ended it: use fewer workers, or smaller arrays"
+                f"its workers died {often}, last {worker.name} {cause}; what it printed says why, or the system's log if "
+                f"the system has ended it: use fewer workers, or smaller arrays"
             )
             self._answers.put((number, WorkerError(text)))
         return False

@@ -95,9 +95,8 @@ class FunctionServer:
             return dumps(self._functions[number](**loads(arguments)))
         except Exception as error:
             try:
-                message = dumps(error)
                 # An error whose class wants other arguments than it has kept can be sent, but not read.
-                loads(message)
+                loads(message := dumps(error))
                 return message
             except Exception:
                 return dumps(WorkerError(one_line_error(error)))
@@ -154,7 +153,7 @@ class Process:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
         environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
-        cause: object = None
+        cause = ""
         for _ in range(TRIES):
             self.close()
             self._connection, other = multiprocessing.Pipe()
@@ -162,12 +161,10 @@ class Process:
                 with other:
                     arguments = other, environment, dumps(settings()), *self._order
                     self._process = _Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
-                self._answer()
+                self.call()
                 return
-            except Died as error:
-                cause = error
-            except (EOFError, OSError) as error:
-                cause = f"together with the server that forks it ({one_line_error(error)})"
+            except (Died, EOFError, OSError) as error:
+                cause = str(error) if isinstance(error, Died) else one_line_error(error)
         raise WorkerError(
             f"{self.name} died {TRIES} times in a row while it started, last {cause}; what it printed says why, or the "
             f"system's log if the system has ended it"
@@ -175,10 +172,14 @@ class Process:
 
     def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the process ends before it answers."""
-        # The missing answer tells that it is dead.
-        with contextlib.suppress(OSError):
-            self._connection.send(message)
-        return self._answer()
+        assert self._process is not None
+        with contextlib.suppress(EOFError, OSError):
+            if message:
+                self._connection.send(message)
+            # Processes that it has started may hold its end of the connection for longer.
+            if self._connection in connection.wait([self._connection, self._process.sentinel]):
+                return self._connection.recv()
+        raise Died(f"with status {self._process.wait()}")
 
     def kill(self) -> None:
         """End it and the processes that it has started, at once."""
@@ -195,14 +196,6 @@ class Process:
             self._process.wait()
             self._process.close()
             self._connection.close()
-
-    def _answer(self) -> Any:
-        assert self._process is not None
-        with contextlib.suppress(EOFError, OSError):
-            # Processes that it has started may hold its end of the connection for longer.
-            if self._connection in connection.wait([self._connection, self._process.sentinel]):
-                return self._connection.recv()
-        raise Died(f"with status {self._process.wait()}")
 
 
 def serve(
