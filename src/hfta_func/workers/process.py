@@ -102,8 +102,14 @@ class FunctionServer:
                 return dumps(WorkerError(one_line_error(error)))
 
 
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(["torch", "hfta_func"])
+_servers: dict[int, forkserver.ForkServer] = {}
+
+
+def _server() -> Any:
+    """The fork server of this process; one that is forked from this one gets its own."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch", "hfta_func"])
+    return _servers.setdefault(os.getpid(), server)
 
 
 class _Popen(popen_forkserver.Popen):
@@ -117,7 +123,7 @@ class _Popen(popen_forkserver.Popen):
                 reduction.dump(part, message)
         finally:
             set_spawning_popen(None)
-        self.sentinel, pipe = _server.connect_to_new_process(self._fds)  # pyright: ignore[reportAttributeAccessIssue]
+        self.sentinel, pipe = _server().connect_to_new_process(self._fds)  # pyright: ignore[reportAttributeAccessIssue]
         # While the copy of the pipe is open, the new process knows that this one lives.
         fds = os.dup(pipe), self.sentinel
         self.finalizer = util.Finalize(self, util.close_fds, fds)  # pyright: ignore[reportAttributeAccessIssue]
