@@ -58,19 +58,6 @@ def test_several_fits_use_the_same_processes(crew: hfta.workers.WorkerPool, tmp_
     assert_same(again, hfta.fit(step, state, loader(), epochs=5, progress=False))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save_every", [None, 3])
-def test_batches_of_any_kind(crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path, save_every: int | None) -> None:
-    inputs, targets = data()
-    batches = [
-        (inputs[at : at + 6], torch.stack([targets[at : at + 6] * (i + 1) for i in range(M)])) for at in range(0, 24, 6)
-    ]
-    step, state = arrayed(batch_dims=(None, 0))
-    resume = {} if save_every is None else {"resume": tmp_path / "run", "save_every": save_every}
-    found = hfta.fit(step, state, batches, epochs=3, progress=False, executor=crew, **resume)
-    assert_same(found, hfta.fit(step, state, batches, epochs=3, progress=False))
-
-
 def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(
     crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path
 ) -> None:
@@ -286,18 +273,6 @@ def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | N
     source = loader() if dealt else batches
     found = hfta.fit(step, state, source, epochs=2, progress=False, executor=Uneven())
     assert_same(found, hfta.fit(step, state, loader() if dealt else batches, epochs=2, progress=False))
-
-
-def test_errors_and_failures_name_the_member(crew: hfta.workers.WorkerPool) -> None:
-    lr = [0.01, 0.01, 0.01, 0.01, 1e300]
-    step, state = arrayed(lr)
-    found, expected = (
-        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=executor) for executor in (crew, None)
-    )
-    assert found.history.failures == expected.history.failures != []
-    step, state = arrayed(lr, nonfinite="raise")
-    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 4: the "):
-        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew)
 
 
 @pytest.mark.exhaustive(ids="population|median|none")

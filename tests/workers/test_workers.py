@@ -76,16 +76,6 @@ def test_batches_of_any_kind(dims: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_shared_batches_of_a_loader() -> None:
-    step, state = arrayed(batch_dims=None)
-    found, expected = (
-        hfta.fit(step, state, loader(7, shared=True), epochs=2, progress=False, workers=count)
-        for count in (3 - 1, None)
-    )
-    assert_same(found, expected)
-
-
-@pytest.mark.exhaustive
 def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
     lr = [0.01, 0.01, 0.01, 0.01, 1e300]
     step, state = arrayed(lr)
