@@ -164,7 +164,8 @@ def _check(trainers: Sequence[Any]) -> None:
         if type(trainer) is not type(trainers[0]):
             raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
         for field in ("eval_dataset", "compute_loss_func"):
-            if (own := getattr(trainer, field)) is not (other := getattr(trainers[0], field)) and own != other:
+            value, expected = getattr(trainer, field), getattr(trainers[0], field)
+            if value is not expected and value != expected:
                 raise StackError(f"model {member}: its {field} is another one than that of model 0; give all the same")
 
 
