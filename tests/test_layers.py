@@ -147,7 +147,7 @@ FILES_IN = {
     ],
     "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
     "integrations": ["lightning_steps", "lightning_optimizers"],
-    "workers": ["wire", "fork_server", "process", "executor", "pool"],
+    "workers": ["wire", "process", "executor", "pool"],
     "signals": ["signal", "processing", "cutting", "streaming"],
     "sklearn": ["estimators", "search"],
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],

@@ -105,7 +105,7 @@ def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
 
 @pytest.mark.exhaustive
 def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="workers is 0; pass a number of at least 1"):
         cluster.ray(0)
     with pytest.raises(hfta.errors.WorkerError, match=r"has .*2 CPU.*no room for a worker that needs 5 CPU"):
         cluster.ray(cpus=5)
@@ -124,9 +124,11 @@ def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.Ray
     ) as caught:
         cluster.ray(1, timeout=0.5)
     assert " CPU" not in str(caught.value).partition("of which")[2].partition(" is free")[0]
-    with pytest.raises(ValueError, match=r"workers is \[\]; pass a number, 'auto', or a list of cluster.Kind"):
+    with pytest.raises(
+        ValueError, match=r"workers is \[\]; pass a number of at least 1, 'auto', or a list of cluster.Kind"
+    ):
         cluster.ray([])
-    with pytest.raises(ValueError, match=r"Kind\(workers=1, max_models=0.* is no kind of workers; give it at least 1"):
+    with pytest.raises(ValueError, match=r"Kind\(workers=1, max_models=0.*; pass .* 1 model each"):
         cluster.ray([cluster.Kind(1, 0)])
 
 
@@ -216,14 +218,13 @@ def test_workers_with_other_packages_are_refused(
                 raise ModuleNotFoundError("No module named 'hfta_func'")
             super().__init__(*args)
 
-        def about(self) -> dict[str, Any]:
-            found = super().about()
-            return found | {"versions": found["versions"] | {"hfta_func": "0.0.1"}}
+        def about(self) -> tuple[str, int, str]:
+            return "hfta_func 0.0.1 and torch 2.9", *super().about()[1:]
 
     monkeypatch.setattr(ray_actors, "Actor", Other)
     match = {
-        "another version": "worker 0 on .* has hfta_func 0.0.1 and this process ",
-        "no package": "worker 0 cannot import what it needs .*; install hfta_func on all nodes",
+        "another version": "worker 0 on .* has hfta_func 0.0.1 and torch 2.9, but this process ",
+        "no package": "worker 0 cannot be started .*; install hfta_func on all nodes",
     }[trouble]
     with pytest.raises(hfta.errors.WorkerError, match=match):
         cluster.ray(1, cpus=0)

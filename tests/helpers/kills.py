@@ -42,7 +42,7 @@ class Killer:
         draws = random.Random(3)
         names = [worker.name for worker in crew._workers]
         while self.kills < kills and not self._ended.wait(draws.uniform(0.0, 0.1)):
-            spared = {call for call, tries in dict(crew._tries).items() if tries == 2}
+            spared = {number for number, call in dict(crew._calls).items() if call.deaths == 2}
             busy = [names.index(name) for call, (name, _) in crew.busy().items() if call not in spared]
             if busy:
                 kill(crew, draws.choice(busy))

@@ -870,7 +870,7 @@ PLANTED = [
     ),
     Planted(
         "small workers get arrays that only large ones hold",
-        *("workers/pool.py", "if call.limit in (0, limit) or", "if True or"),
+        *("workers/pool.py", "if wanted in (0, limit) or", "if True or"),
         "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
     ),
     Planted(
@@ -884,7 +884,7 @@ PLANTED = [
     ),
     Planted(
         "the arrays of workers that are gone wait for ever",
-        *("workers/pool.py", "and not self._alive[call.limit]", "and False"),
+        *("workers/pool.py", "and not self._alive[wanted]", "and False"),
         "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
     ),
     Planted(

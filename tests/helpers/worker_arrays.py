@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -64,3 +65,13 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def waits(self: ExecutorTrainer) -> bool:
     """Wait for workers to start."""
     return self._owned is None or self._owned.ready(120, everyone=True)
+
+
+def function_sizes(pool: Any) -> list[int]:
+    """Bytes of each function that a pool keeps."""
+    return [len(content) for _, _, content in pool._functions.values()]
+
+
+def shared_sizes(pool: Any) -> list[int]:
+    """Bytes that each file of a pool's shared tensors holds."""
+    return [512 * os.fstat(file.fileno()).st_blocks for file in pool._folder._files]

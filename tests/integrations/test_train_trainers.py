@@ -199,9 +199,8 @@ class Callback(transformers.TrainerCallback):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([{"max_steps": 5}] * 2, "max_steps is 5, .*; give num_train_epochs"),
+        ([{"max_steps": 5}] * 2, "max_steps is 5, which has no effect on an array"),
         ([{"eval_strategy": "steps", "eval_steps": 2}] * 2, "eval_strategy is 'steps'"),
-        ([{"eval_delay": 2}] * 2, "eval_delay is 2, .*; leave it out"),
         ([{"num_train_epochs": 1.5}] * 2, "num_train_epochs is 1.5"),
         (
             [{"gradient_accumulation_steps": 2}] * 2,

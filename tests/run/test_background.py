@@ -245,7 +245,7 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     until(quick, lambda _: the_graph(quick).worker._pool.busy(), lambda: None)
     assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.warns(CompileWarning, match="goes on eagerly: its worker died, worker 0 with status -9"):
+    with pytest.warns(CompileWarning, match="goes on eagerly: its workers died once, last worker 0 with status -9"):
         until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
 

@@ -230,16 +230,17 @@ BAD = {
     "empty": (lambda: Signal([], 1), r"values is \[1, 0\]"),
     "valid": (lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]), r"valid is \[2\] of torch.float32; give \[2\] booleans"),
     "rate": (lambda: Signal([1.0], 0), "rate is 0 and start 0.0; give finite numbers, and a positive rate"),
-    "rate as text": (lambda: Signal([1.0], "125"), "rate is '125' and start 0.0; give finite numbers"),
-    "start as text": (lambda: Signal([1.0], 125, start="0"), "rate is 125 and start '0'; give finite numbers"),
     "unsorted": (
         lambda: signals.from_timestamps([0, 2, 1], [1, 2, 3], 1),
         "samples 1 and 2 are at 2 and 1 s; sort them",
     ),
-    "double": (lambda: signals.from_timestamps([0, 1, 1], [1, 2, 3], 1), "at 1 and 1 s; keep one sample of each time"),
+    "double": (
+        lambda: signals.from_timestamps([0, 1, 1], [1, 2, 3], 1),
+        "at 1 and 1 s; .* keep one sample of each time",
+    ),
     "faster": (
         lambda: signals.from_timestamps(torch.arange(9) / 5, torch.ones(9), 1),
-        "which say 5 Hz, not 1; give that rate",
+        "s; say 5 Hz, not 1; .* give the rate",
     ),
     "half": (lambda: signals.from_timestamps(torch.arange(9) * 2, torch.ones(9), 1), "times of samples say 0.5 Hz"),
     "a little faster": (lambda: signals.from_timestamps(torch.arange(999) / 100.5, torch.ones(999), 100), "say 100.50"),
@@ -257,7 +258,7 @@ BAD = {
     "gaps": (lambda: signals.windows([FINE, GAPS], 1, 1), "person 1: .* has no whole window of 1 s"),
     "rates": (
         lambda: signals.windows([FINE, Signal([1.0, 2.0], 1)], 1, 1),
-        "person 1 has 1 channels at 1 Hz but person 0 has 1 at 2 Hz",
+        "person 1 has 1 channels at 1 Hz but person 0 has 1 channels at 2 Hz",
     ),
     "hop": (lambda: signals.windows(FINE, 1, 0.3), "hop is 0.3 s, which is 0.6 samples at 2 Hz; give a whole number"),
     "window": (lambda: signals.normalise([FINE], 0.75), "person 0: window is 0.75 s, which is 1.5 samples"),
@@ -272,21 +273,14 @@ BAD = {
         lambda: signals.windows(FINE, 2, 1, ([0, 1, 2, 3], [0, 1, 2, 3])),
         "no window of .* has one label throughout",
     ),
-    "some events": (
-        lambda: signals.windows([FINE, FINE], 1, 1, [([0], [1]), None]),
-        "person 1 has no events, but others have",
-    ),
     "events": (lambda: signals.windows([FINE, FINE], 1, 1, [([0], [1])]), "1 events for 2 persons"),
-    "one event": (lambda: signals.windows(FINE, 1, 1, 5.0), r"events is a float; give a pair \(times, labels\)"),
     "nobody": (lambda: signals.windows([], 1, 1), "there must be a signal"),
     "apart": (
         lambda: signals.join([FINE], [Signal([1.0], 1, start=9)]),
         "person 0: signals have no time in common: 0 to 4 s, 9 to 10 s",
     ),
     "persons": (lambda: signals.join([FINE], [FINE, FINE]), "must have one signal a person each"),
-    "nothing": (lambda: signals.join(), "there is no signal to join"),
     "target": (lambda: signals.resample(FINE, -1), "rate is -1; give a positive number"),
-    "array": (lambda: signals.resample(torch.ones(3), 1), "expected a Signal, or a list of them, but got a Tensor"),
     "value": (lambda: signals.fill(GAPS, "median"), "value is 'median'; give a number, or 'mean'"),
     "band": (lambda: signals.bandpass(FINE, 0.5, 2), "low is 0.5 and high 2 Hz; give 0 <= low < high <= 1"),
     "taps": (lambda: signals.bandpass(FINE, 0.5, 1, taps=8), "taps is 8; give an odd number"),
@@ -295,7 +289,6 @@ BAD = {
         lambda: signals.windows([FINE, FINE.samples(0, 2)], 4, 0.5),
         "person 1: .* has no whole window of 4 s",
     ),
-    "complex": (lambda: Signal(torch.ones(3, dtype=torch.complex64), 1), "values cannot be .* complex"),
     "names": (
         lambda: signals.windows(FINE, 1, 1, ([0], ["rest"])),
         "labels of events cannot be .* names their numbers",
@@ -304,15 +297,9 @@ BAD = {
     "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values cannot be .*it is a table"),
     "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
     "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
-    "mixed": (lambda: signals.join(FINE, [FINE]), "give all in one form"),
-    "no signal": (lambda: signals.windows(torch.ones(3), 1, 1), "there must be a signal"),
     "kinds": (
         lambda: [*signals.stream(abs, [FINE, Signal(torch.ones(2, 2), 2, 4)], block=9)],
-        "a chunk must be a Signal",
-    ),
-    "some chunks": (
-        lambda: [*signals.stream(abs, [(FINE, FINE), (FINE,)], block=9)],
-        "a chunk must be a Signal, or a tuple",
+        "chunks have rates and channels",
     ),
     "chunks": (
         lambda: list(signals.stream(lambda part: part, [FINE, FINE], block=1)),

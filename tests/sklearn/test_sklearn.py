@@ -156,7 +156,10 @@ def test_a_search_finds_what_scikit_learns_finds(table):
 def test_a_setting_that_goes_to_infinity_does_not_end_a_search(table):
     x, _, values, _ = table
     search = ArraySearchCV(ArrayRegressor(epochs=2, batches_per_epoch=2), {"lr": [1e30, 1e-2]}, cv=2)
-    with pytest.warns(RuntimeWarning, match="a fold of ArrayRegressor.* has no score: Input contains"):
+    with (
+        pytest.warns(UserWarning, match="test scores are non-finite"),
+        pytest.warns(RuntimeWarning, match="a fold of ArrayRegressor.* has no score: Input contains"),
+    ):
         search.fit(x, values)
     assert search.best_params_ == {"lr": 1e-2} and numpy.isnan(search.cv_results_["mean_test_score"][0])
 
@@ -175,7 +178,7 @@ def test_it_stands_where_estimators_stand(table):
 
 
 BAD = {
-    "groups": (lambda c, x, y: c.fit(x, y, groups=[1, 2]), "groups has 2 entries for 6 samples; give one per sample"),
+    "groups": (lambda c, x, y: c.fit(x, y, groups=[1, 2]), "inconsistent numbers of samples"),
     "2-d groups": (lambda c, x, y: c.fit(x, y, groups=x), "should be a 1d array"),
     "group": (
         lambda c, x, y: c.fit(x, y, groups=[1] * 6).predict(x, groups=[7] * 6),
@@ -207,12 +210,7 @@ BAD = {
     "folds": (lambda c, x, y: cross_val_score(c, x, y, cv=9), "n_splits=9 greater than"),
     "setting": (lambda c, x, y: ArraySearchCV(c, {"rate": [1]}, cv=2).fit(x, y), "Invalid parameter 'rate'"),
     "no setting": (lambda c, x, y: ArraySearchCV(c, [], cv=2).fit(x, y), "param_grid has no setting"),
-    "missing group": (lambda c, x, y: c.fit(x, y, groups=[None, 1, 1, 1, 2, 2]), "groups are NoneType, int, or NaN"),
-    "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "groups are float, or NaN"),
-    "other windows": (
-        lambda c, x, y: c.fit(x[:, :, None], y).predict(numpy.ones((3, 2, 4))),
-        r"X is \[3, 2, 4\], but fit had \[2, 1\] a sample",
-    ),
+    "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "contains NaN"),
     "text": (lambda c, x, y: ArrayRegressor().fit(x, numpy.array(["a"] * 6)), "could not convert string to float"),
     "some groups": (
         lambda c, x, y: cross_val_score(c, x, y, groups=[1, 2], cv=LeaveOneGroupOut()),

@@ -14,7 +14,7 @@ import hfta_func as hfta
 from hfta_func._tree import leaves
 from hfta_func.workers.executor import Inline
 from member_runs import DATA, SEEDS, Run, assert_same, stop
-from worker_arrays import pools
+from worker_arrays import function_sizes, pools, shared_sizes
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
@@ -161,10 +161,9 @@ def test_processes_stay_and_data_is_sent_once(monkeypatch: pytest.MonkeyPatch) -
 
     def drop(state: Any, history: Any) -> Any:
         (pool,) = crews
-        folders = [Path(one.name) for one in pool._folder._folders]
-        files = [path.stat().st_size for folder in folders for path in folder.iterdir()]
-        seen.append((sum(size >= rows.nbytes for size in files), [one.pid for one in pool._workers], len(pool._bytes)))
-        assert max(map(len, pool._bytes.values())) < 200_000, "data is not in the function"
+        files, functions = shared_sizes(pool), function_sizes(pool)
+        seen.append((sum(size >= rows.nbytes for size in files), [one.pid for one in pool._workers], len(functions)))
+        assert max(functions) < 200_000, "data is not in the function"
         return hfta.take(state, [*range(3 - len(history))]) if len(history) < 3 else None
 
     run.fit(3, drop, workers=2, evaluate=None)

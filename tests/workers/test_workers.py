@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from hfta_func.errors import WorkerError
 from hfta_func.run import trainers
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
-from hfta_func.workers import fork_server, pool, wire
+from hfta_func.workers import pool, process, wire
 from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, waits
 
 pytestmark = [
@@ -74,16 +73,6 @@ def test_batches_of_any_kind(dims: Any) -> None:
     step, state = arrayed(batch_dims=dims)
     found = hfta.fit(step, state, batches(), epochs=3, progress=False, workers=2, save_every=None)
     assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
-
-
-@pytest.mark.exhaustive
-def test_shared_batches_of_a_loader() -> None:
-    step, state = arrayed(batch_dims=None)
-    found, expected = (
-        hfta.fit(step, state, loader(7, shared=True), epochs=2, progress=False, workers=count)
-        for count in (3 - 1, None)
-    )
-    assert_same(found, expected)
 
 
 @pytest.mark.exhaustive
@@ -265,11 +254,12 @@ def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # The server that they are forked from imports from the same folders as this process.
-    monkeypatch.setattr(fork_server, "_server", None)
-    (tmp_path / "cloudpickle.py").write_text("raise SystemExit(5)")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deadly:
+        def __reduce__(self) -> Any:
+            return os._exit, (5,)
+
+    monkeypatch.setattr(process, "settings", Deadly)
     step, state = arrayed()
     with pytest.raises(
         WorkerError, match=r"worker [01] died 3 times in a row while it started, last with status 5; what"
@@ -315,47 +305,44 @@ def test_batches_that_are_written_between_epochs_are_read_again() -> None:
 
 
 KILLED = """
-import sys, time
+import time
 import torch
 from hfta_func.workers.wire import Folder
 
 folder = Folder()
-folder.write(torch.zeros(9))
-print(*[one.name for one in folder._folders], flush=True)
+print(*folder.write(torch.arange(9)).content, flush=True)
 time.sleep(3600)
 """
 
 
-@pytest.mark.exhaustive
-def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_shared_folders", lambda: [str(tmp_path)])
-    code = f"from hfta_func.workers import wire; wire._shared_folders = lambda: [{str(tmp_path)!r}]\n" + KILLED
-    path = os.pathsep.join(filter(None, sys.path))
-    own = wire.Folder()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
-    ) as process:
+def test_shared_memory_has_no_name_and_outlives_a_killed_process_only_where_it_is_mapped() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    order = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(order, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        (other,) = process.stdout.readline().split()
-        unfinished, foreign, linked = (tmp_path / f"hfta-{name}" for name in ("unfinished", "foreign", "linked"))
-        unfinished.mkdir()
-        foreign.mkdir()
-        (foreign / "owner.lock").touch()
-        linked.symlink_to(foreign)
-        (tmp_path / "others").mkdir()
-        with monkeypatch.context() as patch:
-            # What is not this user's stays.
-            patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-            wire.sweep()
-            assert foreign.is_dir()
-        (foreign / "owner.lock").unlink()
-        wire.sweep()
-        assert os.path.isdir(other) and os.path.isdir(own._folders[0].name), "both live"
+        path, low, high = process.stdout.readline().split()
+        assert os.readlink(path).endswith("(deleted)")
+        mapped = wire.TensorRef((path, int(low), int(high)), torch.int64, torch.Size([9]), "cpu").tensor()
         process.kill()
         process.wait()
-    wire.sweep()
-    assert not os.path.exists(other)
-    left = {entry.name for entry in tmp_path.iterdir()}
-    assert left == {os.path.basename(own._folders[0].name), "hfta-unfinished", "hfta-foreign", "hfta-linked", "others"}
-    own.close()
-    assert not os.path.exists(own._folders[0].name)
+    assert not os.path.exists(path) and mapped.tolist() == [*range(9)]
+
+
+SCRIPT = """
+import hfta_func as hfta
+print("runs", flush=True)
+scale = 3
+with hfta.workers.WorkerPool(1) as pool:
+    for power in (2, 3):
+        pool.submit(lambda power: scale**power, power=power)
+        print(pool.wait()[1])
+"""
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_without_a_guard_runs_once(tmp_path: Path, module: bool) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    order = [sys.executable, *(["-m", "script"] if module else [str(tmp_path / "script.py")])]
+    done = subprocess.run(order, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("runs\n9\n27\n", "")

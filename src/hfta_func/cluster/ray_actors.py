@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
+from hfta_func.workers.process import Died, FunctionServer, settings
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
@@ -28,6 +27,11 @@ def _ray() -> Any:
     return require("ray", "cluster")
 
 
+def _versions() -> str:
+    """Versions that must be equal, because functions and states pass between processes; Ray compares those of Python."""
+    return f"hfta_func {importlib.import_module('hfta_func').__version__} and torch {torch.__version__}"
+
+
 class Actor(FunctionServer):
     """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
@@ -36,38 +40,23 @@ class Actor(FunctionServer):
             torch.set_num_threads(threads)
         super().__init__(settings)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> tuple[str, int, str]:
         """Its versions, process id and node."""
-        return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
-
-
-class _Functions:
-    """Functions in the object store, where each is put once for all actors."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, Any] = {}
-        self._lock = threading.Lock()
-
-    def ref(self, number: int, live: frozenset[int], function: bytes) -> Any:
-        with self._lock:
-            self._refs = {key: ref for key, ref in self._refs.items() if key in live}
-            if number not in self._refs:
-                self._refs[number] = _ray().put(function)
-            return self._refs[number]
+        return _versions(), os.getpid(), os.uname().nodename
 
 
 class _Remote:
     """A :class:`~hfta_func.workers.pool.Worker` that is an actor; if it dies, another one starts on any node with room."""
 
-    def __init__(self, number: int, options: Mapping[str, Any], functions: _Functions, arguments: tuple[Any, ...]):
+    def __init__(self, number: int, options: Mapping[str, Any], refs: dict[int, Any], arguments: tuple[Any, ...]):
         self.name, self.pid = f"worker {number}", 0
-        self._number, self._options, self._functions, self._arguments = number, options, functions, arguments
+        # ``refs`` are functions in the object store, where each is put once for all actors.
+        self._number, self._options, self._refs, self._arguments = number, options, refs, arguments
         self._actor: Any = None
         self._closed = False
 
     def start(self) -> None:
-        ray = _ray()
-        about: Any = None
+        ray, about = _ray(), ("", 0, "")
         for trial in range(_STARTS):
             if self._actor is not None:
                 # It may live on out of reach, and would occupy what the next one needs.
@@ -81,29 +70,28 @@ class _Remote:
             except Exception as error:
                 if self._closed:
                     return
-                if "No module named" in str(error):
-                    raise WorkerError(
-                        f"{self.name} cannot import what it needs ({_line(error)}); install hfta_func on all nodes, or pass "
-                        f"a runtime_env to ray.init that has it"
-                    ) from error
                 # Its node may have gone while it started.
-                if trial == _STARTS - 1:
-                    raise WorkerError(f"{self.name} cannot be started ({_line(error)})") from error
-        check_versions(f"{self.name} on {about['node']}", about["versions"])
-        self.name, self.pid = f"worker {self._number} on {about['node']}", about["pid"]
+                if "No module named" in str(error) or trial == _STARTS - 1:
+                    cure = "install hfta_func on all nodes, or pass a runtime_env to ray.init that has what it imports"
+                    raise WorkerError(f"{self.name} cannot be started ({_line(error)}); {cure}") from error
+        versions, self.pid, node = about
+        self.name = f"worker {self._number} on {node}"
+        if versions != _versions():
+            raise WorkerError(f"{self.name} has {versions}, but this process {_versions()}; install the same on both")
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        ray = _ray()
+    def call(self, *message: Any) -> bytes:
+        (number, live, function, arguments), ray = message, _ray()
         try:
-            sent = None if function is None else self._functions.ref(number, live, function)
-            return ray.get(self._actor.call.remote(number, live, sent, arguments))
+            for other in {*self._refs} - live:
+                self._refs.pop(other, None)
+            if function is not None:
+                function = self._refs[number] = self._refs.get(number) or ray.put(function)
+            return ray.get(self._actor.call.remote(number, live, function, arguments))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
             # Only this call fails: a smaller one may have room.
-            text = (
-                f"{self.name}: there is no room in Ray's object store, nor on the disk that it spills to; free some there, "
-                f"start Ray with a larger object_store_memory, or train smaller arrays"
-            )
-            return False, dumps(WorkerError(text))
+            cure = "free some there, start Ray with a larger object_store_memory, or train smaller arrays"
+            text = "there is no room in Ray's object store, nor on the disk that it spills to"
+            return dumps(WorkerError(f"{self.name}: {text}; {cure}"))
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             raise Died(_line(error)) from error
 
@@ -181,20 +169,19 @@ def ray(
     if not module.is_initialized():
         _connect(module, address)
     available = module.cluster_resources()
-    functions, remotes, limits, needs = _Functions(), [], [], []
+    refs, remotes, limits, needs = {}, [], [], []
     for kind in kinds:
         gpus = float(available.get("GPU", 0) > 0) if kind.gpus is None else kind.gpus
         required = {"CPU": kind.cpus, "GPU": gpus, **(kind.resources or {})}
-        room = [int(available.get(name, 0) / amount) for name, amount in required.items() if amount]
-        count = kind.workers or min(room, default=1)
+        rooms = [int(available.get(name, 0) / amount) for name, amount in required.items() if amount]
+        count = kind.workers or min(rooms, default=1)
         if count < 1:
-            raise WorkerError(
-                f"the cluster has {_named(available)}, which is no room for a worker that needs {_named(required)}"
-            )
+            room = f"the cluster has {_named(available)}, which is no room"
+            raise WorkerError(f"{room} for a worker that needs {_named(required)}")
         options = {"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {}), **_ONCE}
         options["scheduling_strategy"] = "SPREAD"
         arguments = settings(), max(1, int(kind.cpus))
-        remotes += [_Remote(len(remotes) + number, options, functions, arguments) for number in range(count)]
+        remotes += [_Remote(len(remotes) + number, options, refs, arguments) for number in range(count)]
         limits += [kind.max_models] * count if kind.max_models else []
         needs.append(_named(required))
     pool = RayPool(remotes, limits=limits)
@@ -213,15 +200,11 @@ def ray(
 
 def _kinds(workers: Any, alike: Kind) -> list[Kind]:
     """The kinds of workers; for ``"auto"``, their number is 0."""
-    if workers == "auto" or isinstance(workers, int):
-        if workers != "auto" and workers < 1:
-            raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
+    if workers == "auto" or (isinstance(workers, int) and workers > 0):
         return [alike._replace(workers=0 if workers == "auto" else workers)]
-    if not isinstance(workers, (list, tuple)) or not workers or not all(isinstance(kind, Kind) for kind in workers):
-        raise ValueError(f"workers is {workers!r}; pass a number, 'auto', or a list of cluster.Kind")
-    for kind in workers:
-        if kind.workers < 1 or kind.max_models < 1:
-            raise ValueError(f"{kind} is no kind of workers; give it at least 1 worker, and 1 model to each")
+    if isinstance(workers, int) or not workers or any(kind.workers < 1 or kind.max_models < 1 for kind in workers):
+        cure = "pass a number of at least 1, 'auto', or a list of cluster.Kind with at least 1 worker and 1 model each"
+        raise ValueError(f"workers is {workers!r}; {cure}")
     return [*workers]
 
 
@@ -230,7 +213,7 @@ def lone(resources: Mapping[str, float]) -> RayPool:
     module = _ray()
     if not module.is_initialized():
         _connect(module, None)
-    return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, _Functions(), (settings(), 1))])
+    return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, {}, (settings(), 1))])
 
 
 def _connect(module: Any, address: str | None) -> None:

@@ -125,7 +125,7 @@ def evaluate(
             scores = cluster.evaluate(models, sites, correct, metrics=["correct"], min_count=20)
             print(scores.frame())
     """
-    _check(sites, metrics, groups, min_count, level, batch_size, timeout)
+    _check(sites, metrics, groups, min_count, level)
     groups = {"all": _all_rows} if groups is None else dict(groups)
     width = statistics.NormalDist().inv_cdf((1 + level) / 2)
     step, stacked = make_eval_step(models[0], metric_fn), stack_params(models)
@@ -134,9 +134,8 @@ def evaluate(
         try:
             dumps(site.load)
         except Exception as error:
-            raise TypeError(
-                f"site {site.name!r}: load cannot be sent ({one_line_error(error)}); open what it uses inside it"
-            ) from error
+            text = f"site {site.name!r}: load cannot be sent ({one_line_error(error)})"
+            raise TypeError(f"{text}; open what it uses inside it") from error
     with contextlib.ExitStack() as stack:
         pools: dict[str, Pool] = {}
         for site in sites:
@@ -201,11 +200,9 @@ class _Visit:
             return refused
         parts = [self._measured(data, start, rows) for start in range(0, rows, self.batch_size)]
         values = {name: torch.cat([part[name] for part in parts], 1) for name in self.metrics}
+        members = range(num_models(self.stacked))
         scores = {
-            name: [
-                [self._summary(values[metric][member, selected]) for metric in self.metrics]
-                for member in range(num_models(self.stacked))
-            ]
+            name: [[self._summary(values[metric][member, selected]) for metric in self.metrics] for member in members]
             for name, selected in masks.items()
         }
         return {**refused, **scores}
@@ -224,13 +221,12 @@ class _Visit:
     def _summary(self, values: Tensor) -> tuple[int, float, float, float]:
         """Number, mean and interval of some values."""
         count, width = len(values), self.width
-        mean = float(values.double().mean())
+        mean = middle = float(values.double().mean())
+        half = width * float(values.double().std()) / math.sqrt(count)
         if values.dtype == torch.bool:
             middle = (mean + width**2 / (2 * count)) / (1 + width**2 / count)
             half = width * math.sqrt(mean * (1 - mean) / count + (width / (2 * count)) ** 2) / (1 + width**2 / count)
-            return count, mean, middle - half, middle + half
-        half = width * float(values.double().std()) / math.sqrt(count)
-        return count, mean, mean - half, mean + half
+        return count, mean, middle - half, middle + half
 
 
 class _Refusal(Exception):
@@ -254,21 +250,13 @@ def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
     return answer
 
 
-def _check(
-    sites: Any, metrics: Any, groups: Any, min_count: int, level: float, batch_size: int, timeout: float
-) -> None:
+def _check(sites: Any, metrics: Any, groups: Any, min_count: int, level: float) -> None:
     names = [site.name for site in sites]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two sites are named {name!r}")
-    if not sites:
-        raise ValueError("there is no site; pass a list of cluster.Site")
-    if isinstance(metrics, str) or not metrics or len(set(metrics)) < len(metrics):
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"sites are {names}; pass a list of cluster.Site, each with a name of its own")
+    if isinstance(metrics, str) or not metrics or len({*metrics}) < len(metrics):
         raise ValueError(f"metrics is {metrics!r}; pass a list of the names that metric_fn returns, each once")
     if groups is not None and not groups:
         raise ValueError("groups is empty; leave it out for one group of all rows")
-    if not isinstance(min_count, int) or min_count < 2:
-        raise ValueError(f"min_count is {min_count!r}; it must be at least 2, because one row is not a group")
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level!r}; it must be between 0 and 1")
-    if not isinstance(batch_size, int) or batch_size < 1 or not timeout > 0:
-        raise ValueError(f"batch_size is {batch_size!r} and timeout {timeout!r}; both must be more than 0")
+    if min_count < 2 or not 0 < level < 1:
+        raise ValueError(f"min_count is {min_count} and level {level}; give at least 2, and a number between 0 and 1")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import logging
-import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool, Worker
-from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
-from hfta_func.workers.wire import TensorBytes, one_line_error
+from hfta_func.workers.process import Died, FunctionServer, settings
+from hfta_func.workers.wire import dumps, loads, one_line_error
 
 T = TypeVar("T")
-_log = logging.getLogger("hfta_func.workers")
 
 
 class _OtherRank(Worker):
@@ -34,17 +31,15 @@ class _OtherRank(Worker):
                 f"{self.name} has gone, and torchrun starts all ranks anew or none; what was trained before is in the files "
                 f"of resume=, from which the same command goes on"
             )
-        try:
-            _send(pickle.dumps(settings()), self._rank)
-            other = pickle.loads(_receive(self._rank))
-        except RuntimeError as error:
-            raise WorkerError(f"{self.name} cannot be reached ({one_line_error(error)})") from error
-        check_versions(self.name, other)
+        self._asked(dumps(settings()))
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
+    def call(self, *message: Any) -> bytes:
+        return self._asked(message)
+
+    def _asked(self, message: Any) -> Any:
         try:
-            _send(pickle.dumps((number, live, function, arguments)), self._rank)
-            return pickle.loads(_receive(self._rank))
+            dist.send_object_list([message], self._rank)
+            return _received(self._rank)
         except RuntimeError as error:
             self._is_gone = True
             raise Died(one_line_error(error)) from error
@@ -52,10 +47,8 @@ class _OtherRank(Worker):
     def close(self) -> None:
         # It reads this after the call that it is making.
         if not self._is_gone:
-            try:
-                _send(b"", self._rank)
-            except RuntimeError as error:
-                _log.warning("%s has gone (%s)", self.name, one_line_error(error))
+            with contextlib.suppress(RuntimeError):
+                dist.send_object_list([None], self._rank)
 
 
 class _ThisRank(Worker):
@@ -66,8 +59,8 @@ class _ThisRank(Worker):
     def start(self) -> None:
         self._server = FunctionServer(settings())
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        return self._server.call(number, live, function, arguments)
+    def call(self, *message: Any) -> bytes:
+        return self._server.call(*message)
 
 
 def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> T | None:
@@ -86,7 +79,7 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
 
     Raises:
         RuntimeError: if the program was not started by ``torchrun``.
-        WorkerError: if a rank has gone, or has another version of this package.
+        WorkerError: if a rank has gone.
 
     Example:
         .. code-block:: python
@@ -118,22 +111,13 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
 
 def _serve() -> None:
     """Make the calls of rank 0."""
-    server = FunctionServer(pickle.loads(_receive(0)))
-    _send(pickle.dumps(versions()), 0)
-    while message := _receive(0):
-        _send(pickle.dumps(server.call(*pickle.loads(message))), 0)
+    server = FunctionServer(loads(_received(0)))
+    dist.send_object_list([None], 0)
+    while (call := _received(0)) is not None:
+        dist.send_object_list([server.call(*call)], 0)
 
 
-def _send(message: bytes, rank: int) -> None:
-    dist.send(torch.tensor([len(message)]), rank)
-    if message:
-        dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), rank)
-
-
-def _receive(rank: int) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, rank)
-    message = torch.empty(int(size), dtype=torch.uint8)
-    if len(message):
-        dist.recv(message, rank)
-    return TensorBytes.of(message).data
+def _received(rank: int) -> Any:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, rank)
+    return received[0]

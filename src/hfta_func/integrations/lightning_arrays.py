@@ -5,20 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import optim
-from hfta_func._types import SIGNS, direction_of
-from hfta_func.callbacks import early_stopping, while_active
-from hfta_func.errors import HyperparameterError, StackError
+from hfta_func.callbacks import while_active
+from hfta_func.errors import StackError
 from hfta_func.integrations.lightning_optimizers import optimizer_of
 from hfta_func.integrations.lightning_steps import (
     TrainerFacts,
@@ -39,22 +36,14 @@ from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
 
 _AFTER_EPOCHS = "on_validation_epoch_end", "on_train_epoch_end"
-_GRADIENTS = "pass gradient_clip_val, or write what changes gradients as an optimizer, see docs/howto/extend.md"
-_BATCHES = "compute this in training_step, or in on_train_epoch_end"
-_REFUSED = {
-    **dict.fromkeys(("backward", "on_before_backward", "on_after_backward", "configure_gradient_clipping"), _GRADIENTS),
-    **dict.fromkeys(("on_before_zero_grad", "on_before_optimizer_step", "optimizer_zero_grad"), _GRADIENTS),
-    "optimizer_step": "return optimizers and schedulers from configure_optimizers alone",
-    "lr_scheduler_step": "return an LRScheduler of torch.optim from configure_optimizers",
-    "configure_callbacks": "pass callbacks to fit",
-    **dict.fromkeys(
-        (f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")), _BATCHES
-    ),
-    **dict.fromkeys(("on_train_epoch_start", "on_validation_epoch_start"), "use on_train_epoch_end"),
-    **dict.fromkeys(("on_validation_start", "on_validation_end"), "use on_validation_epoch_end"),
-    **dict.fromkeys(("on_validation_model_eval", "on_validation_model_train"), "call eval() on a part in its train()"),
-}
-"""Hooks that members cannot have, and what to do instead."""
+_REFUSED = (
+    *("backward", "on_before_backward", "on_after_backward", "configure_gradient_clipping", "on_before_zero_grad"),
+    *("on_before_optimizer_step", "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step", "configure_callbacks"),
+    *(f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")),
+    *("on_train_epoch_start", "on_validation_epoch_start", "on_validation_start", "on_validation_end"),
+    *("on_validation_model_eval", "on_validation_model_train"),
+)
+"""Hooks that members cannot have."""
 _PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CLIPS = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}
 
@@ -133,9 +122,9 @@ class LightningArray:
         if not bases:
             raise StackError(f"{type(self._members[0]).__qualname__} is no LightningModule; use Experiment for others")
         self._base = bases[0]
-        for name, cure in _REFUSED.items():
-            if self._has(name):
-                raise StackError(f"{self._name} overrides {name}, which no member has for itself; {cure}")
+        for name in filter(self._has, _REFUSED):
+            cure = "docs/howto/lightning.md says what to do instead"
+            raise StackError(f"{self._name} overrides {name}, which no member has for itself; {cure}")
         if not self._members[0].automatic_optimization:
             cure = "return the loss from training_step; several networks train by hfta.joint"
             raise StackError(f"{self._name} has automatic_optimization=False, manual optimization; {cure}")
@@ -180,32 +169,22 @@ class LightningArray:
             StackError: if optimizers, schedulers or callbacks cannot be those of an array.
             TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
         """
-        for name in options.keys() - inspect.signature(fit).parameters:
-            raise TypeError(f"an array's fit has no argument {name}; leave it out, or see docs/howto/lightning.md")
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
         check_choice("precision", precision, (*_PRECISIONS,))
-        for name, count, least in (
-            ("max_epochs", max_epochs, 0),
-            ("accumulate_grad_batches", accumulate_grad_batches, 1),
-        ):
-            if not isinstance(count, Integral) or count < least:
-                raise HyperparameterError(f"{name} is {count!r}; give one number, at least {least}")
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
-        facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
-        vars(facts).update(accumulate_grad_batches=accumulate_grad_batches)
+        facts = dict(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         for member in members:
-            member.trainer = TrainerFacts(**vars(facts))
+            member.trainer = TrainerFacts(**facts, accumulate_grad_batches=accumulate_grad_batches)
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
         is_dealt = isinstance(train, ArrayLoader) and not train.shared
         batches = train.lengths if is_dealt else [operator.length_hint(train)] * len(members)
         updates = [each // accumulate_grad_batches for each in batches]
-        for member, each, count in zip(members, batches, updates, strict=True):
+        for member, each, count in zip(members, batches, updates, strict=False):
             if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
-                counts = (
-                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
+                raise StackError(
+                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches; "
+                    f"choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
                 )
-                cure = "choose a batch size or a Subset of rows that gives a multiple of it" if each else ""
-                raise StackError(f"{counts}; {cure or 'give the data a __len__'}")
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)
@@ -284,10 +263,6 @@ class LightningArray:
         for loaders in (train, validation):
             if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and hasattr(loaders[0], "dataset")):
                 raise StackError("got several dataloaders; pass one for training and one for validation")
-        if isinstance(train, ArrayLoader) and not train.shared and len(train.keys) != len(members):
-            raise StackError(
-                f"the loader is of {len(train.keys)} members, not {len(members)}; give it seeds=array.seeds"
-            )
         return train, validation
 
     def _after_epoch(self, state: TrainState, history: History) -> None:
@@ -327,18 +302,15 @@ def _callback_of(callback: Any) -> Callback:
     if kinds[0].__name__ != "EarlyStopping":
         cure = "restore_best keeps best epochs, resume writes files, and callback(state, history) is called each epoch"
         raise StackError(f"{kinds[0].__name__} is a callback for one Trainer; pass fit none: {cure}")
-    sign, name = SIGNS[direction_of(callback.mode)], callback.monitor
-    # No patience is that of one epoch.
-    patient = early_stopping(name, max(1, callback.patience), abs(callback.min_delta), callback.mode)
 
     def stop(state: TrainState, history: History) -> TrainState:
-        values = sign * present(history, name)[-1]
-        ended = ~values.isfinite() & callback.check_finite
-        if callback.stopping_threshold is not None:
-            ended |= values < sign * callback.stopping_threshold
-        if callback.divergence_threshold is not None:
-            ended |= values > sign * callback.divergence_threshold
-        stopped: Any = patient(state, history)
-        return stopped._replace(active=stopped.active & ~ended.to(stopped.active.device))
+        # Each member has Lightning's own callback, which sees all of its epochs again.
+        columns = present(history, callback.monitor).unbind(1)
+        stoppers = [copy.deepcopy(callback) for _ in columns]
+        ended = [
+            any(stopper._evaluate_stopping_criteria(value)[0] for value in column)
+            for stopper, column in zip(stoppers, columns, strict=True)
+        ]
+        return state._replace(active=state.active & ~torch.tensor(ended, device=state.active.device))
 
     return stop

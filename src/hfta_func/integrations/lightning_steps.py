@@ -28,10 +28,8 @@ class TrainerFacts:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = (
-            f"; it has {', '.join(vars(self))}" if vars(self) else " in a step; use self.log, hparams, or a schedule"
-        )
-        raise TraceError(f"the module reads self.trainer.{name}, which an array does not have{known}")
+        known = ", ".join(vars(self)) or "nothing in a step; use self.log, hparams, or a schedule"
+        raise TraceError(f"the module reads self.trainer.{name}, which an array does not have; it has {known}")
 
 
 class _NoBatchIndex:
@@ -80,8 +78,6 @@ def record_into(model: Any, logged: Logged) -> None:
     def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: Any = None, **__: Any) -> None:
         if reduce_fx not in ("mean", torch.mean):
             raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
-        if not hasattr(value, "__float__"):
-            raise StackError(f"'{name}' is logged as {value!r}; log one number")
         value = torch.as_tensor(value).detach()
         if value.numel() != 1:
             raise StackError(f"'{name}' is logged with shape {list(value.shape)}; log one number, such as its mean")

@@ -15,7 +15,6 @@ from hfta_func import optim, random
 from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.errors import BatchError, HyperparameterError, StackError
 from hfta_func.models.stack import stack_params, unstack_params
-from hfta_func.models.structure import setting_difference
 from hfta_func.run.dataset import generators_restored, seed_all
 from hfta_func.run.fit import Result, fit
 from hfta_func.run.history import Callback, Metrics, Mode
@@ -32,20 +31,12 @@ _PER_MEMBER = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor"),
 }
 _WITHOUT_EFFECT = {"output_dir", "logging_dir", "run_name", "report_to", "hub_model_id", "project"}
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "max_steps": ((-1, 0), "give num_train_epochs"),
-    "eval_strategy": (("no", "epoch"), "evaluate by epoch"),
-    "eval_on_start": ((False,), "call trainer.evaluate() before"),
-    "eval_delay": ((0, 1), "leave it out, since an array evaluates after every epoch"),
-    "train_sampling_strategy": (("random", "sequential"), "the others draw from a generator of all models"),
-    "neftune_noise_alpha": ((None,), "add the noise in the model"),
-    "gradient_checkpointing": ((False,), "pass checkpoint=True"),
-    "torch_compile": ((False,), "pass compile=True"),
-    **dict.fromkeys(("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"), ((False,), "leave it out")),
-    "auto_find_batch_size": ((False,), "give per_device_train_batch_size"),
-    **dict.fromkeys(("fsdp", "deepspeed"), ((None, "", [], False), "an array is on one device")),
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict(max_steps=(-1, 0), eval_strategy=("no", "epoch"), train_sampling_strategy=("random", "sequential")),
+    **dict.fromkeys(("neftune_noise_alpha", "fsdp", "deepspeed"), (None, "", [], False)),
+    **dict.fromkeys(("gradient_checkpointing", "torch_compile", "auto_find_batch_size"), (False,)),
 }
-"""Arguments that only have an effect on one Trainer, the values that an array takes, and what to do instead."""
+"""Arguments that only have an effect on one Trainer, and the values that an array takes."""
 _OVERRIDDEN = (
     *("train", "training_step", "evaluate", "evaluation_loop", "_inner_training_loop", "_run_epoch", "_clip_grad_norm"),
     *("log", "get_batch_samples", "_maybe_log_save_evaluate"),
@@ -156,8 +147,9 @@ def _check(trainers: Sequence[Any]) -> None:
             member = next(member for member, value in enumerate(values) if value != values[0])
             difference = f"model {member}: {name} is {values[member]!r} but that of model 0 is {values[0]!r}"
             raise StackError(f"{difference}; train an array for each")
-    for name, (taken, cure) in _REFUSED.items():
+    for name, taken in _TAKEN.items():
         if name in settings[0] and settings[0][name] not in taken:
+            cure = "docs/howto/trainers.md says what to do instead"
             raise StackError(f"{name} is {settings[0][name]!r}, which has no effect on an array; {cure}")
     if settings[0]["num_train_epochs"] % 1:
         raise StackError(f"num_train_epochs is {settings[0]['num_train_epochs']}; give a whole number")
@@ -172,8 +164,8 @@ def _check(trainers: Sequence[Any]) -> None:
         if type(trainer) is not type(trainers[0]):
             raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
         for field in ("eval_dataset", "compute_loss_func"):
-            given = getattr(trainer, field), getattr(trainers[0], field)
-            if type(given[0]) is not type(given[1]) or setting_difference(*given, field, ()):
+            value, expected = getattr(trainer, field), getattr(trainers[0], field)
+            if value is not expected and value != expected:
                 raise StackError(f"model {member}: its {field} is another one than that of model 0; give all the same")
 
 
@@ -187,15 +179,12 @@ def _callbacks(trainers: Sequence[Any]) -> list[Callback]:
     callbacks: list[Callback] = []
     for callback in trainers[0].callback_handler.callbacks:
         name, args = type(callback).__qualname__, trainers[0].args
-        if name == "EarlyStoppingCallback":
-            if callback.early_stopping_threshold:
-                raise StackError(
-                    "EarlyStoppingCallback has a threshold, which counts from another best value; leave it out"
-                )
+        if name == "EarlyStoppingCallback" and not callback.early_stopping_threshold:
             metric, mode = _best_metric(args)
             callbacks.append(early_stopping(metric, callback.early_stopping_patience, mode=mode))
-        elif not type(callback).__module__.startswith("transformers."):
-            raise StackError(f"{name} is a callback for one Trainer; pass callbacks=[...] with one of fit instead")
+        elif name == "EarlyStoppingCallback" or not type(callback).__module__.startswith("transformers."):
+            cure = "pass callbacks=[...] with one of fit, and EarlyStoppingCallback without a threshold"
+            raise StackError(f"{name} is a callback for one Trainer; {cure}")
     return callbacks
 
 

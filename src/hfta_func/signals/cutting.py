@@ -58,21 +58,16 @@ def windows(
     """
     persons = [signals] if isinstance(signals, Signal) else [*signals]
     events = [events] if isinstance(signals, Signal) else events
-    if not persons or not all(isinstance(each, Signal) for each in persons):
+    if not persons:
         raise BatchError("there must be a signal, or a list of them with at least one person's")
     events = [None] * len(persons) if events is None else [*events]
     if len(events) != len(persons):
         raise BatchError(f"{len(events)} events for {len(persons)} persons; give one pair (times, labels) each")
-    without = [person for person, each in enumerate(events) if each is None]
-    if 0 < len(without) < len(events):
-        raise BatchError(f"person {without[0]} has no events, but others have; give all persons labels, or none")
     first = persons[0]
     for person, signal in enumerate(persons):
         if (signal.rate, len(signal.values)) != (first.rate, len(first.values)):
-            raise BatchError(
-                f"person {person} has {len(signal.values)} channels at {signal.rate:g} Hz but person 0 has "
-                f"{len(first.values)} at {first.rate:g} Hz; resample and choose channels first"
-            )
+            one, other = (f"{len(each.values)} channels at {each.rate:g} Hz" for each in (signal, first))
+            raise BatchError(f"person {person} has {one} but person 0 has {other}; resample and choose channels first")
     size, step = first.whole(length, "length"), first.whole(hop, "hop")
     # Every person begins on the grid of hops.
     zeros = first.values.new_zeros(len(first.values), max(size, step))
@@ -94,9 +89,8 @@ def windows(
     if not labels:
         return Windows(values, None, rows, times)
     named = torch.cat(labels)
-    return Windows(
-        values, named.new_zeros(len(values), *named.shape[1:]).index_put((torch.cat(rows),), named), rows, times
-    )
+    by_window = named.new_zeros(len(values), *named.shape[1:]).index_put((torch.cat(rows),), named)
+    return Windows(values, by_window, rows, times)
 
 
 def _without_gaps(signal: Signal, size: int, step: int) -> Tensor:
@@ -113,8 +107,6 @@ def _without_gaps(signal: Signal, size: int, step: int) -> Tensor:
 
 def _labelled(signal: Signal, events: Any, begins: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Of windows that begin at these samples, those with one label, and their labels."""
-    if not isinstance(events, Sequence) or len(events) != 2:
-        raise BatchError(f"events is a {type(events).__qualname__}; give a pair (times, labels)")
     at = as_tensor(events[0], "times of events", dtype=torch.float64, device=begins.device)
     labels = as_tensor(events[1], "labels of events", device=begins.device)
     if at.dim() != 1 or not len(at) or labels.dim() == 0 or len(labels) != len(at):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func.errors import BatchError
-from hfta_func.signals.signal import Signal, for_each, naming, numbers
+from hfta_func.signals.signal import Signal, for_each, numbers
 
 
 def _blocks(leaf: Tensor, size: int) -> list[Tensor]:
@@ -85,13 +84,15 @@ def resample(signal: Any, rate: float) -> Any:
     return signal.made(sums.div_(counts.clamp_(min=1)), gaps, rate=rate)
 
 
-def join(*signals: Any) -> Any:
+@for_each
+def join(first: Any, *others: Any) -> Any:
     """Signals of any rates as channels of one, at the first one's times, over the time that all of them have.
 
     A sample of a signal holds until its next one. What is a gap in one of them is a gap in the result.
 
     Args:
-        signals: Several :class:`Signal`, or lists with one a person each.
+        first: A :class:`Signal`, or a list with one a person.
+        others: Further ones, or lists.
 
     Raises:
         BatchError: if signals have no time in common, or lists are of different lengths.
@@ -101,22 +102,6 @@ def join(*signals: Any) -> Any:
         tensor([[1., 2., 3., 4.],
                 [5., 5., 6., 6.]])
     """
-    if not signals:
-        raise BatchError("there is no signal to join; pass at least one")
-    if not isinstance(signals[0], Signal):
-        if len({len(persons) if isinstance(persons, Sequence) else -1 for persons in signals}) > 1:
-            raise BatchError("lists of signals to join must have one signal a person each")
-        joined = []
-        for person, each in enumerate(zip(*signals, strict=True)):
-            with naming(person):
-                joined.append(_joined(*each))
-        return joined
-    return _joined(*signals)
-
-
-def _joined(first: Signal, *others: Signal) -> Signal:
-    if not all(isinstance(each, Signal) for each in (first, *others)):
-        raise BatchError("join takes signals, or lists of them with one signal a person each; give all in one form")
     begin, end = max(each.start for each in (first, *others)), min(each.end for each in (first, *others))
     low, high = first.place(begin), first.place(end)
     if low >= high:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,8 +53,7 @@ class Signal:
             raise BatchError(
                 f"valid is {[*valid.shape]} of {valid.dtype}; give [{values.shape[1]}] booleans, one per sample"
             )
-        are_numbers = hasattr(rate, "__float__") and hasattr(start, "__float__")
-        if not (are_numbers and math.isfinite(rate) and rate > 0 and math.isfinite(start)):
+        if not (math.isfinite(rate) and rate > 0 and math.isfinite(start)):
             raise BatchError(f"rate is {rate!r} and start {start!r}; give finite numbers, and a positive rate")
         # A sum is cheaper than a mask, and NaN wherever a sample is.
         if bool(values.sum().isnan()):
@@ -158,11 +158,9 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
     if skips is None:
         at = int(times.diff().argmin())
         first, second = times[at].item(), times[at + 1].item()
-        cure = (
-            "sort them" if second < first else "keep one sample of each time" if second == first else "give that rate"
-        )
-        said = "" if second <= first else f", which say {1 / float(times.diff().median()):.6g} Hz, not {rate:g}"
-        raise BatchError(f"samples {at} and {at + 1} are at {first:.9g} and {second:.9g} s{said}; {cure}")
+        said = "" if second <= first else f" say {1 / float(times.diff().median()):.6g} Hz, not {rate:g};"
+        cure = "sort them, keep one sample of each time, and give the rate of the times"
+        raise BatchError(f"samples {at} and {at + 1} are at {first:.9g} and {second:.9g} s;{said} {cure}")
     # Stretches without gaps are copied as wholes, wherever their first samples are.
     begins = torch.cat([skips.new_zeros(1), skips])
     lengths = torch.cat([skips, skips.new_tensor([len(times)])]) - begins
@@ -178,10 +176,8 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
         return values.made(values.values, values.gaps, start=times[0].item())
     zeros = values.values.new_zeros(len(values.values), int(missing.max()))
     first, *stretches = values.values.split(lengths.tolist(), 1)
-    parts = (
-        part for size, stretch in zip(missing.tolist(), stretches, strict=True) for part in (zeros[:, :size], stretch)
-    )
-    grid = torch.cat([first, *parts], 1)
+    pairs = zip((zeros[:, :size] for size in missing.tolist()), stretches, strict=True)
+    grid = torch.cat([first, *itertools.chain.from_iterable(pairs)], 1)
     between = torch.arange(int(missing.sum()), device=times.device) + skips.repeat_interleave(missing)
     if len(values.gaps):
         moved = values.gaps + (at - begins)[torch.searchsorted(skips, values.gaps, right=True)]
@@ -195,10 +191,9 @@ def as_tensor(values: Any, name: str, **options: Any) -> Tensor:
     # Those of pandas cannot be written, which PyTorch warns of.
     array = array if getattr(getattr(array, "flags", None), "writeable", True) else array.copy()
     try:
-        tensor = torch.as_tensor(array, **options)
-        if tensor.is_complex() or hasattr(values, "columns"):
-            raise TypeError("they are complex" if tensor.is_complex() else "it is a table")
-        return tensor
+        if hasattr(values, "columns"):
+            raise TypeError("it is a table")
+        return torch.as_tensor(array, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(
             f"{name} cannot be read as real numbers ({error}); give a tensor or an array: of dates their seconds, of names "
@@ -221,18 +216,20 @@ def naming(person: int | None) -> Iterator[None]:
 
 
 def for_each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function of a signal also take a list of them, one a person."""
+    """Have a function of one or several signals also take lists of them, one a person."""
 
     @functools.wraps(function)
-    def call(signals: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(signals, Signal):
-            return function(signals, *args, **kwargs)
-        if not isinstance(signals, Sequence) or not all(isinstance(signal, Signal) for signal in signals):
-            raise BatchError(f"expected a Signal, or a list of them, but got a {type(signals).__qualname__}")
+    def call(*args: Any, **kwargs: Any) -> Any:
+        lists = [arg for arg in args if isinstance(arg, list | tuple)]
+        if not lists:
+            return function(*args, **kwargs)
+        if len({*map(len, lists)}) > 1:
+            raise BatchError("lists of signals must have one signal a person each")
         results = []
-        for person, signal in enumerate(signals):
+        for person in range(len(lists[0])):
             with naming(person):
-                results.append(function(signal, *args, **kwargs))
+                each = (arg[person] if isinstance(arg, list | tuple) else arg for arg in args)
+                results.append(function(*each, **kwargs))
         return results
 
     return call

@@ -63,11 +63,9 @@ def stream(
 
     for chunk in chunks:
         given = chunk if isinstance(chunk, tuple) else (chunk,)
-        kinds = [(one.rate, len(one.values)) if isinstance(one, Signal) else None for one in given]
-        if not kinds or None in kinds or (held and kinds != [(part.rate, len(part.values)) for part in held]):
-            raise BatchError(
-                "a chunk must be a Signal, or a tuple of them, with rates and channels as those of the first"
-            )
+        kinds, before = ([(one.rate, len(one.values)) for one in parts] for parts in (given, held))
+        if held and kinds != before:
+            raise BatchError(f"chunks have rates and channels {before} and then {kinds}; give all the same")
         origin = origin if held else given[0].start
         for signal, expected in zip(given, [part.end for part in held] or [origin] * len(given), strict=True):
             signal.whole(block, "block")

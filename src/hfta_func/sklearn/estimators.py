@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,9 @@ import hfta_func as hfta
 from hfta_func._types import require
 from hfta_func.errors import HyperparameterError
 
-numpy, base, multiclass, validation = (
+numpy, base, metrics, multiclass, validation = (
     require(name, "sklearn")
-    for name in ("numpy", "sklearn.base", "sklearn.utils.multiclass", "sklearn.utils.validation")
+    for name in ("numpy", "sklearn.base", "sklearn.metrics", "sklearn.utils.multiclass", "sklearn.utils.validation")
 )
 
 # Negative, to differ from what a loader draws by the same keys.
@@ -41,6 +42,7 @@ class ArrayEstimator(base.BaseEstimator):
     """What classifier and regressor share."""
 
     _default_loss: Callable[[Tensor, Tensor], Tensor]
+    _metric: Callable[..., float]
 
     # scikit-learn reads parameters from the signature.
     def __init__(
@@ -94,8 +96,7 @@ class ArrayEstimator(base.BaseEstimator):
             ValueError: if a shape or value does not fit, as everywhere in scikit-learn.
         """
         inputs, targets = self._learn_classes(X, y)
-        self._shape = tuple(inputs.shape[1:])
-        names = numpy.zeros(len(inputs)) if groups is None else _column(groups, len(inputs))
+        names = numpy.zeros(len(inputs)) if groups is None else _column(groups, inputs)
         self.groups_, which = numpy.unique(names, return_inverse=True)
         rows = [torch.tensor(which == group).nonzero().flatten() for group in range(len(self.groups_))]
         ((_, fitted),) = train([self] * len(rows), (inputs, targets), rows)
@@ -103,27 +104,29 @@ class ArrayEstimator(base.BaseEstimator):
         self.model_, self.params_, self.history_ = fitted
         return self
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
+        """The share of labels predicted, or the coefficient of determination."""
+        return self._metric(y, self.predict(X, groups), sample_weight=sample_weight)
+
     def models(self) -> list[nn.Module]:
         """The models in the order of ``groups_``, as ordinary modules."""
         validation.check_is_fitted(self, "params_")
         return hfta.unstack_params(self.model_, *self.params_)
 
-    def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        """Checked samples and targets as tensors; sets the classes and the number of outputs."""
-        raise NotImplementedError
+    predict: Callable[..., Any]
+    _learn_classes: Callable[[Any, Any], tuple[Tensor, Tensor]]
+    """Checked samples and targets as tensors; sets the classes and the number of outputs."""
 
     def _scores(self, X: Any, groups: Any, finish: Callable[[Tensor], Tensor]) -> Any:
         """What the model of each sample's group makes of it, or the mean over all models, as an array."""
         validation.check_is_fitted(self, "params_")
         X = validation.validate_data(self, X, reset=False, allow_nd=True)
-        if X.shape[1:] != self._shape:
-            raise HyperparameterError(f"X is {[*X.shape]}, but fit had {[*self._shape]} a sample; give such")
         dtype = next(self.model_.parameters()).dtype
         inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
         if groups is None or not self._is_grouped:
             outputs = hfta.predict(self.model_, self.params_, inputs.split(_ROWS)).outputs
             return finish(outputs).mean(0).cpu().numpy()
-        names = _column(groups, len(inputs))
+        names = _column(groups, inputs)
         unknown = sorted({*names.tolist()} - {*self.groups_.tolist()})
         if unknown:
             raise HyperparameterError(
@@ -183,6 +186,8 @@ class ArrayClassifier(base.ClassifierMixin, ArrayEstimator):
     """
 
     _default_loss = staticmethod(nn.functional.cross_entropy)
+    _metric = staticmethod(metrics.accuracy_score)
+    score = ArrayEstimator.score
 
     def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         X, y = validation.validate_data(self, X, y, allow_nd=True)
@@ -200,12 +205,6 @@ class ArrayClassifier(base.ClassifierMixin, ArrayEstimator):
         best = self.predict_proba(X, groups).argmax(1)
         return self.classes_[best]
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
-        """The share of labels predicted."""
-        return require("sklearn.metrics", "sklearn").accuracy_score(
-            y, self.predict(X, groups), sample_weight=sample_weight
-        )
-
 
 class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
     """A regressor, or one per group, whose models train as one array; arguments and attributes are those of the classifier.
@@ -219,6 +218,8 @@ class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
     """
 
     _default_loss = staticmethod(nn.functional.mse_loss)
+    _metric = staticmethod(metrics.r2_score)
+    score = ArrayEstimator.score
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -237,19 +238,11 @@ class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
         values = self._scores(X, groups, Tensor.double)
         return values[:, 0] if self._is_single else values
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
-        """The coefficient of determination."""
-        return require("sklearn.metrics", "sklearn").r2_score(y, self.predict(X, groups), sample_weight=sample_weight)
 
-
-def _column(values: Any, count: int) -> Any:
-    """A name per sample; a ValueError for another shape."""
-    column = validation.column_or_1d(values)
-    if len(column) != count:
-        raise HyperparameterError(f"groups has {len(column)} entries for {count} samples; give one per sample")
-    kinds = {type(name).__name__ for name in column.tolist()}
-    if len(kinds) > 1 or bool((column != column).any()):
-        raise HyperparameterError(f"groups are {', '.join(sorted(kinds))}, or NaN; give names or numbers, of one kind")
+def _column(values: Any, samples: Any) -> Any:
+    """A name per sample; a ValueError for another shape, or a name that is missing."""
+    column = validation.column_or_1d(validation.check_array(values, ensure_2d=False, dtype=None))
+    validation.check_consistent_length(samples, column)
     return column
 
 
@@ -263,13 +256,10 @@ def train(
     """
     arrays: dict[str, list[int]] = {}
     for place, estimator in enumerate(estimators):
-        settings = estimator.get_params(deep=False)
-        named = {
-            name: "a float" if isinstance(value, float) else value
-            for name, value in (estimator.model_params or {}).items()
-        }
-        differing = {"lr": None, "weight_decay": None, "random_state": None, "model_params": named}
-        arrays.setdefault(repr({**settings, **differing}), []).append(place)
+        settings = estimator.get_params(deep=False) | dict.fromkeys(("lr", "weight_decay", "random_state"))
+        params = (estimator.model_params or {}).items()
+        settings["model_params"] = {name: "a float" if isinstance(value, float) else value for name, value in params}
+        arrays.setdefault(repr(settings), []).append(place)
     return [
         (places, _train_array([estimators[place] for place in places], data, [rows[place] for place in places]))
         for places in arrays.values()
@@ -285,12 +275,10 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         return loss(model(batch[0]), batch[1])
 
     seeds = [_seed(estimator.random_state) for estimator in estimators]
-    columns: dict[str, Any] = {
-        name: [estimator.model_params[name] for estimator in estimators] for name in first.model_params or {}
-    }
-    columns["lr"] = [estimator.lr for estimator in estimators]
-    if any(estimator.weight_decay for estimator in estimators):
-        columns["weight_decay"] = [estimator.weight_decay for estimator in estimators]
+    rows_of = [{**(one.model_params or {}), "lr": one.lr, "weight_decay": one.weight_decay} for one in estimators]
+    columns: dict[str, Any] = {name: [row[name] for row in rows_of] for name in rows_of[0]}
+    if not any(columns["weight_decay"]):
+        del columns["weight_decay"]
     experiment = hfta.Experiment(make_model, loss_fn, first.optimizer, seeds=seeds, **columns)
     dtype = next(experiment.model.parameters(), inputs).dtype
     inputs = inputs.to(first.device, dtype)
@@ -299,12 +287,8 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
     options: dict[str, Any] = {}
     if first.patience is not None:
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
-        options["evaluate"] = (experiment.metric, (inputs, targets), held_out)
-        options |= {
-            "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)],
-            "restore_best": "val_loss",
-            "compact": True,
-        }
+        options = {"evaluate": (experiment.metric, (inputs, targets), held_out), "restore_best": "val_loss"}
+        options |= {"compact": True, "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)]}
     experiment.fit(
         *((inputs, targets), first.batch_size),
         epochs=first.epochs,
@@ -340,13 +324,11 @@ def _held_out(rows: Tensor, seed: int, share: float) -> tuple[Tensor, Tensor]:
 
 def _check_outputs(model: nn.Module, inputs: Tensor, outputs: int) -> None:
     """Raise a HyperparameterError unless a model returns ``[N, outputs]``."""
-    trains = model.training
     with torch.no_grad():
-        result = model.to(inputs.device).eval()(inputs)
-    model.train(trains)
-    if not isinstance(result, Tensor) or result.shape != (len(inputs), outputs):
-        what = [*result.shape] if isinstance(result, Tensor) else f"a {type(result).__qualname__}"
+        result = copy.deepcopy(model).to(inputs.device).eval()(inputs)
+    shape = [*result.shape] if isinstance(result, Tensor) else f"a {type(result).__qualname__}"
+    if shape != [len(inputs), outputs]:
         raise HyperparameterError(
-            f"the model returns {what} for {len(inputs)} samples; it must return [{len(inputs)}, {outputs}], one column per "
+            f"the model returns {shape} for {len(inputs)} samples; it must return [{len(inputs)}, {outputs}], one column per "
             f"class or target, so let make_model(shape, outputs) use its second argument"
         )

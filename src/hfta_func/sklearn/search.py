@@ -58,7 +58,7 @@ def cross_val_score(
     return scores if by is None else dict(zip(numpy.unique(names).tolist(), by_name, strict=True))
 
 
-class ArraySearchCV(base.MetaEstimatorMixin, base.BaseEstimator):
+class ArraySearchCV(selection.GridSearchCV):
     """A search over settings by cross-validation, whose folds and settings are members of arrays; as ``GridSearchCV``.
 
     Args:
@@ -83,19 +83,9 @@ class ArraySearchCV(base.MetaEstimatorMixin, base.BaseEstimator):
         0.1
     """
 
+    # scikit-learn reads parameters from the signature.
     def __init__(self, estimator: Any, param_grid: Any, *, scoring: Any = None, cv: Any = 5, refit: bool = True):
-        self.estimator = estimator
-        self.param_grid = param_grid
-        self.scoring = scoring
-        self.cv = cv
-        self.refit = refit
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        inner = self.estimator.__sklearn_tags__()
-        for name in ("estimator_type", "classifier_tags", "regressor_tags", "input_tags", "target_tags"):
-            setattr(tags, name, getattr(inner, name))
-        return tags
+        super().__init__(estimator, param_grid, scoring=scoring, cv=cv, refit=refit)
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> ArraySearchCV:
         """Search; ``groups`` is what the splitter keeps together."""
@@ -105,44 +95,17 @@ class ArraySearchCV(base.MetaEstimatorMixin, base.BaseEstimator):
             raise HyperparameterError("param_grid has no setting; give lists of values by name, or a list of settings")
         splits = _splits(self.estimator, X, numpy.asarray(y), groups, self.cv)
         scores = _scores(self.estimator, settings, X, y, splits, self.scoring)
-        means = scores.mean(1)
-        ranked = numpy.where(numpy.isnan(means), -numpy.inf, means)
-        self.n_splits_ = len(splits)
-        self.cv_results_ = {
-            "params": settings,
-            **{
-                f"param_{name}": numpy.ma.array(
-                    [setting.get(name) for setting in settings], object, mask=[name not in s for s in settings]
-                )
-                for name in dict.fromkeys(name for setting in settings for name in setting)
-            },
-            **{f"split{fold}_test_score": column for fold, column in enumerate(scores.T)},
-            "mean_test_score": means,
-            "std_test_score": scores.std(1),
-            "rank_test_score": 1 + (ranked[:, None] < ranked).sum(1),
-        }
-        self.best_index_ = int(ranked.argmax())
-        self.best_params_, self.best_score_ = settings[self.best_index_], float(means[self.best_index_])
+        rows = [{"test_scores": score, "fit_time": 0.0, "score_time": 0.0} for score in scores.flatten()]
+        results = self._format_results(settings, len(splits), rows)
+        self.cv_results_ = {name: column for name, column in results.items() if not name.endswith("_time")}
+        self.n_splits_, self.multimetric_ = len(splits), False
+        self.scorer_ = metrics.check_scoring(self.estimator, self.scoring)
+        self.best_index_ = int(results["rank_test_score"].argmin())
+        self.best_params_ = settings[self.best_index_]
+        self.best_score_ = float(results["mean_test_score"][self.best_index_])
         if self.refit:
             self.best_estimator_ = base.clone(self.estimator).set_params(**self.best_params_).fit(X, y)
-            self.classes_ = getattr(self.best_estimator_, "classes_", None)
         return self
-
-    def predict(self, X: Any) -> Any:
-        """What the best estimator predicts."""
-        return self._best().predict(X)
-
-    def predict_proba(self, X: Any) -> Any:
-        """The probabilities of the best estimator, for classifiers."""
-        return self._best().predict_proba(X)
-
-    def score(self, X: Any, y: Any) -> float:
-        """The score of the best estimator."""
-        return metrics.check_scoring(self._best(), self.scoring)(self._best(), X, y)
-
-    def _best(self) -> Any:
-        validation.check_is_fitted(self, "best_estimator_")
-        return self.best_estimator_
 
 
 def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any = None) -> list[tuple[Any, Any]]:
@@ -174,7 +137,7 @@ def _scores(
     for setting in settings:
         for trained, _ in splits:
             member = base.clone(estimator).set_params(**setting)
-            vars(member).update(learned, groups_=numpy.zeros(1), _is_grouped=False, _shape=tuple(data[0].shape[1:]))
+            vars(member).update(learned, groups_=numpy.zeros(1), _is_grouped=False)
             members.append(member)
             rows.append(torch.as_tensor(trained))
     scorer, scores = metrics.check_scoring(first, scoring), numpy.zeros(len(members))

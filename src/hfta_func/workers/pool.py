@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -30,7 +32,7 @@ class Worker(Protocol):
         """Start, or start anew, without any function; raises a WorkerError if it cannot."""
         ...
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
+    def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
         ...
 
@@ -41,48 +43,44 @@ class Worker(Protocol):
         """Release its resources, when it is not used any more."""
 
 
-class _Call(NamedTuple):
-    """A call that waits or runs; ``function`` is the number of its function."""
+@dataclasses.dataclass
+class _Call:
+    """A call that waits, or is made by a ``worker`` since a time."""
 
-    number: int
-    function: int
+    function: tuple[int, Callable[..., Any], bytes]
     arguments: bytes
     limit: int
+    deaths: int = 0
+    worker: str = ""
+    since: float = 0.0
 
 
 class Pool(Executor):
     """An :class:`~hfta_func.workers.executor.Executor` of workers, which are started at once.
 
-    With ``share`` large tensors of functions are in files that the workers map into memory. A call whose workers have died
-    ``tries`` times in a row is given up.
+    With ``share`` large tensors of functions are in memory that the workers share. A call whose workers have died ``tries``
+    times in a row is given up.
     """
 
     def __init__(
         self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = (), tries: int = TRIES
     ):
-        self.count, self.limits = len(workers), tuple(limits)
-        self._workers, self.shares, self._most_tries = workers, share, tries
+        self.count, self.limits, self.shares = len(workers), tuple(limits), share
+        self._workers, self._tries = workers, tries
         self._folder: Folder | None = None
-        # The number of each function by its id; the function is kept so that no other one gets its id.
-        self._functions: dict[int, tuple[int, Callable[..., Any]]] = {}
-        self._bytes: dict[int, bytes] = {}
+        # By its id, the number, object and bytes of each function; the object is kept so that no other one gets its id.
+        self._functions: dict[int, tuple[int, Callable[..., Any], bytes]] = {}
         self._numbers = itertools.count()
-        self._waiting: collections.deque[_Call] = collections.deque()
+        self._calls: dict[int, _Call] = {}
+        self._waiting: list[int] = []
         self._changed = threading.Condition()
-        self._tries: dict[int, int] = {}
-        self._busy: dict[int, tuple[str, float]] = {}
-        # By name of the worker.
-        self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self._deaths: collections.Counter[str] = collections.Counter()
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._closed = False
-        # Number of living workers by limit.
-        self._alive: collections.Counter[int] = collections.Counter()
-        self._failed: WorkerError | None = None
-        self._threads = [
-            threading.Thread(target=self._serve, args=(worker, limit), daemon=True)
-            for worker, limit in zip(workers, self.limits or [0] * len(workers), strict=True)
-        ]
+        # By name of the worker; and number of living workers by limit.
+        self._seconds, self._deaths = collections.Counter[str](), collections.Counter[str]()
+        self._alive = collections.Counter[int]()
+        self._closed, self._failed = False, None
+        places = zip(workers, self.limits or [0] * len(workers), strict=True)
+        self._threads = [threading.Thread(target=self._serve, args=place, daemon=True) for place in places]
         for thread in self._threads:
             thread.start()
 
@@ -105,33 +103,29 @@ class Pool(Executor):
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
         """Wait until one worker of each limit is ready, or ``everyone``; returns whether they are, and raises what failed."""
-        limits = {*self.limits} or {0}
 
-        def are_ready() -> bool:
-            return self._alive.total() >= self.count if everyone else limits <= {*+self._alive}
-
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed is not None or are_ready(), timeout)
+        def is_known() -> bool:
             if self._failed is not None:
                 raise self._failed
-            return are_ready()
+            return self._alive.total() >= self.count if everyone else {*(self.limits or [0])} <= {*+self._alive}
+
+        with self._changed:
+            return self._changed.wait_for(is_known, timeout)
 
     def prepare(self, function: Callable[..., Any]) -> None:
         """Turn a function into bytes, which the first :meth:`submit` does otherwise; raises a TypeError if it cannot."""
-        if id(function) not in self._functions:
-            if self._folder is None and self.shares:
-                self._folder = Folder()
-            try:
-                content = dumps(function, self._folder)
-            except Exception as error:
-                name = getattr(function, "label", getattr(function, "__qualname__", type(function).__qualname__))
-                raise TypeError(
-                    f"{name} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the "
-                    f"function that uses it, or move it to a module that they can import"
-                ) from error
-            number = next(self._numbers)
-            self._functions[id(function)] = number, function
-            self._bytes[number] = content
+        if id(function) in self._functions:
+            return
+        if self._folder is None and self.shares:
+            self._folder = Folder()
+        try:
+            self._functions[id(function)] = next(self._numbers), function, dumps(function, self._folder)
+        except Exception as error:
+            name = getattr(function, "label", getattr(function, "__qualname__", type(function).__qualname__))
+            raise TypeError(
+                f"{name} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the function that "
+                f"uses it, or move it to a module that they can import"
+            ) from error
 
     def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
         """See :class:`~hfta_func.workers.executor.Executor`.
@@ -143,13 +137,12 @@ class Pool(Executor):
         if self._closed:
             raise WorkerError("these workers have been closed; make new ones")
         self.prepare(function)
-        function_number, _ = self._functions[id(function)]
-        call = _Call(next(self._numbers), function_number, dumps(arguments), limit)
+        number, call = next(self._numbers), _Call(self._functions[id(function)], dumps(arguments), limit)
         with self._changed:
-            self._tries[call.number] = 0
-            self._waiting.append(call)
+            self._calls[number] = call
+            self._waiting.append(number)
             self._changed.notify_all()
-        return call.number
+        return number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """See :class:`~hfta_func.workers.executor.Executor`.
@@ -158,39 +151,35 @@ class Pool(Executor):
             timeout: Seconds to wait at most.
 
         Raises:
-            WorkerError: if no worker is left, or one cannot be used.
+            WorkerError: if a worker cannot be started.
             queue.Empty: if there is no answer in time.
         """
         while True:
             number, answer = self._answers.get(timeout=timeout)
             if number < 0:
                 raise answer
-            if self._tries.pop(number, None) is not None:
+            if self._calls.pop(number, None) is not None:
                 return number, answer
 
     def forget(self, function: Callable[..., Any] | None = None) -> None:
         """See :class:`~hfta_func.workers.executor.Executor`; calls that run go on, and their answers are dropped."""
         with self._changed:
             if function is not None:
-                if id(function) in self._functions:
-                    del self._bytes[self._functions.pop(id(function))[0]]
+                self._functions.pop(id(function), None)
                 return
-            self._waiting.clear()
-            self._tries.clear()
-            self._functions.clear()
-            self._bytes = {}
+            for kept in (self._waiting, self._calls, self._functions):
+                kept.clear()
             folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
 
     def busy(self) -> dict[int, tuple[str, float]]:
         """See :class:`~hfta_func.workers.executor.Executor`."""
-        return dict(self._busy)
+        return {number: (call.worker, call.since) for number, call in [*self._calls.items()] if call.worker}
 
     def record(self) -> dict[str, tuple[float, int]]:
         """By name of each worker that has made calls, its seconds at work and its number of deaths."""
-        with self._changed:
-            return {worker: (seconds, self._deaths[worker]) for worker, seconds in self._seconds.items()}
+        return {worker: (seconds, self._deaths[worker]) for worker, seconds in [*self._seconds.items()]}
 
     @property
     def deaths(self) -> int:
@@ -200,32 +189,21 @@ class Pool(Executor):
     def _serve(self, worker: Worker, limit: int) -> None:
         """The program of a worker's thread."""
         try:
-            worker.start()
-            self._add_alive(limit, 1)
-            known: set[int] = set()
-            while (call := self._next(limit)) is not None:
-                if not self._do(worker, call, known):
-                    known.clear()
-                    self._add_alive(limit, -1)
-                    worker.start()
-                    self._add_alive(limit, 1)
+            while not self._closed:
+                worker.start()
+                self._add_alive(limit, 1)
+                known: set[int] = set()
+                while (number := self._next(limit)) is not None and self._made(worker, number, known):
+                    pass
+                self._add_alive(limit, -1)
         except Exception as error:
-            with self._changed:
-                self.count -= 1
-                # One such limit less.
-                self.limits = (*(collections.Counter(self.limits) - collections.Counter([limit])).elements(),)
-                if self._closed:
-                    return
-                alike = self.limits.count(limit) if limit else self.count
-            _log.error("%s cannot go on: %s", worker.name, error)
             # Even if other workers can go on: the cause, such as another version, is one to be mended.
-            is_to_mend = isinstance(error, WorkerError)
-            if is_to_mend or alike == 0:
-                failed = error if is_to_mend else WorkerError(f"{worker.name}: {one_line_error(error)}")
+            failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {one_line_error(error)}")
+            if not self._closed:
+                _log.error("%s cannot go on: %s", worker.name, failed)
+                self._failed = failed
                 self._answers.put((-1, failed))
-                with self._changed:
-                    self._failed = failed
-                    self._changed.notify_all()
+                self._add_alive(limit, 0)
         finally:
             worker.close()
 
@@ -234,65 +212,59 @@ class Pool(Executor):
             self._alive[limit] += change
             self._changed.notify_all()
 
-    def _next(self, limit: int) -> _Call | None:
+    def _next(self, limit: int) -> int | None:
         """The first call for a worker with a limit, or for a smaller one if no such worker lives; None at the end."""
         with self._changed:
             while not self._closed:
-                for call in self._waiting:
-                    if call.limit in (0, limit) or (call.limit < limit and not self._alive[call.limit]):
-                        self._waiting.remove(call)
-                        return call
+                for number in self._waiting:
+                    wanted = self._calls[number].limit
+                    if wanted in (0, limit) or (wanted < limit and not self._alive[wanted]):
+                        self._waiting.remove(number)
+                        return number
                 self._changed.wait()
             return None
 
-    def _do(self, worker: Worker, call: _Call, known: set[int]) -> bool:
-        """Have a worker make a call; returns whether the worker lives."""
+    def _made(self, worker: Worker, number: int, known: set[int]) -> bool:
+        """Have a worker make a call, which knows some functions; returns whether it lives."""
         with self._changed:
-            function, live = self._bytes.get(call.function), frozenset(self._bytes)
-            if function is None or call.number not in self._tries:
+            if (call := self._calls.get(number)) is None:
                 return True
-            self._busy[call.number] = worker.name, time.time()
-        _log.info("%s begins call %d", worker.name, call.number)
-        has_function, answer, cause = False, None, None
+            live = frozenset(function for function, *_ in self._functions.values())
+            call.worker, call.since = worker.name, time.time()
+        function, _, content = call.function
+        _log.info("%s begins call %d", worker.name, number)
+        answer, cause = None, ""
         try:
-            sent = None if call.function in known else function
-            has_function, message = worker.call(call.function, live, sent, call.arguments)
-            answer = loads(message)
+            answer = loads(worker.call(function, live, None if function in known else content, call.arguments))
         except Exception as error:
             # The worker's state is unknown: fail the call so that its caller does not hang.
             cause = str(error) if isinstance(error, Died) else one_line_error(error)
-        # Removed before another worker may repeat the call, which has the same number.
         with self._changed:
-            self._seconds[worker.name] += time.time() - self._busy.pop(call.number)[1]
-        if cause is not None:
-            if not self._closed:
-                self._died(worker, call, cause)
-            return self._closed
-        known.intersection_update(live)
-        if has_function:
-            known.add(call.function)
-        self._answers.put((call.number, answer))
-        return True
-
-    def _died(self, worker: Worker, call: _Call, cause: str) -> None:
-        with self._changed:
+            self._seconds[worker.name] += time.time() - call.since  # pyright: ignore[reportArgumentType]
+            call.worker = ""
+            if not cause:
+                known &= live
+                known |= {function} if not isinstance(answer, Exception) else set()
+                self._answers.put((number, answer))
+                return True
+            if self._closed:
+                return False
             self._deaths[worker.name] += 1
-            if call.number not in self._tries:
-                return
-            self._tries[call.number] += 1
-            is_repeated, most = self._tries[call.number] < self._most_tries, self._most_tries
-            if is_repeated:
+            call.deaths += 1
+            is_repeated = call.deaths < self._tries
+            if is_repeated and number in self._calls:
                 # The next free worker repeats it, before other calls.
-                self._waiting.appendleft(call)
+                self._waiting.insert(0, number)
                 self._changed.notify_all()
-        if not is_repeated:
-            died = f"its workers died {most} times in a row, last" if most > 1 else "its worker died,"
-            text = (
-                f"{died} {worker.name} {cause}; what it printed says why, or the system's log if the system has ended "
-                f"it: use fewer workers, or smaller arrays"
-            )
-            self._answers.put((call.number, WorkerError(text)))
         _log.warning("%s died (%s); its call is %s", worker.name, cause, "repeated" if is_repeated else "given up")
+        if not is_repeated:
+            often = "once" if self._tries == 1 else f"{self._tries} times in a row"
+            text = (
+                f"its workers died {often}, last {worker.name} {cause}; what it printed says why, or the system's log if "
+                f"the system has ended it: use fewer workers, or smaller arrays"
+            )
+            self._answers.put((number, WorkerError(text)))
+        return False
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:
@@ -302,9 +274,11 @@ def shares(size: int, count: int) -> list[tuple[int, int]]:
 
 def processes(count: int, on_gpu: bool) -> list[Process]:
     """Worker processes with an equal share of the processors, or a GPU, each."""
-    processors = cores()
+    processors, gpus = cores(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if on_gpu else [""]
+    if gpus == [""] and on_gpu:
+        gpus = [*map(str, range(torch.cuda.device_count()))]
     spans = enumerate(shares(len(processors), count))
-    return [Process(number, processors[low:high] or processors, on_gpu) for number, (low, high) in spans]
+    return [Process(i, processors[low:high] or processors, gpus[i % len(gpus)]) for i, (low, high) in spans]
 
 
 PROCESSORS = "processors that this process may use"

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import importlib
-import json
+import gc
+import io
+import multiprocessing
 import os
 import pathlib
-import pickle
-import platform
 import signal
-import subprocess
-import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing import connection, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 import torch
 
 from hfta_func.errors import WorkerError
 from hfta_func.rules._extend import adopt, outside_rules
-from hfta_func.workers.fork_server import Forked, forked
-from hfta_func.workers.wire import dumps, loads, one_line_error, receive, send, sweep
+from hfta_func.workers.wire import dumps, loads, one_line_error
 
 TRIES = 3
 """Number of deaths of a worker in a row after which a call, or starting a worker, is given up."""
@@ -37,21 +33,6 @@ class Died(Exception):
 def cores() -> list[int]:
     """The processors that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-
-
-def versions() -> dict[str, str]:
-    """Versions that must be equal in both processes, because functions and states pass between them."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"hfta_func": importlib.import_module("hfta_func").__version__, "torch": torch.__version__, "Python": python}
-
-
-def check_versions(worker: str, other: Mapping[str, str]) -> None:
-    """Raise a WorkerError that names the worker and the difference unless its :func:`versions` are those of this process."""
-    for name, version in versions().items():
-        if other.get(name) != version:
-            raise WorkerError(
-                f"{worker} has {name} {other.get(name)} and this process {version}; install the same on both"
-            )
 
 
 def _precision() -> str:
@@ -102,49 +83,69 @@ class FunctionServer:
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """Call the function with this number, of those that are ``live``; it is None if it was sent before.
+    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> bytes:
+        """Call the function with this number, of those that are ``live``; it is None if it was called before.
 
-        Returns whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
+        Returns the function's result, or the error that it raised, as bytes.
         """
-        answer: Any = None
         try:
             self._functions = {key: value for key, value in self._functions.items() if key in live}
-            if function is not None:
+            if number not in self._functions and function is not None:
                 self._functions[number] = loads(function)
-            answer = self._functions[number](**loads(arguments))
+            return dumps(self._functions[number](**loads(arguments)))
         except Exception as error:
-            answer = error
-        try:
-            message = dumps(answer)
-            if isinstance(answer, Exception):
+            try:
                 # An error whose class wants other arguments than it has kept can be sent, but not read.
-                loads(message)
-        except Exception:
-            message = pickle.dumps(WorkerError(one_line_error(answer)))
-        return number in self._functions, message
+                loads(message := dumps(error))
+                return message
+            except Exception:
+                return dumps(WorkerError(one_line_error(error)))
+
+
+_servers: dict[int, forkserver.ForkServer] = {}
+
+
+def _server() -> Any:
+    """The fork server of this process; one that is forked from this one gets its own."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch", "hfta_func"])
+    return _servers.setdefault(os.getpid(), server)
+
+
+class _Popen(popen_forkserver.Popen):
+    """A process forked from a server that has imported PyTorch once, which does not run this process's script again."""
+
+    def _launch(self, process_obj: Any) -> None:
+        data, message = spawn.get_preparation_data(process_obj.name), io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            for part in ({key: data[key] for key in data if not key.startswith("init_main")}, process_obj):
+                reduction.dump(part, message)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, pipe = _server().connect_to_new_process(self._fds)  # pyright: ignore[reportAttributeAccessIssue]
+        # While the copy of the pipe is open, the new process knows that this one lives.
+        fds = os.dup(pipe), self.sentinel
+        self.finalizer = util.Finalize(self, util.close_fds, fds)  # pyright: ignore[reportAttributeAccessIssue]
+        with open(pipe, "wb") as file:
+            file.write(message.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
 
 
 class Process:
     """A worker process of this machine, as a :class:`~hfta_func.workers.pool.Worker` of a pool.
 
-    It may use these processors, which it yields with ``low_priority``, and ``on_gpu`` sees one GPU alone, by its number.
+    It may use these processors, which it yields with ``low_priority``, and sees one ``gpu`` alone if there is one; what it
+    prints is dropped if it is ``quiet``.
     """
 
     def __init__(
-        self,
-        number: int,
-        processors: Sequence[int],
-        on_gpu: bool = False,
-        *,
-        low_priority: bool = False,
-        quiet: bool = False,
+        self, number: int, processors: list[int], gpu: str = "", *, low_priority: bool = False, quiet: bool = False
     ):
         self.name = f"worker {number}"
-        self._number, self._processors = number, [*processors]
-        self._on_gpu, self._low_priority, self._quiet = on_gpu, low_priority, quiet
-        self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._closed = False
+        self._gpu, self._order = gpu, (processors, low_priority, quiet)
+        self._process: _Popen | None = None
+        self._connection: Any = None
 
     @property
     def pid(self) -> int:
@@ -153,104 +154,71 @@ class Process:
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
-        status: int | None = None
+        # Ctrl-C is for the calling process alone. The tracker, if it is not running, undoes this.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
+        environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
+        cause = ""
         for _ in range(TRIES):
             self.close()
-            if self._closed:
-                break
-            process = self._launched()
-            if isinstance(process, int):
-                status = process
-                continue
-            self._process = process
-            if self._closed:
-                self.kill()
-            self._send(json.dumps([sys.path, self._processors, self._low_priority, self._environment()]).encode())
+            self._connection, other = multiprocessing.Pipe()
             try:
-                check_versions(self.name, pickle.loads(self._asked(pickle.dumps(settings()))))
+                with other:
+                    arguments = other, environment, dumps(settings()), *self._order
+                    self._process = _Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
+                self.call()
                 return
-            except Died:
-                status = process.wait()
+            except (Died, EOFError, OSError) as error:
+                cause = str(error) if isinstance(error, Died) else one_line_error(error)
         raise WorkerError(
-            f"{self.name} died {TRIES} times in a row while it started, last with status {status}; what it printed says "
-            f"why, or the system's log if the system has ended it"
+            f"{self.name} died {TRIES} times in a row while it started, last {cause}; what it printed says why, or the "
+            f"system's log if the system has ended it"
         )
 
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
+    def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the process ends before it answers."""
-        return pickle.loads(self._asked(pickle.dumps((number, live, function, arguments))))
-
-    def kill(self) -> None:
-        """End it and the processes that it has started, at once and for good."""
-        self._closed = True
-        self._end()
-
-    def close(self) -> None:
-        """End it and close its pipes."""
-        if self._process is not None:
-            self._end()
-            self._process.communicate()
-
-    def _end(self) -> None:
-        process = self._process
-        if process is not None and process.poll() is None:
-            for kill in (os.kill, os.killpg) if sys.platform != "win32" else (os.kill,):
-                # A new process has no process group yet; later, its group has the processes that it starts.
-                with contextlib.suppress(OSError):
-                    kill(process.pid, signal.SIGKILL if sys.platform != "win32" else signal.SIGTERM)
-
-    def _environment(self) -> dict[str, str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._processors))}
-        if self._on_gpu:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self._number % len(visible.split(","))]
-        return environment
-
-    def _launched(self) -> subprocess.Popen[bytes] | Forked | int:
-        """The process; if the fork server has died, its exit status."""
-        program = f"from {__name__} import serve"
-        if sys.platform == "linux":
-            return forked(program, self._quiet)
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(
-            [sys.executable, "-c", f"{program}; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if self._quiet else None,
-            # Ctrl-C is for the calling process alone.
-            start_new_session=True,
-            env={**self._environment(), **path},
-        )
-
-    def _send(self, message: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        # The pipe of a closed process is closed; the missing answer tells that it is dead.
-        with contextlib.suppress(ValueError):
-            send(self._process.stdin, message)
-
-    def _asked(self, message: bytes) -> bytes:
-        """The answer to a message."""
-        self._send(message)
-        assert self._process is not None and self._process.stdout is not None
-        with contextlib.suppress(ValueError):
-            if (answer := receive(self._process.stdout)) is not None:
-                return answer
+        assert self._process is not None
+        with contextlib.suppress(EOFError, OSError):
+            if message:
+                self._connection.send(message)
+            # Processes that it has started may hold its end of the connection for longer.
+            if self._connection in connection.wait([self._connection, self._process.sentinel]):
+                return self._connection.recv()
         raise Died(f"with status {self._process.wait()}")
 
+    def kill(self) -> None:
+        """End it and the processes that it has started, at once."""
+        if self._process is not None and self._process.returncode is None:
+            for kill in (os.kill, os.killpg):
+                # A new process has no process group yet; later, its group has the processes that it starts.
+                with contextlib.suppress(OSError):
+                    kill(self._process.pid, signal.SIGKILL)
 
-def serve() -> None:
-    """The program of a worker process: make one call after another until the standard input ends."""
-    # It ends with its parent, even if that is killed; nobody else removes shared files then.
-    atexit.register(sweep)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "wb")
-    # What functions print goes to the standard error, because the standard output is for answers.
-    os.dup2(2, 1)
-    calls = sys.stdin.buffer
-    sys.path[:], processors, low_priority, environment = json.loads(receive(calls) or b"[[], [0], false, {}]")
+    def close(self) -> None:
+        """End it and close its connection."""
+        if self._process is not None:
+            self.kill()
+            self._process.wait()
+            self._process.close()
+            self._connection.close()
+
+
+def serve(
+    calls: Any, environment: dict[str, str], settings: bytes, processors: list[int], low_priority: bool, quiet: bool
+) -> None:
+    """The program of a worker process: make one call after another until the process that makes them ends."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The collection of garbage leaves the server's objects, and their shared memory, alone.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
-    if low_priority and hasattr(os, "nice"):
+    if quiet:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if low_priority:
         os.nice(19)
         with contextlib.suppress(OSError):
             # On Linux "nice" counts only within the group of the session, which has a priority itself.
@@ -258,15 +226,16 @@ def serve() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
-    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
-    send(answers, pickle.dumps(versions()))
-    while (message := receive(calls)) is not None:
-        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
+    server = FunctionServer(loads(settings))
+    calls.send(None)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            calls.send(server.call(*calls.recv()))
 
 
-def _end_with(parent: int) -> None:
-    """End this process once its parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    sweep()
-    os._exit(1)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    # With the processes that it has started.
+    os.killpg(os.getpid(), signal.SIGKILL)
