@@ -250,13 +250,13 @@ def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     module = _module(args.file)
     nonfusible = tuple(module.get("nonfusible", ()))
     session = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
-    rows = [session.ask() for _ in range(count)]
+    rows = [session.ask()[1] for _ in range(count)]
     like_first = [row for row in rows if row.keys() == rows[0].keys()]
     fixed = {name: rows[0][name] for name in nonfusible if name in rows[0]}
     rows = [like_first[index % len(like_first)] | fixed for index in range(count)]
     population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)
     (group,) = population.groups
-    return group.array.step, group.array.state, next(iter(group.array.loader))
+    return group.array.step, group.gather(range(count)), next(iter(group.array.loader))
 
 
 def _cache(args: argparse.Namespace) -> str:

@@ -27,6 +27,8 @@ class Group:
     def __init__(self, build: Build, fixed: Mapping[str, Any], limit: int | Literal["auto"]):
         self.fixed = dict(fixed)
         self.limit: int | Literal["auto"] = limit
+        self.configs: dict[int, Mapping[str, Any]] = {}
+        """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
         self.trainer = Trainer(build, fixed)
         # By limit of workers, a smaller one where arrays of that size ran out of memory.
@@ -44,16 +46,20 @@ class Group:
         """Whether all members see the same batches, so that only members in the same epoch can share an array."""
         return not isinstance(self.array.loader, hfta.ArrayLoader) or self.array.loader.shared
 
-    def add(self, configs: Mapping[int, Mapping[str, Any]]) -> dict[int, Exception]:
-        """Make members, by number and configuration; returns the errors of those that cannot be made."""
+    def make(self, numbers: Iterable[int]) -> dict[int, Exception]:
+        """Make those members that have no state yet; returns the errors of those that cannot be made."""
+        made = {number for block in self.blocks for number in block.numbers}
+        configs = {number: self.configs[number] for number in numbers if number not in made}
+        if not configs:
+            return {}
         try:
-            made = self._built(configs)
+            array = self._built(configs)
         except Exception as error:
             if len(configs) == 1:
                 return dict.fromkeys(configs, error)
-            items, half = list(configs.items()), len(configs) // 2
-            return self.add(dict(items[:half])) | self.add(dict(items[half:]))
-        block = self._checked(tuple(configs), made)
+            missing, half = list(configs), len(configs) // 2
+            return self.make(missing[:half]) | self.make(missing[half:])
+        block = self._checked(tuple(configs), array)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
         elif _shapes(block.state) != _shapes(self.array.state):
@@ -108,7 +114,8 @@ class Group:
                 f"ArrayLoader, or make the step with batch_dims=None"
             )
         if self.trainer.array is None:
-            self.trainer.array = made
+            # Of its state, the structure and the device are needed.
+            self.trainer.array = made._replace(state=hfta.take(made.state, [0]))
         return Block(numbers, made.state)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -117,6 +124,7 @@ class Group:
         left = [[index for index, number in enumerate(block.numbers) if number not in gone] for block in self.blocks]
         self.blocks = [_selected(block, kept) for block, kept in zip(self.blocks, left, strict=True) if kept]
         self._keys = {number: key for number, key in self._keys.items() if number not in gone}
+        self.configs = {number: config for number, config in self.configs.items() if number not in gone}
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of members, in the order of their numbers."""
@@ -134,12 +142,14 @@ class Group:
 
     def put(self, numbers: Sequence[int], state: Any) -> None:
         """Replace the state of some members."""
-        keys = {number: self._keys[number] for number in numbers if number in self._keys}
+        keys, configs = self._keys, self.configs
         self.drop(numbers)
-        self._keys |= keys
+        self._keys, self.configs = keys, configs
         self.blocks.append(Block(tuple(numbers), state))
 
-    def arguments(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int) -> dict[str, Any]:
+    def arguments(
+        self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int, seconds: float | None
+    ) -> dict[str, Any]:
         """The arguments of the trainer to train members together for some more epochs, on a worker with a limit."""
         return {
             "state": self.gather(numbers),
@@ -147,6 +157,7 @@ class Group:
             "starts": [epoch[number] for number in numbers],
             "epochs": epochs,
             "size": self._size(len(numbers), limit),
+            "seconds": seconds,
         }
 
     def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
@@ -168,11 +179,12 @@ class Group:
         most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
         return min([1 << (count - 1).bit_length(), *most])
 
-    def capacity(self, wanted: int, limit: int, epochs: int) -> int:
-        """The largest number of members that train together for some epochs, of ``wanted``, on a worker with a limit.
+    def capacity(self, numbers: Sequence[int], limit: int, epochs: int) -> int:
+        """The largest number of members that train together for some epochs, of ``numbers``, on a worker with a limit.
 
         With limit 0, there is no such limit, and ``max_models="auto"`` is measured once.
         """
+        wanted = len(numbers)
         if limit:
             most = min(wanted, self.halved.get(limit, limit))
             return min(most, self.limit) if isinstance(self.limit, int) else most
@@ -180,11 +192,10 @@ class Group:
             sizes = [size for size in (1, 4, 16) if size <= wanted]
             if len(sizes) == 1:
                 return 1 if wanted == 1 else min(wanted, 4)
-            numbers = [number for block in self.blocks for number in block.numbers][:wanted]
-            state = self.gather(numbers)
-            loader = self.array.loader
+            measured = [number for block in self.blocks for number in block.numbers if number in numbers]
+            state, loader = self.gather(measured), self.array.loader
             if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
-                loader = loader.of_members(torch.stack([self._keys[number] for number in numbers]))
+                loader = loader.of_members(torch.stack([self._keys[number] for number in measured]))
             steps = epochs * len(loader) if isinstance(loader, Sized) else None
             plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes, steps=steps)
             self.limit = max(1, plan.chunk_size or plan.num_models)

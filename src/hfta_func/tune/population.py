@@ -78,28 +78,26 @@ class Population:
             raise ValueError(f"nonfusible names '{unknown[0]}', but the configurations have {', '.join(sorted(names))}")
         first = len(self.members)
         added = self.extend(rows)
-        if added and all(self.members[number].status == "failed" for number in added):
-            error = self._errors[first]
+        groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
+        try:
+            for group in groups:
+                self._fail(group.make(number for number in added if number in group.configs))
+            if added and all(self.members[number].status == "failed" for number in added):
+                raise self._errors[first]
+        except BaseException:
+            for group in groups:
+                group.drop(added)
             del self.members[first:]
-            raise error
+            raise
         return added
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add members with the names of all others; those that cannot be made fail, even if that is all of them."""
-        first = len(self.members)
-        self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, start=first)]
-        groups: dict[Group, list[Member]] = {}
-        try:
-            for member in self.members[first:]:
-                groups.setdefault(self.group_of(member), []).append(member)
-            for group, added in groups.items():
-                self._fail(group.add({member.number: member.config for member in added}))
-        except BaseException:
-            for group in self._groups.values():
-                group.drop(range(first, len(self.members)))
-            del self.members[first:]
-            raise
-        return [*range(first, len(self.members))]
+        """Add members with the names of all others; they are made when they train."""
+        new = [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, len(self.members))]
+        for member in new:
+            self.group_of(member).configs[member.number] = member.config
+        self.members += new
+        return [member.number for member in new]
 
     def __repr__(self) -> str:
         return f"<Population of {counted('members', [member.status for member in self.members])}>"
@@ -142,19 +140,20 @@ class Population:
                 raise
             self.interrupted = True
 
-    def advance(self, targets: Mapping[int, int]) -> list[int]:
+    def advance(self, targets: Mapping[int, int], seconds: float | None = None) -> list[int]:
         """Train arrays, as many at a time as the executor can, until one of them has trained.
 
         An array trains for as many epochs as all its members need. Which members share an array changes no result.
 
         Args:
             targets: The epoch that each member is to reach.
+            seconds: When they are over, arrays end with their epoch.
 
         Returns:
             The members of the array that has trained; none if all have reached their targets.
         """
         try:
-            while self.jobs.free and self._start(targets):
+            while self.jobs.free and self._start(targets, seconds):
                 pass
             if not self.jobs.under_way:
                 return []
@@ -166,35 +165,37 @@ class Population:
         self.last = trained.numbers
         return list(trained.numbers)
 
-    def _start(self, targets: Mapping[int, int]) -> bool:
+    def _start(self, targets: Mapping[int, int], seconds: float | None) -> bool:
         """Begin to train an array; returns whether any member waited for that."""
         training = self.jobs.members
         waiting = [
-            number
-            for number, epoch in targets.items()
-            if number not in training and self.members[number].status == "alive" and self.members[number].epoch < epoch
+            member
+            for member in (self.members[number] for number in targets)
+            if member.number not in training and member.status == "alive" and member.epoch < targets[member.number]
         ]
         if not waiting:
             return False
         # Members that trained last first, because their states are one block on the device.
-        waiting.sort(key=lambda number: (number not in self.last, number))
-        group = self.group_of(self.members[waiting[0]])
-        first = self.members[waiting[0]].epoch
-        together = [
-            number
-            for number in waiting
-            if self.group_of(self.members[number]) is group
-            and (not group.is_shared or self.members[number].epoch == first)
-        ]
+        waiting.sort(key=lambda member: (member.number not in self.last, member.number))
+        group = self.group_of(waiting[0])
+        together = [member.number for member in waiting if self.group_of(member) is group]
+        # As many as an array is likely to hold are made, so that no more states than those that train are in memory.
+        turns = -(-len(together) // (16 if isinstance(group.limit, str) else group.limit))
+        self._fail(group.make(together[: -(-len(together) // turns)]))
+        if (first := waiting[0]).status == "failed":
+            return True
+        same = [number for number in together if not group.is_shared or self.members[number].epoch == first.epoch]
         # Workers of unequal limits share the waiting members in proportion; the largest is served first.
         limit, *others = self.jobs.free
-        most = group.capacity(len(together), limit, targets[waiting[0]] - first)
+        most = group.capacity(same, limit, targets[first.number] - first.epoch)
         if others:
             weights = [other or 1 for other in (limit, *others)]
             most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
-        chosen = tuple(sorted(together[:most]))
-        epochs = min(targets[number] - self.members[number].epoch for number in chosen)
-        self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
+        self._fail(group.make(same[:most]))
+        chosen = tuple(sorted(number for number in same[:most] if self.members[number].status == "alive"))
+        starts = {number: self.members[number].epoch for number in chosen}
+        epochs = min(targets[number] - starts[number] for number in chosen)
+        self.jobs.start(group, chosen, starts, epochs, limit, seconds)
         return True
 
     def _record(self, trained: Job) -> None:
@@ -235,12 +236,16 @@ class Population:
                 raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
             count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
             staying = self.ranked(by, direction)[:count]
-        dropped = [number for number in self.alive if number not in {*staying}]
+        self.drop({*self.alive} - {*staying})
+        return staying
+
+    def drop(self, members: Iterable[int]) -> None:
+        """Drop members that are alive."""
+        dropped = {*members}
         for number in dropped:
             self.members[number].status = "dropped"
-        for group in self._groups.values():
+        for group in self._groups.values() if dropped else ():
             group.drop(dropped)
-        return staying
 
     def ranked(self, by: str, direction: Direction = "maximize") -> list[int]:
         """The members alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
@@ -271,6 +276,7 @@ class Population:
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
+            group.make([*copies, *sources])
             state = _with_keys(group.gather(sources), group.gather(copies))
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
             group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
@@ -285,7 +291,7 @@ class Population:
         Raises:
             CheckpointError: if the folder cannot be written, or another process is using it.
         """
-        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+        with StudyFolder(folder) as study_folder:
             study_folder.save(self)
 
     def load(self, folder: PathLike) -> None:
@@ -297,7 +303,7 @@ class Population:
         """
         if self.members:
             raise ValueError("the population has members; load into one that was made with an empty table")
-        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+        with StudyFolder(folder) as study_folder:
             if study_folder.restore(self) is None:
                 raise ValueError(f"{folder} holds no members; pass a folder that save has written")
 
@@ -305,13 +311,20 @@ class Population:
         """Take over members that were saved; the caller puts their states into their groups."""
         self.members = [Member(**member) for member in members]
         for member in self.members:
+            # JSON has no tuples.
             member.parents = [(epoch, source) for epoch, source in member.parents]
+            member.config = {name: _tuples(value) for name, value in member.config.items()}
+            if member.status == "alive":
+                self.group_of(member).configs[member.number] = member.config
         self.last = tuple(last)
 
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
         check_alive(self.members, [member])
-        return self.group_of(self.members[member]).gather([member])
+        group = self.group_of(self.members[member])
+        for error in group.make([member]).values():
+            raise error
+        return group.gather([member])
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""
@@ -330,6 +343,10 @@ class Population:
                 for epoch, metrics in enumerate(member.metrics, start=1)
             ]
         )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _with_keys(state: Any, other: Any) -> Any:
