@@ -180,7 +180,9 @@ def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
     options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
     tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
     other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
-    with pytest.raises(ValueError, match="the storage has another study 'study', whose space is .*; pass another name"):
+    with pytest.raises(
+        ValueError, match=r"the storage has another study 'study', whose space is .*; pass another name"
+    ):
         tune.run(build, other, storage=storage, name="study", **options)
     with pytest.raises(ValueError, match="whose epochs is 1 and not 2; pass another name or folder"):
         tune.run(build, SPACE, storage=storage, name="study", **options | {"epochs": 2})
@@ -343,7 +345,7 @@ def test_names_that_cannot_be_changed_are_refused_before_training() -> None:
 
     space = {"lr": SPACE["lr"], "inertia": SPACE["momentum"], "width": SPACE["width"]}
     calls: list[Any] = []
-    with pytest.raises(ValueError, match="changes hyperparameters by name, and 'inertia' is none of the state's"):
+    with pytest.raises(ValueError, match=r"changes hyperparameters by name; name them .*inertia"):
         tune.run(build_decay, space, scheduler=tune.population_based(), callbacks=[calls.append], **STUDY)
     assert not calls
 
@@ -429,7 +431,7 @@ def test_members_that_cannot_be_added_leave_nothing_behind() -> None:
 
     table = {"lr": [0.1, 0.2], "momentum": [0.5, 0.5], "width": [4, 6]}
     population = tune.population(build_wide, {name: values[:1] for name, values in table.items()})
-    with pytest.raises(hfta.errors.StackError, match="'width' decides the shapes"):
+    with pytest.raises(hfta.errors.StackError, match="other shapes than the first one"):
         population.add(table)
     assert len(population.members) == 1
     population.fit(1)
@@ -454,12 +456,12 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
     population.fit(1)
     with pytest.raises(ValueError, match="'kind' is non-fusible"):
         population.copy([(0, 0)], kind=[1])
-    with pytest.raises(ValueError, match="lr has 2 values for 1 pairs"):
+    with pytest.raises(ValueError, match="'lr' has 2 values for 1 pairs"):
         population.copy([(0, 0)], lr=[0.1, 0.2])
     with pytest.raises(ValueError, match="a member copies two others"):
         population.copy([(0, 0), (0, 0)])
     population.add([{"lr": 0.1, "momentum": 0.0, "kind": 1}])
-    with pytest.raises(ValueError, match="member 2 has trained 0 epochs and member 0 1; fit them to the same epoch"):
+    with pytest.raises(ValueError, match="member 2 has trained 0 epochs and member 0 1, or their names"):
         population.copy([(2, 0)])
 
 
@@ -475,7 +477,7 @@ def test_members_that_are_gone() -> None:
     with pytest.raises(ValueError, match="there is no member 2; the population has had 2"):
         population.keep([2])
     assert population.alive == [1]
-    with pytest.raises(ValueError, match="'width' is non-fusible, so a member cannot change it"):
+    with pytest.raises(ValueError, match="'width' is non-fusible; give one value per pair"):
         population.copy([(1, 1)], width=[4])
     with pytest.raises(
         KeyError, match=r"build reads fixed\['width'\], which members differ in; pass nonfusible=\['width'\]"
@@ -537,7 +539,7 @@ def test_bad_builds() -> None:
     def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         return build(fixed, {name: values[:1] for name, values in members.items()})
 
-    with pytest.raises(hfta.errors.StateError, match=r"returned a state of 1 models for .* members"):
+    with pytest.raises(hfta.errors.StateError, match=r"returned a state of 1 models and a loader for 1 for \d+ members"):
         tune.run(few, SPACE, **STUDY)
     with pytest.raises(TypeError, match=r"build returned a tuple; return tune.Array"):
         tune.run(lambda fixed, members: (1, 2), SPACE, **STUDY)
@@ -746,7 +748,7 @@ def test_members_of_other_shapes_are_named() -> None:
 
     table = [{"lr": 0.1, "momentum": 0.5, "width": 4}, {"lr": 0.2, "momentum": 0.5, "width": 4}]
     population = tune.population(build_wide, table)
-    with pytest.raises(hfta.errors.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
+    with pytest.raises(hfta.errors.StackError, match="from which they differ in lr, width; pass what decides"):
         population.add([{"lr": 0.3, "momentum": 0.5, "width": 6}])
 
 

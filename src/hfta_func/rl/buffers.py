@@ -210,7 +210,7 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         The steps with ``discount``, what the value after them counts: ``[M, T - n + 1, N, ...]``.
 
     Raises:
-        BatchError: if there are fewer than n steps, or ends of episodes are not booleans.
+        BatchError: if there are fewer than n steps.
     """
     length = steps["reward"].shape[1] - n + 1
     check_counts(n=n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -58,14 +59,12 @@ class StudyFolder:
         """A storage of Optuna's in the folder, for its trials."""
         return require("optuna", "tune").storages.JournalStorage(_Journal(self._path(_JOURNAL)))
 
-    def __enter__(self) -> StudyFolder:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[StudyFolder]:
+        """The folder, held against other processes meanwhile."""
         os.makedirs(self._folder, exist_ok=True)
-        self._lock = atomic.holding(self._path(_INDEX))
-        self._lock.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._lock.__exit__(*error)
+        with atomic.holding(self._path(_INDEX)):
+            yield self
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -82,20 +81,14 @@ class StudyFolder:
                     hfta.save(block.state, self._path(name))
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
-            groups.append({"limit": group.limit, "blocks": blocks})
+            groups.append({"limit": group.limits[0], "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
-        index = {
-            "about": {"nonfusible": population.nonfusible},
-            "members": members,
-            "last": population.last,
-            "groups": groups,
-            **more,
-        }
+        index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
         if os.path.exists(self._path(_JOURNAL)):
             # The trials of these members must be there after the machine fails, too.
             with open(self._path(_JOURNAL), "ab") as journal:
                 os.fsync(journal.fileno())
-        atomic.write(self._path(_INDEX), json.dumps(index).encode())
+        atomic.write(self._path(_INDEX), json.dumps({**index, "groups": groups, **more}).encode())
         self._remove_old_states()
 
     def restore(self, population: Any) -> dict[str, Any] | None:
@@ -118,7 +111,7 @@ class StudyFolder:
                 group = population.group_of(population.members[block["members"][0]])
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-                group.limit = saved["limit"]
+                group.limits[0] = saved["limit"]
         self._remove_old_states()
         return index
 

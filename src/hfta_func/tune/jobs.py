@@ -99,10 +99,7 @@ class Jobs:
         if hfta.run.is_out_of_memory(error):
             text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
             warnings.warn(text, stacklevel=2)
-            if job.limit:
-                job.group.halved[job.limit] = half
-            else:
-                job.group.limit = half
+            job.group.limits[job.limit] = half
         error.__traceback__ = None
         for part in (numbers[:half], numbers[half:]):
             self._call(job, part)

@@ -17,7 +17,7 @@ from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Job, Jobs
-from hfta_func.tune.member import Member, check_alive, check_copies, counted, rows_of
+from hfta_func.tune.member import Member, check_alive, counted, rows_of
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -66,16 +66,10 @@ class Population:
         Returns:
             Their numbers.
         """
-        rows = [dict(row) for row in rows_of(table)]
-        names = set(self.members[0].config) - {"seed"} if self.members else set(rows[0]) - {"seed"} if rows else set()
-        for row in rows:
-            if set(row) - {"seed"} != names:
-                raise ValueError(
-                    f"a configuration has {sorted(row)} but another has {sorted(names)}; give all the same names"
-                )
-        unknown = [name for name in self.nonfusible if name not in names]
-        if rows and unknown:
-            raise ValueError(f"nonfusible names '{unknown[0]}', but the configurations have {', '.join(sorted(names))}")
+        rows = rows_of(table)
+        for name in self.nonfusible:
+            if rows and not any(name in row for row in rows):
+                raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
         first = len(self.members)
         added = self.extend(rows)
         groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
@@ -180,13 +174,14 @@ class Population:
         group = self.group_of(waiting[0])
         together = [member.number for member in waiting if self.group_of(member) is group]
         # As many as an array is likely to hold are made, so that no more states than those that train are in memory.
-        turns = -(-len(together) // (16 if isinstance(group.limit, str) else group.limit))
+        limit, *others = self.jobs.free
+        turns = -(-len(together) // (group.most(limit) or 16))
         self._fail(group.make(together[: -(-len(together) // turns)]))
         if (first := waiting[0]).status == "failed":
             return True
-        same = [number for number in together if not group.is_shared or self.members[number].epoch == first.epoch]
+        shared, left = group.is_shared, [number for number in together if self.members[number].status == "alive"]
+        same = [number for number in left if not shared or self.members[number].epoch == first.epoch]
         # Workers of unequal limits share the waiting members in proportion; the largest is served first.
-        limit, *others = self.jobs.free
         most = group.capacity(same, limit, targets[first.number] - first.epoch)
         if others:
             weights = [other or 1 for other in (limit, *others)]
@@ -227,15 +222,12 @@ class Population:
         """
         if (members is None) == (top is None or by is None):
             raise ValueError("pass the members to keep, or top= and by=")
-        if members is not None:
-            staying = list(members)
-            check_alive(self.members, staying)
-        else:
-            assert top is not None and by is not None
+        if top is not None and by is not None:
             if not top > 0:
                 raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
-            count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
-            staying = self.ranked(by, direction)[:count]
+            members = self.ranked(by, direction)[: math.ceil(top * len(self.alive)) if top < 1 else int(top)]
+        staying = [*(members or ())]
+        check_alive(self.members, staying)
         self.drop({*self.alive} - {*staying})
         return staying
 
@@ -249,13 +241,8 @@ class Population:
 
     def ranked(self, by: str, direction: Direction = "maximize") -> list[int]:
         """The members alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
-        sign = SIGNS[direction]
-
-        def key(number: int) -> tuple[bool, float]:
-            value = self.members[number].value(by)
-            return math.isnan(value), sign * value
-
-        return sorted(self.alive, key=key)
+        values = {number: SIGNS[direction] * self.members[number].value(by) for number in self.alive}
+        return sorted(values, key=lambda number: (math.isnan(values[number]), values[number]))
 
     def copy(self, pairs: Sequence[tuple[int, int]], /, **changes: Sequence[float]) -> None:
         """Have members copy the states of others, with new values of hyperparameters; nothing is compiled anew.
@@ -265,13 +252,24 @@ class Population:
                 keeps its seed, the order of its data, and the keys in what it carries: integers called ``keys``.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
-        check_copies(self.members, pairs, changes, self.nonfusible)
+        check_alive(self.members, [number for pair in pairs for number in pair])
+        if len({member for member, _ in pairs}) < len(pairs):
+            raise ValueError("a member copies two others; give each member one pair")
+        for name, values in changes.items():
+            if len(values) != len(pairs) or name in self.nonfusible:
+                what = (
+                    "is non-fusible" if name in self.nonfusible else f"has {len(values)} values for {len(pairs)} pairs"
+                )
+                raise ValueError(f"'{name}' {what}; give one value per pair, of names that are fusible")
         by_group: dict[Group, list[int]] = {}
-        for index, (member, source) in enumerate(pairs):
-            group = self.group_of(self.members[member])
-            if group is not self.group_of(self.members[source]):
+        for index, pair in enumerate(pairs):
+            (group, epoch), other = (
+                (self.group_of(one), one.epoch) for one in (self.members[number] for number in pair)
+            )
+            if (group, epoch) != other:
                 raise ValueError(
-                    f"member {member} cannot copy member {source}, whose names or non-fusible values are others"
+                    f"member {pair[0]} has trained {epoch} epochs and member {pair[1]} {other[1]}, or their names or "
+                    f"non-fusible values are others; copy members that are alike"
                 )
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
@@ -291,7 +289,7 @@ class Population:
         Raises:
             CheckpointError: if the folder cannot be written, or another process is using it.
         """
-        with StudyFolder(folder) as study_folder:
+        with StudyFolder(folder).held() as study_folder:
             study_folder.save(self)
 
     def load(self, folder: PathLike) -> None:
@@ -303,7 +301,7 @@ class Population:
         """
         if self.members:
             raise ValueError("the population has members; load into one that was made with an empty table")
-        with StudyFolder(folder) as study_folder:
+        with StudyFolder(folder).held() as study_folder:
             if study_folder.restore(self) is None:
                 raise ValueError(f"{folder} holds no members; pass a folder that save has written")
 

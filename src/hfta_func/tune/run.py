@@ -204,7 +204,7 @@ def run(
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
         stack.callback(members.jobs.fall_back)
-        folder = None if resume is None else stack.enter_context(StudyFolder(resume))
+        folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
         if folder is not None and storage is None:
             storage, name = folder.storage, "study"
         session = SamplerSession(space, options.directions, sampler, seed, storage, name)

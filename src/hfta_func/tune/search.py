@@ -80,6 +80,7 @@ class Search:
                 if not member.metrics:
                     member.epoch = attributes.get("epochs", 0)
                     member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
+                    population.drop([member.number] if member.status == "alive" else ())
                     if self.scheduler.copies or self._options.rank == "paired":
                         raise ValueError(
                             f"trial {number} has ended, and this study needs the metrics and states of all; pass the "
@@ -182,14 +183,14 @@ class Search:
         firsts = {population.group_of(population.members[number]): number for number in reversed(population.alive)}
         for number in firsts.values():
             config = population.members[number].config
-            for name in sorted(set(config) - {"seed", *population.nonfusible}):
-                try:
-                    hfta.with_hyperparams(population.state(number), **{name: [config[name]]})
-                except hfta.errors.HyperparameterError as error:
-                    raise ValueError(
-                        f"the scheduler changes hyperparameters by name, and '{name}' is none of the state's; "
-                        f"name it in the space as the optimizer or hparams do, or pass it as nonfusible ({error})"
-                    ) from None
+            changed = {name: [config[name]] for name in sorted(set(config) - {"seed", *population.nonfusible})}
+            try:
+                hfta.with_hyperparams(population.state(number), **changed)
+            except hfta.errors.HyperparameterError as error:
+                raise ValueError(
+                    f"the scheduler changes hyperparameters by name; name them in the space as the optimizer or hparams do, "
+                    f"or pass them as nonfusible ({error})"
+                ) from None
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         session = self.study.session
@@ -289,12 +290,9 @@ class Search:
                 by_names[tuple(sorted(verdict.changes))][number] = verdict
         for names, copies in by_names.items():
             pairs = [
-                (study.trials[number].members[0], study.trials[copy.source].members[0])
-                for number, copy in copies.items()
+                tuple(study.trials[one].members[0] for one in (number, copy.source)) for number, copy in copies.items()
             ]
-            columns = {name: [copy.changes[name] for copy in copies.values()] for name in names}
-            study.population.copy(pairs, **columns)
+            study.population.copy(pairs, **{name: [copy.changes[name] for copy in copies.values()] for name in names})
             for number, copy in copies.items():
-                trial = study.trials[number]
-                trial.params = {**trial.params, **copy.changes}
-                study.session.note(number, params=trial.params)
+                study.trials[number].params |= copy.changes
+                study.session.note(number, params=study.trials[number].params)

@@ -7,6 +7,7 @@ import dataclasses
 import html
 import inspect
 import io
+import itertools
 import math
 import os
 import statistics
@@ -83,9 +84,11 @@ class Study:
     def _repr_html_(self) -> str:
         # The best ones; of several objectives, the first.
         numbers = [trial.number for trial in (self.ranked() if len(self.metrics) == 1 else self.trials)[:5]]
-        rows = [row for number in numbers for row in self._rows() if row["trial"] == number]
-        cells = [[f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values()] for row in rows]
-        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if rows else ''}"
+        rows = self._rows()
+        cells = [
+            [f"{each:.4g}" if isinstance(each, float) else str(each) for each in rows[n].values()] for n in numbers
+        ]
+        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if cells else ''}"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -103,10 +106,10 @@ class Study:
         members = self.population.members
         history = hfta.run.History(torch.tensor([member.config["seed"] for member in members]))
         history.members = torch.tensor(self.population.last, dtype=torch.int64)
-        for epoch in range(max((member.epoch for member in members), default=0)):
-            rows = [member.metrics[epoch] if epoch < len(member.metrics) else {} for member in members]
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+        for rows in itertools.zip_longest(*(member.metrics for member in members), fillvalue={}):
+            columns = {
+                name: [row.get(name, math.nan) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))
+            }
             history.epochs.append({name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
         return history
 
@@ -215,24 +218,22 @@ class Study:
 
     def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
         """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        scores = [
-            [self.score(self.population.members[member].value(self.metrics[0], epoch - 1)) for member in one.members]
-            for one in (trial, other)
-        ]
-        differences = [first - second for first, second in zip(*scores, strict=True)]
-        if trial is other:
-            return 0.0
-        if not all(map(math.isfinite, differences)):
-            return -math.inf
-        mean = statistics.fmean(differences)
-        deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
-        return mean / (deviation / math.sqrt(len(differences)) + 1e-12)
+        mine, others = (
+            [self.score(value) for value in self._values(one, self.metrics[0], epoch)] for one in (trial, other)
+        )
+        if trial is other or not all(map(math.isfinite, mine + others)):
+            return 0.0 if trial is other else -math.inf
+        differences = [first - second for first, second in zip(mine, others, strict=True)]
+        return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)) + 1e-12)
+
+    def _values(self, trial: Trial, metric: str, epoch: int) -> list[float]:
+        return [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch, over its members."""
         objectives = []
         for metric, direction in zip(self.metrics, self.directions, strict=True):
-            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
+            values = self._values(trial, metric, epoch)
             # Infinities of both signs have no mean.
             mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
             if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
