@@ -63,9 +63,7 @@ class Environment(abc.ABC):
         vectors = {name: torch.as_tensor(value, dtype=self.dtype, device=key.device) for name, value in listed.items()}
         for name, vector in vectors.items():
             if vector.shape != key.shape[:1]:
-                raise StateError(
-                    f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one per member"
-                )
+                raise StateError(f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one each")
         return {name: v.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape) for name, v in vectors.items()}
 
     def number(self, state: Any, *names: str) -> list[Any]:
@@ -123,22 +121,24 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         torch.Size([3, 4, 4])
     """
     if not isinstance(environment, Environment):
-        raise StateError(
-            f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
-        )
+        raise StateError(f"the environment is a {type(environment).__qualname__}; give one of rl, or use GymnasiumEnvs")
     check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
     check_keys(keys)
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
         _check(environment, state, observation, environment_keys(keys, num_envs))
-    return began(keys, num_envs, state, observation)
+    return began(keys, num_envs, state, observation, _number(observation))
 
 
-def began(keys: Tensor, num_envs: int, state: Tree, observation: Tensor) -> Running:
-    """Environments at the start of their first episodes."""
+def _number(observation: Tensor) -> torch.dtype:
+    return observation.dtype if observation.is_floating_point() else torch.float32
+
+
+def began(keys: Tensor, num_envs: int, state: Tree, observation: Tensor, reward: torch.dtype) -> Running:
+    """Environments at the start of their first episodes, with rewards of a dtype."""
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
-    total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
+    total = zeros.to(reward)
     running = Running(keys, zeros[:, 0], state, observation, zeros, total, zeros, zeros, total + torch.nan)
     # For a tensor in two places a loop would compile again, because its results are tensors of their own.
     return tree_map(torch.clone, running)
@@ -179,18 +179,13 @@ def _check(environment: Environment, state: Tree, observation: Tensor, keys: Ten
     for part in _PARTS[2:]:
         leaf, kind = torch.as_tensor(together[part]), observation.dtype if part == "reward" else torch.bool
         if leaf.shape != keys.shape or (leaf.dtype != kind and part != "reward"):
-            raise StateError(
-                f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one "
-                f"per environment"
-            )
+            asked = f"{kind}{[*keys.shape]} is asked: one per environment"
+            raise StateError(f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {asked}")
     alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
-    kind = observation.dtype if observation.is_floating_point() else torch.float32
-    near = max(1e-3, 8 * torch.finfo(kind).eps)
+    near = max(1e-3, 8 * torch.finfo(_number(observation)).eps)
     for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
         if not torch.allclose(one.double(), all_of_them.double(), rtol=near, atol=near, equal_nan=True):
-            raise StateError(
-                f"{name}.step mixes environments or remembers: {path} of one alone is another; keep them apart"
-            )
+            raise StateError(f"{name}.step mixes environments or remembers: {path} of one alone is another; keep apart")
 
 
 def sample(space: Any, keys: Tensor) -> Tensor:
@@ -198,9 +193,7 @@ def sample(space: Any, keys: Tensor) -> Tensor:
     if isinstance(space, spaces.Discrete):
         return int(space.start) + random.randint(keys, 0, int(space.n), ())
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        raise StateError(
-            f"the action space is {space}; environments have Discrete and Box spaces, the latter of floats"
-        )
+        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces, those of floats")
     low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
     return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
 
@@ -209,15 +202,14 @@ def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
     """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
     whole, wanted = space.dtype.kind != "f", [*shape, *space.shape]
     if [*action.shape] != wanted or action.is_floating_point() == whole:
-        raise StateError(
-            f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for "
-            f"{'integers' if whole else 'floating-point numbers'} {wanted}: one action for each environment of each member"
+        asked = (
+            f"{'integers' if whole else 'floating-point numbers'} {wanted}: one action for each environment of a member"
         )
+        raise StateError(f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {asked}")
     if isinstance(space, spaces.Discrete) and can_look(action):
-        if not bool(((action >= space.start) & (action < space.start + space.n)).all()):
-            raise StateError(
-                f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions"
-            )
+        low, high = action.min(), action.max()
+        if low < space.start or high >= space.start + space.n:
+            raise StateError(f"the policy's actions are {low} to {high}, but {space} has {space.n} actions")
 
 
 def advance(environment: Environment, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:

@@ -69,9 +69,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool
             new = {name: after[name] for name in written}
             state.buffers.update(where(state.active, new, written) if hasattr(state, "active") else new)
         elif writes:
-            raise StateError(
-                f"the policy writes the buffer '{min(writes)}', which a graph cannot keep; do not compile it"
-            )
+            raise StateError(f"the policy writes the buffer '{min(writes)}', which a graph cannot keep; do not compile")
         return action, more
 
     return policy

@@ -99,10 +99,7 @@ class StudyFolder:
             index = json.loads(file.read())
         before, now = index["about"]["nonfusible"], [*population.nonfusible]
         if before != now:
-            raise ValueError(
-                f"{self._folder} holds members whose nonfusible is {before}, not {now}; pass another folder, or the same "
-                f"arguments"
-            )
+            raise ValueError(f"{self._folder} holds members whose nonfusible is {before}, not {now}; pass the same")
         population.restore(index["members"], index["last"])
         for saved in index["groups"]:
             for block in saved["blocks"]:

@@ -63,10 +63,10 @@ class Group:
         elif _shapes(block.state) != _shapes(self.array.state):
             config, first = next(iter(configs.values())), self.trainer.first
             names = [name for name in config if name != "seed" and config[name] != first[name]]
-            raise hfta.errors.StackError(
-                f"members have other shapes than the first one, from which they differ in {', '.join(names)}; pass what "
-                f"decides shapes as nonfusible=[...]"
+            text = (
+                f"members of other {', '.join(names)} have other shapes; pass what decides shapes as nonfusible=[...]"
             )
+            raise hfta.errors.StackError(text)
         self.blocks.append(block)
         return {}
 
@@ -84,22 +84,17 @@ class Group:
         except KeyError as error:
             if (name := next(iter(error.args), None)) not in columns:
                 raise
-            raise KeyError(
-                f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
-            ) from error
+            text = f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
+            raise KeyError(text) from error
 
     def _checked(self, numbers: tuple[int, ...], made: Any) -> Block:
         if not isinstance(made, Array):
-            raise TypeError(
-                f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader, evaluate)"
-            )
+            raise TypeError(f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader)")
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
         if {count, loads} != {len(numbers)}:
-            raise hfta.errors.StateError(
-                f"build returned a state of {count} models and a loader for {loads} for {len(numbers)} members; give both "
-                f"the seeds members['seed']"
-            )
+            text = f"build returned a state of {count} models and a loader for {loads} for {len(numbers)} members"
+            raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
         if keys is not None:
             self._keys |= dict(zip(numbers, keys, strict=True))
         if self.trainer.array is None:

@@ -57,16 +57,12 @@ class StudyOptions:
         if scheduler.copies and self.seeds > 1:
             raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")
         if self.rank == "paired" and self.seeds < 2:
-            raise ValueError(
-                f"rank is 'paired' and seeds is {self.seeds}; pass at least 2, whose differences are compared"
-            )
+            raise ValueError(f"rank is 'paired' and seeds is {self.seeds}; pass at least 2, which are compared")
         if self.keep not in ("best", "all") and not (isinstance(self.keep, int) and self.keep > 0):
             raise ValueError(f"keep is {self.keep!r}; pass 'best', 'all' or how many of the best, at least 1")
 
     def _check_space(self) -> None:
         space, nonfusible = self.space, self.nonfusible
-        if isinstance(nonfusible, str):
-            raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
         if callable(space):
             return
         for label, names in (("nonfusible", nonfusible), *(("enqueue", params) for params in self.enqueue)):
@@ -79,9 +75,7 @@ class StudyOptions:
     def check_names(self, names: Iterable[str]) -> None:
         """Raise a ValueError if a parameter has a name that the study needs itself."""
         for name in {*names} & {"trial", "status", "epochs", "seconds", "seed", *self.metrics}:
-            raise ValueError(
-                f"the space has '{name}', which is a column of study.frame() or the members' own; give it another name"
-            )
+            raise ValueError(f"the space has '{name}', which is a column of study.frame(); give it another name")
 
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
@@ -113,14 +107,11 @@ class StudyOptions:
             parts = [sum(parts)]
         cohorts = [cohort for part in parts for cohort in scheduler.cohorts(part, self.epochs)]
         if not any(cohort.trials for cohort in cohorts):
-            raise ValueError(
-                "trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try"
-            )
+            raise ValueError("trials is 0, the scheduler's own number, and this one has none; pass how many to try")
         for cohort in cohorts:
             if not cohort.rungs or any(later <= first for first, later in itertools.pairwise((0, *cohort.rungs))):
-                raise ValueError(
-                    f"{type(scheduler).__qualname__}: a cohort has the rungs {cohort.rungs}; give it epochs that ascend"
-                )
+                kind = type(scheduler).__qualname__
+                raise ValueError(f"{kind}: a cohort has the rungs {cohort.rungs}; give it epochs that ascend")
         return parts, cohorts
 
     def about(self) -> dict[str, Any]:
@@ -128,9 +119,6 @@ class StudyOptions:
         space, describe = self.space, require("optuna", "tune").distributions.distribution_to_json
         name = getattr(space, "__qualname__", type(space).__qualname__)
         described = f"the function {name}" if callable(space) else {key: describe(kind) for key, kind in space.items()}
-        return {
-            **{"space": described, "metric": self.metrics},
-            **{"direction": self.directions, "nonfusible": list(self.nonfusible)},
-            **{"epochs": self.epochs, "scheduler": repr(self.scheduler)},
-            **{"seeds": self.seeds, "seed": self.seed, "rank": self.rank},
-        }
+        values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed", "rank")}
+        names = {"metric": self.metrics, "direction": self.directions, "scheduler": repr(self.scheduler)}
+        return {"space": described, **names, **values}

@@ -42,8 +42,6 @@ class Population:
         table: Any = (),
         executor: Executor | None = None,
     ):
-        if isinstance(nonfusible, str):
-            raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
         if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
@@ -267,10 +265,8 @@ class Population:
                 (self.group_of(one), one.epoch) for one in (self.members[number] for number in pair)
             )
             if (group, epoch) != other:
-                raise ValueError(
-                    f"member {pair[0]} has trained {epoch} epochs and member {pair[1]} {other[1]}, or their names or "
-                    f"non-fusible values are others; copy members that are alike"
-                )
+                text = f"member {pair[0]} has trained {epoch} epochs and member {pair[1]} {other[1]}, or they differ"
+                raise ValueError(f"{text} in names or non-fusible values; copy members that are alike")
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))

@@ -151,7 +151,7 @@ def run(
             ``hfta_func.cluster.ray(...)``.
 
     Returns:
-        The study. Ctrl-C ends it early, and sets ``interrupted``; so does ``study.optuna.stop()`` in a callback.
+        The study. Ctrl-C ends it early, and sets ``interrupted``, as do ``timeout`` and ``study.optuna.stop()`` in a callback.
 
     Raises:
         ImportError: if Optuna is not installed.
@@ -185,10 +185,20 @@ def run(
         Linear(in_features=4, out_features=1, bias=True)
     """
     options = StudyOptions(
-        **{"space": space, "metric": metric, "direction": direction, "nonfusible": nonfusible, "trials": trials},
-        **{"epochs": epochs, "scheduler": scheduler or Scheduler(), "batch": batch, "max_models": max_models},
-        **{"seeds": seeds, "rank": rank, "seed": seed, "enqueue": enqueue},
-        **{"keep": keep, "retry": retry, "timeout": timeout},
+        *(
+            space,
+            metric,
+            direction,
+            nonfusible,
+            trials,
+            epochs,
+            scheduler or Scheduler(),
+            batch,
+            max_models,
+            seeds,
+            rank,
+        ),
+        *(seed, enqueue, keep, retry, timeout),
     )
     limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
     most = configurations(sampler, space, enqueue, limit)
@@ -218,7 +228,7 @@ def run(
                 folder.save(members, trajectory=study.trajectory)
 
         search = Search(study, options, most, save)
-        if folder is not None:
+        if resume is not None:
             stack.enter_context(Status(resume, search))
         for params in enqueue:
             session.enqueue(params)
@@ -234,7 +244,7 @@ def run(
         except KeyboardInterrupt:
             # Between arrays; while an array trains, Ctrl-C waits for the end of its step.
             members.interrupted = True
-        members.interrupted |= session.is_stopped
+        members.interrupted |= session.is_stopped or study.counts["running"] > 0
     if not study.interrupted and study.trials and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
     return study

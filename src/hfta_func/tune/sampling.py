@@ -41,9 +41,9 @@ class SamplerSession:
         self.space: dict[str, Any] = {} if callable(space) else dict(space)
         for key, distribution in self.space.items():
             if not isinstance(distribution, module.distributions.BaseDistribution):
+                kind = type(distribution).__qualname__
                 raise ValueError(
-                    f"space['{key}'] is a {type(distribution).__qualname__}; pass one of optuna.distributions, such as "
-                    f"FloatDistribution(1e-4, 1.0, log=True)"
+                    f"space['{key}'] is a {kind}; pass one of optuna.distributions, as FloatDistribution(0, 1)"
                 )
         samplers = module.samplers
         # NumPy's seeds are not negative and have 32 bits.
@@ -103,13 +103,14 @@ class SamplerSession:
     def identify(self, about: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Note what the study searches; raises a ValueError if its storage holds another one."""
         before, now = self.study.user_attrs.get("hfta_func"), json.loads(json.dumps(about))
-        changed = [name for name in now if before and before.get(name) != now[name]]
+        changed = [
+            f", whose {name} is {before[name]} and not {now[name]}"
+            for name in before or ()
+            if before[name] != now[name]
+        ]
         if changed or (before is None and self._frozen):
-            what = (changed and f", whose {changed[0]} is {before[changed[0]]} and not {now[changed[0]]}") or ""
-            raise ValueError(
-                f"the storage has another study '{self.study.study_name}'{what}; pass another name or folder, or the same "
-                f"arguments"
-            )
+            text = f"the storage has another study '{self.study.study_name}'{''.join(changed[:1])}"
+            raise ValueError(f"{text}; pass another name or folder, or the same arguments")
         with quiet():
             self.study.set_user_attr("hfta_func", now)
             self.study.set_metric_names(list(metrics))
@@ -144,9 +145,7 @@ class SamplerSession:
             for name, kind in self.space.items():
                 view.suggest_categorical(name, kind.choices) if isinstance(kind, kinds) else trial._suggest(name, kind)
         elif isinstance(returned := self._suggest(view), Mapping):  # pyright: ignore[reportArgumentType]
-            raise ValueError(
-                f"the space returned {returned!r}; suggest values by the trial, and set constants in build"
-            )
+            raise ValueError(f"the space returned {returned!r}; suggest values by the trial, set constants in build")
         values = {**trial.params, **view.values}
         self.space |= {name: kind for name, kind in trial.distributions.items() if name not in self.space}
         return {name: values[name] for name in self.space if name in values}

@@ -53,9 +53,7 @@ class _Hyperband(_Halving):
             if rungs:
                 brackets.append((math.ceil((most + 1) / (bracket + 1) * self.eta**bracket - 1e-9), rungs))
         if not brackets:
-            raise ValueError(
-                f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller number"
-            )
+            raise ValueError(f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller one")
         if trials:
             # For another number in all, in the same proportions.
             sums = [0, *itertools.accumulate(count for count, _ in brackets)]

@@ -82,16 +82,12 @@ class Search:
                     member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
                     population.drop([member.number] if member.status == "alive" else ())
                     if self.scheduler.copies or self._options.rank == "paired":
-                        raise ValueError(
-                            f"trial {number} has ended, and this study needs the metrics and states of all; pass the "
-                            f"folder that it was run with by resume=, or another name"
-                        )
+                        text = f"trial {number} has ended, and this study needs the metrics and states of all"
+                        raise ValueError(f"{text}; pass the folder that it was run with by resume=, or another name")
         self._retried |= {trial.retry_of for trial in study.trials}
         if len(population.members) != len(study.trials) * len(self.seeds):
-            raise ValueError(
-                f"the folder has {len(population.members)} members, but the storage {len(study.trials)} trials; pass the "
-                f"folder and the storage of one study"
-            )
+            text = f"the folder has {len(population.members)} members, but the storage {len(study.trials)} trials"
+            raise ValueError(f"{text}; pass the folder and the storage of one study")
         self._release()
 
     def _of(self, trial: Trial) -> list[Member]:
@@ -187,10 +183,10 @@ class Search:
             try:
                 hfta.with_hyperparams(population.state(number), **changed)
             except hfta.errors.HyperparameterError as error:
-                raise ValueError(
-                    f"the scheduler changes hyperparameters by name; name them in the space as the optimizer or hparams do, "
-                    f"or pass them as nonfusible ({error})"
-                ) from None
+                text = (
+                    "the scheduler changes hyperparameters by name; name them as the optimizer or hparams do, or pass"
+                )
+                raise ValueError(f"{text} them as nonfusible ({error})") from None
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         session = self.study.session
@@ -248,14 +244,10 @@ class Search:
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
             if study.rank == "paired":
                 values = self._paired(trials, cohort)
-            cohort = cohort._replace(
-                values=values,
-                ended=frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed")),
-                params={trial.number: trial.params for trial in trials},
-                space=study.session.space,
-                nonfusible=study.population.nonfusible,
-                seed=self.seeds[0],
-            )
+            ended = frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed"))
+            params = {trial.number: trial.params for trial in trials}
+            known = dict(space=study.session.space, nonfusible=study.population.nonfusible, seed=self.seeds[0])
+            cohort = cohort._replace(values=values, ended=ended, params=params, **known)
             verdicts = self.scheduler.decide(cohort)
             try:
                 cohort.check(verdicts, self.scheduler.copies)
@@ -289,9 +281,8 @@ class Search:
             if isinstance(verdict, Copy) and is_at_rung and not has_copied:
                 by_names[tuple(sorted(verdict.changes))][number] = verdict
         for names, copies in by_names.items():
-            pairs = [
-                tuple(study.trials[one].members[0] for one in (number, copy.source)) for number, copy in copies.items()
-            ]
+            member = {trial.number: trial.members[0] for trial in study.trials}
+            pairs = [(member[number], member[copy.source]) for number, copy in copies.items()]
             study.population.copy(pairs, **{name: [copy.changes[name] for copy in copies.values()] for name in names})
             for number, copy in copies.items():
                 study.trials[number].params |= copy.changes

@@ -61,11 +61,11 @@ class Study:
 
     Attributes:
         trials: All trials, by number.
-        population: Their members; those of stopped trials have no state any more.
+        population: Their members; only those that train, or that ``keep`` names, have a state.
         optuna: The same study as one of Optuna's, for its plots, importances and fronts; a callback ends the study by its
             ``stop()``.
         trajectory: For each new best value, at any rung: seconds of training until then, the trial's number, and the value.
-        interrupted: Whether Ctrl-C ended it.
+        interrupted: Whether Ctrl-C, ``timeout`` or ``optuna.stop()`` ended it.
     """
 
     def __init__(self, population: Population, session: SamplerSession, options: StudyOptions):
@@ -85,9 +85,8 @@ class Study:
         # The best ones; of several objectives, the first.
         numbers = [trial.number for trial in (self.ranked() if len(self.metrics) == 1 else self.trials)[:5]]
         rows = self._rows()
-        cells = [
-            [f"{each:.4g}" if isinstance(each, float) else str(each) for each in rows[n].values()] for n in numbers
-        ]
+        shown = [[f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+        cells = [shown[number] for number in numbers]
         return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if cells else ''}"
 
     @property
@@ -122,7 +121,7 @@ class Study:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search."""
+        """Whether Ctrl-C, ``timeout`` or ``optuna.stop()`` ended the search."""
         return self.population.interrupted
 
     @property
