@@ -513,7 +513,7 @@ BAD = {
         r"metric is \['error', 'error'\]; name each one once",
     ),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
-    "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
+    "no trials": ({"trials": 0}, "this one has none; pass how many to try"),
     "scheduler": ({"scheduler": "halving"}, r"scheduler is 'halving'; pass one of hfta_func.tune"),
     "sampler": ({"sampler": "tpe"}, "sampler is 'tpe'; pass one of optuna.samplers"),
     "batch": ({"batch": -1}, "batch is -1; give an integer of at least 1"),

@@ -63,7 +63,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool
         check_state(agents, expected)
         action, more, after = run(*agents, observation, key)
         if not (torch.compiler.is_compiling() or inside_transform()):
-            written = {name: old for name, old in agents.buffers.items() if not torch.equal(old, after[name])}
+            written = {name: old for name, old in agents.buffers.items() if not torch.equal(old, after.get(name, old))}
             writes.update(written)
             # An agent that is not active stays as it is.
             new = {name: after[name] for name in written}

@@ -151,7 +151,7 @@ def run(
             ``hfta_func.cluster.ray(...)``.
 
     Returns:
-        The study. Ctrl-C ends it early, and sets ``interrupted``, as do ``timeout`` and ``study.optuna.stop()`` in a callback.
+        The study. Ctrl-C ends it early, and sets ``interrupted``, as do ``timeout`` and a callback's ``study.optuna.stop()``.
 
     Raises:
         ImportError: if Optuna is not installed.

@@ -103,14 +103,15 @@ class SamplerSession:
     def identify(self, about: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Note what the study searches; raises a ValueError if its storage holds another one."""
         before, now = self.study.user_attrs.get("hfta_func"), json.loads(json.dumps(about))
-        changed = [
-            f", whose {name} is {before[name]} and not {now[name]}"
-            for name in before or ()
-            if before[name] != now[name]
-        ]
-        if changed or (before is None and self._frozen):
-            text = f"the storage has another study '{self.study.study_name}'{''.join(changed[:1])}"
-            raise ValueError(f"{text}; pass another name or folder, or the same arguments")
+        text, cure = (
+            f"the storage has another study '{self.study.study_name}'",
+            "pass another name or folder, or the same",
+        )
+        if before is None and self._frozen:
+            raise ValueError(f"{text}; {cure} arguments")
+        for name, value in (before or {}).items():
+            if value != now.get(name):
+                raise ValueError(f"{text}, whose {name} is {value} and not {now.get(name)}; {cure} arguments")
         with quiet():
             self.study.set_user_attr("hfta_func", now)
             self.study.set_metric_names(list(metrics))

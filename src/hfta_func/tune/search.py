@@ -62,13 +62,8 @@ class Search:
         statuses: dict[str, Any] = {state: status for status, state in STATES.items()}
         for frozen, params in study.session.begun():
             attributes, number = frozen.user_attrs, frozen.number
-            trial = Trial(
-                number, params, attributes["cohort"], [*range(number * len(self.seeds), (number + 1) * len(self.seeds))]
-            )
-            trial.status, trial.retry_of = statuses[frozen.state.name], attributes.get("retry_of")
-            study.trials.append(trial)
-            if trial.members[-1] >= len(population.members):
-                population.extend(self._configs([trial]))
+            trial = self._begin(number, params, attributes["cohort"], attributes.get("retry_of"))
+            trial.status = statuses[frozen.state.name]
             if trial.status == "running":
                 # Its values follow from its members, which may have none any more.
                 continue
@@ -81,7 +76,7 @@ class Search:
                     member.epoch = attributes.get("epochs", 0)
                     member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
                     population.drop([member.number] if member.status == "alive" else ())
-                    if self.scheduler.copies or self._options.rank == "paired":
+                    if member.epoch and (self.scheduler.copies or self._options.rank == "paired"):
                         text = f"trial {number} has ended, and this study needs the metrics and states of all"
                         raise ValueError(f"{text}; pass the folder that it was run with by resume=, or another name")
         self._retried |= {trial.retry_of for trial in study.trials}
@@ -93,8 +88,14 @@ class Search:
     def _of(self, trial: Trial) -> list[Member]:
         return [self.study.population.members[number] for number in trial.members]
 
-    def _configs(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-        return [{**trial.params, "seed": seed} for trial in trials for seed in self.seeds]
+    def _begin(self, number: int, params: dict[str, Any], cohort: int, retry_of: int | None) -> Trial:
+        """Add a trial, and its members unless a folder has them."""
+        members, first = self.study.population.members, number * len(self.seeds)
+        trial = Trial(number, params, cohort, [*range(first, first + len(self.seeds))], retry_of=retry_of)
+        self.study.trials.append(trial)
+        if trial.members[-1] >= len(members):
+            self.study.population.extend([{**params, "seed": seed} for seed in self.seeds])
+        return trial
 
     def rungs_of(self, trial: Trial) -> tuple[int, ...]:
         """The epochs in which a trial is compared."""
@@ -153,10 +154,7 @@ class Search:
             self._options.check_names(params)
             retry_of = asked.user_attrs.get("retry_of")
             cohort = cohort if retry_of is None else study.trials[retry_of].cohort
-            first = asked.number * len(self.seeds)
-            new.append(Trial(asked.number, params, cohort, [*range(first, first + len(self.seeds))], retry_of=retry_of))
-            study.trials.append(new[-1])
-            study.population.extend(self._configs(new[-1:]))
+            new.append(self._begin(asked.number, params, cohort, retry_of))
             study.session.note(asked.number, cohort=cohort)
         if new and self.scheduler.copies:
             self._check_names()
