@@ -59,7 +59,9 @@ def epochs_of(study: tune.Study) -> list[int]:
 def once(study: tune.Study) -> bool:
     """Whether each trial was asked for once, and all have ended."""
     shown = study.optuna.get_trials(deepcopy=False)
-    return [trial.number for trial in study.trials] == [*range(len(shown))] and all(one.state.is_finished() for one in shown)
+    return [trial.number for trial in study.trials] == [*range(len(shown))] and all(
+        one.state.is_finished() for one in shown
+    )
 
 
 def check_kills(crew: Any, trials: int, kills: int, *kill: Any) -> None:
