@@ -286,8 +286,8 @@ def observed(past: Moments, values: Tensor) -> Moments:
 
 def _check_values(seen: Moments, values: Tensor) -> None:
     count, *shape = seen.mean.shape
-    own = [*values.shape[1:]][values.dim() - 1 - len(shape) :]
-    if values.shape[:1] != (count,) or own != shape or not values.numel():
+    shape_at_end = [*values.shape[1:]][values.dim() - 1 - len(shape) :]
+    if values.shape[:1] != (count,) or shape_at_end != shape or not values.numel():
         raise BatchError(f"values are {[*values.shape]}, but the moments are of [{count}, ..., {str(shape)[1:-1]}]")
 
 

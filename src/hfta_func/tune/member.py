@@ -70,3 +70,8 @@ def counted(what: str, statuses: Sequence[str]) -> str:
     """The number of all and of each status: ``"4 members (3 alive, 1 dropped)"``."""
     parts = ", ".join(f"{count} {status}" for status, count in collections.Counter(statuses).items())
     return f"{len(statuses)} {what}" + (f" ({parts})" if parts else "")
+
+
+def tuples(value: Any) -> Any:
+    """A value that was written as JSON, which has lists for tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value

@@ -17,7 +17,7 @@ from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Job, Jobs
-from hfta_func.tune.member import Member, check_alive, counted, rows_of
+from hfta_func.tune.member import Member, check_alive, counted, rows_of, tuples
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Population:
         for member in self.members:
             # JSON has no tuples.
             member.parents = [(epoch, source) for epoch, source in member.parents]
-            member.config = {name: _tuples(value) for name, value in member.config.items()}
+            member.config = {name: tuples(value) for name, value in member.config.items()}
             if member.status == "alive":
                 self.group_of(member).configs[member.number] = member.config
         self.last = tuple(last)
@@ -337,10 +337,6 @@ class Population:
                 for epoch, metrics in enumerate(member.metrics, start=1)
             ]
         )
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _with_keys(state: Any, other: Any) -> Any:

@@ -236,10 +236,7 @@ def run(
         try:
             setting_up.close()
             members.interrupted = pressed()
-            for has_trained in search.rounds():
-                bar.update(len(study.trials) - study.counts["running"] - bar.n)
-                for callback in callbacks if has_trained else ():
-                    notify(callback, study)
+            _train(search, bar, callbacks)
             save()
         except KeyboardInterrupt:
             # Between arrays; while an array trains, Ctrl-C waits for the end of its step.
@@ -248,3 +245,11 @@ def run(
     if not study.interrupted and study.trials and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
     return study
+
+
+def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
+    study = search.study
+    for has_trained in search.rounds():
+        bar.update(len(study.trials) - study.counts["running"] - bar.n)
+        for callback in callbacks if has_trained else ():
+            notify(callback, study)

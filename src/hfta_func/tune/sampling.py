@@ -197,8 +197,8 @@ class _View:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         plain = [self._plain(choice) for choice in choices]
         value = self._trial.suggest_categorical(name, plain)
-        own = [choice for choice, text in zip(choices, plain, strict=True) if text is not choice and text == value]
-        self.values[name] = own[0] if own else value
+        matching = [choice for choice, text in zip(choices, plain, strict=True) if text is not choice and text == value]
+        self.values[name] = matching[0] if matching else value
         return self.values[name]
 
 

@@ -217,12 +217,12 @@ class Study:
 
     def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
         """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        mine, others = (
+        first_scores, second_scores = (
             [self.score(value) for value in self._values(one, self.metrics[0], epoch)] for one in (trial, other)
         )
-        if trial is other or not all(map(math.isfinite, mine + others)):
+        if trial is other or not all(map(math.isfinite, first_scores + second_scores)):
             return 0.0 if trial is other else -math.inf
-        differences = [first - second for first, second in zip(mine, others, strict=True)]
+        differences = [first - second for first, second in zip(first_scores, second_scores, strict=True)]
         return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)) + 1e-12)
 
     def _values(self, trial: Trial, metric: str, epoch: int) -> list[float]:
