@@ -28,7 +28,7 @@ def best(function: int, dimension: int, trials: int, batch: int, seed: int) -> f
     found = float("inf")
     for start in range(0, trials, batch):
         numbers = range(start, min(start + batch, trials))
-        values = [float(problem([*asking.ask().values()])) for _ in numbers]
+        values = [float(problem([*asking.ask()[1].values()])) for _ in numbers]
         for number, value in zip(numbers, values, strict=True):
             asking.tell(number, "complete", [value])
         found = min(found, *values)

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         cohorts = (scheduler or tune.Scheduler()).cohorts(trials, epochs)
         sampler = SamplerSession(space, ["maximize"], None, args.seed)
-        configs = [{**sampler.ask(), "seed": args.seed} for cohort in cohorts for _ in range(cohort.trials)]
+        configs = [{**sampler.ask()[1], "seed": args.seed} for cohort in cohorts for _ in range(cohort.trials)]
         workers = 1 if args.mode == "serial" else len(os.sched_getaffinity(0))
         with tempfile.TemporaryDirectory() as folder, mapped(train_alone, workers) as run:
             rows = search(

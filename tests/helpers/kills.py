@@ -57,12 +57,11 @@ def epochs_of(study: tune.Study) -> list[int]:
 
 
 def once(study: tune.Study) -> bool:
-    """Whether each trial was asked for and told once."""
-    events = study.session.events
-    asked, ended = (sum(event[0] == kind for event in events) for kind in ("ask", "tell"))
-    told = [event[1] for event in events if event[0] == "tell"]
-    reports = [(event[1], event[2]) for event in events if event[0] == "report"]
-    return asked == ended == len(set(told)) == len(study.trials) and len(set(reports)) == len(reports)
+    """Whether each trial was asked for once, and all have ended."""
+    shown = study.optuna.get_trials(deepcopy=False)
+    return [trial.number for trial in study.trials] == [*range(len(shown))] and all(
+        one.state.is_finished() for one in shown
+    )
 
 
 def check_kills(crew: Any, trials: int, kills: int, *kill: Any) -> None:

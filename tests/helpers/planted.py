@@ -894,7 +894,7 @@ PLANTED = [
     ),
     Planted(
         "Ctrl-C while a study is set up is forgotten",
-        *("tune/run.py", "study.population.interrupted = pressed()", "pressed()"),
+        *("tune/run.py", "members.interrupted = pressed()", "pressed()"),
         "test_tune.py::test_ctrl_c_while_a_study_is_set_up_ends_it",
     ),
     Planted(
@@ -904,7 +904,7 @@ PLANTED = [
     ),
     Planted(
         "the tables of a study are written at its end alone",
-        *("tune/cli.py", "[lambda study: study.write(folder), _Table", "[_Table"),
+        *("tune/cli.py", "[lambda study: study.write(folder), _Counts", "[_Counts"),
         "test_cli.py::test_ctrl_c_saves_and_the_same_command_goes_on",
     ),
     Planted(

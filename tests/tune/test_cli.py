@@ -72,8 +72,12 @@ def test_a_study_of_a_file(study: pathlib.Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["tune", "example_study.py", "--scheduler", "halving", "--trials", "9"]) == 0
     assert capsys.readouterr().out == printed.out
     assert rows(study.parent / "example_study.study" / "history.csv") == history
-    assert cli.main(["tune", "example_study.py", "--trials", "8"]) == 1
-    assert "holds a study whose trials is 9, not 8" in capsys.readouterr().err
+    # More trials train what is missing; another scheduler is another study.
+    assert cli.main(["tune", "example_study.py", "--scheduler", "halving", "--trials", "12"]) == 0
+    grown = rows(study.parent / "example_study.study" / "history.csv")
+    assert grown[:9] == history and len(grown) == 12
+    assert cli.main(["tune", "example_study.py"]) == 1
+    assert "the storage has another study 'study', whose scheduler is" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -183,7 +187,7 @@ def test_plan_explain_profile_and_doctor(study: pathlib.Path, capsys: pytest.Cap
             [],
             "does not define trials; define it there, or pass --trials",
         ),
-        (STUDY, ["--epochs", "0"], "epochs is 0; pass an integer, at least 1"),
+        (STUDY, ["--epochs", "0"], "epochs is 0; give an integer of at least 1"),
         (STUDY.replace('"loss", "minimize"', '"accuracy", "minimize"'), [], "no metric 'accuracy'; it has"),
     ],
 )

@@ -187,8 +187,6 @@ def test_trials_have_the_names_of_their_kind(tmp_path: pathlib.Path) -> None:
     study.write(tmp_path)
     assert len({line.count(",") for line in (tmp_path / "history.csv").read_text().splitlines()}) == 1
     assert search(resume=tmp_path / "study", storage=url, name="kinds").trials == study.trials
-    with pytest.raises(ValueError, match=r"whose enqueue is .*; pass another folder"):
-        search(resume=tmp_path / "study", enqueue=[{"kind": "adam"}])
 
 
 @pytest.mark.sampled(every=2)

@@ -165,9 +165,7 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
     """
     old = _priorities(buffer)
     if index.shape != priority.shape or len(index) != len(old):
-        raise BatchError(
-            f"index is {[*index.shape]} and priority is {[*priority.shape]}; give both [{len(old)}, n], one for each row"
-        )
+        raise BatchError(f"index is {[*index.shape]} and priority is {[*priority.shape]}; give both [{len(old)}, n]")
     return buffer._replace(priority=old.scatter(1, index, priority.to(old.dtype)))
 
 
@@ -193,9 +191,7 @@ def _check_filled(buffer: Replay, keys: Tensor) -> None:
     check_keys(keys, len(buffer.size))
     if can_look(buffer.size) and not bool((buffer.size > 0).all()):
         member = int((buffer.size == 0).nonzero()[0])
-        raise StateError(
-            f"model {member}: its buffer is empty; write rows before sampling, such as those of a first rollout"
-        )
+        raise StateError(f"model {member}: its buffer is empty; write rows before, such as those of a first rollout")
 
 
 def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> dict[str, Tensor]:
@@ -210,7 +206,7 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         The steps with ``discount``, what the value after them counts: ``[M, T - n + 1, N, ...]``.
 
     Raises:
-        BatchError: if there are fewer than n steps, or ends of episodes are not booleans.
+        BatchError: if there are fewer than n steps.
     """
     length = steps["reward"].shape[1] - n + 1
     check_counts(n=n)

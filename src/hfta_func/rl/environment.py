@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import optree
@@ -14,9 +13,9 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, names, tree_map, watched
-from hfta_func._types import PerModel, Tree, check_counts, require
+from hfta_func._types import Tree, check_counts, require
 from hfta_func.calls.scan import alike
-from hfta_func.errors import BatchError, RandomnessError, StateError, TraceError
+from hfta_func.errors import BatchError, StateError
 from hfta_func.rules.vmap import vmap
 
 spaces = require("gymnasium.spaces", "rl")
@@ -58,24 +57,18 @@ class Environment(abc.ABC):
     def numbers(self, key: Tensor) -> dict[str, Tensor]:
         """The fields that are one number per member, for environments with these keys, to be held in their state."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        listed = {name: value for name, value in given.items() if getattr(value, "ndim", 0) or _is_list(value)}
-        return {name: self._per_environment(name, value, key) for name, value in listed.items()}
-
-    def _per_environment(self, name: str, value: PerModel, key: Tensor) -> Tensor:
-        vector = torch.as_tensor(value, dtype=self.dtype, device=key.device)
-        if vector.shape != key.shape[:1]:
-            raise StateError(
-                f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one per member"
-            )
-        return vector.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape)
+        listed = {
+            name: value for name, value in given.items() if getattr(value, "ndim", isinstance(value, list | tuple))
+        }
+        vectors = {name: torch.as_tensor(value, dtype=self.dtype, device=key.device) for name, value in listed.items()}
+        for name, vector in vectors.items():
+            if vector.shape != key.shape[:1]:
+                raise StateError(f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one each")
+        return {name: v.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape) for name, v in vectors.items()}
 
     def number(self, state: Any, *names: str) -> list[Any]:
         """Numbers of these names: those of the state, if they differ between members."""
         return [state["numbers"].get(name, getattr(self, name)) for name in names]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class Running(NamedTuple):
@@ -113,7 +106,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
-        ValueError: if there is no environment, its ``max_steps`` is no count, or its ``dtype`` is not of floating point.
+        ValueError: if there is no environment, or its ``max_steps`` is no count.
         BatchError: if ``keys`` are not one per member.
         StateError: if an environment writes its state in place, or mixes several; it names the environment and the leaf. If
             what it returns is not one reward, and one bool each for both ends of an episode, per environment.
@@ -128,22 +121,24 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         torch.Size([3, 4, 4])
     """
     if not isinstance(environment, Environment):
-        raise StateError(
-            f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
-        )
+        raise StateError(f"the environment is a {type(environment).__qualname__}; give one of rl, or use GymnasiumEnvs")
     check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
-    if not isinstance(environment.dtype, torch.dtype) or not environment.dtype.is_floating_point:
-        raise ValueError(f"dtype is {environment.dtype}; give a floating-point dtype, such as torch.float32")
     check_keys(keys)
     keys = random.fold_in(keys, _START)
-    began = environment.reset(environment_keys(keys, num_envs))
-    if not isinstance(began, tuple) or len(began) != 2:
-        raise StateError(f"{type(environment).__qualname__}.reset must return (state, observation)")
-    state, observation = began
+    state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
         _check(environment, state, observation, environment_keys(keys, num_envs))
+    return began(keys, num_envs, state, observation, _number(observation))
+
+
+def _number(observation: Tensor) -> torch.dtype:
+    return observation.dtype if observation.is_floating_point() else torch.float32
+
+
+def began(keys: Tensor, num_envs: int, state: Tree, observation: Tensor, reward: torch.dtype) -> Running:
+    """Environments at the start of their first episodes, with rewards of a dtype."""
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
-    total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
+    total = zeros.to(reward)
     running = Running(keys, zeros[:, 0], state, observation, zeros, total, zeros, zeros, total + torch.nan)
     # For a tensor in two places a loop would compile again, because its results are tensors of their own.
     return tree_map(torch.clone, running)
@@ -173,44 +168,24 @@ def _check(environment: Environment, state: Tree, observation: Tensor, keys: Ten
 
     def step(flat: list[Tensor], action: Tensor, key: Tensor) -> Any:
         result = environment.step(optree.tree_unflatten(layout, flat), action, key)
-        if not isinstance(result, tuple) or len(result) != len(_PARTS):
-            raise StateError(f"{name}.step must return ({', '.join(_PARTS)})")
         return dict(zip(_PARTS, result, strict=True))
 
-    began = {"state": state, "observation": observation}
-    for path, leaf in zip(names(began), leaves(began), strict=True):
-        if not isinstance(leaf, Tensor) or leaf.shape[: keys.dim()] != keys.shape:
-            raise StateError(
-                f"{name}.reset: {path} must be {[*keys.shape]} with any axes behind: a part per environment"
-            )
     action, written = sample(environment.action_space, keys), watched({"state": state})
     together = step([leaf.detach() for leaf in flat], action, keys)
     if path := written():
         raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
-    for part in began:
-        alike(began[part], part, (f"{name}.reset", f"{name}.step"))(together[part])
+    for part, given in (("state", state), ("observation", observation)):
+        alike(given, part, (f"{name}.reset", f"{name}.step"))(together[part])
     for part in _PARTS[2:]:
         leaf, kind = torch.as_tensor(together[part]), observation.dtype if part == "reward" else torch.bool
         if leaf.shape != keys.shape or (leaf.dtype != kind and part != "reward"):
-            text = (
-                f"{leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one per environment"
-            )
-            raise StateError(f"{name}.step returns {text}")
-    try:
-        alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
-    except TraceError as error:
-        raise TraceError(f"{name}.step reads values: {error}") from error
-    except RandomnessError as error:
-        raise RandomnessError(
-            f"{name}.step draws without its key; use random.uniform(key, ...) and its like"
-        ) from error
-    kind = observation.dtype if observation.is_floating_point() else torch.float32
-    near = max(1e-3, 8 * torch.finfo(kind).eps)
+            asked = f"{kind}{[*keys.shape]} is asked: one per environment"
+            raise StateError(f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {asked}")
+    alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
+    near = max(1e-3, 8 * torch.finfo(_number(observation)).eps)
     for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
         if not torch.allclose(one.double(), all_of_them.double(), rtol=near, atol=near, equal_nan=True):
-            raise StateError(
-                f"{name}.step mixes environments or remembers: {path} of one alone is another; keep them apart"
-            )
+            raise StateError(f"{name}.step mixes environments or remembers: {path} of one alone is another; keep apart")
 
 
 def sample(space: Any, keys: Tensor) -> Tensor:
@@ -218,27 +193,23 @@ def sample(space: Any, keys: Tensor) -> Tensor:
     if isinstance(space, spaces.Discrete):
         return int(space.start) + random.randint(keys, 0, int(space.n), ())
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        raise StateError(
-            f"the action space is {space}; environments have Discrete and Box spaces, the latter of floats"
-        )
+        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces, those of floats")
     low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
     return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
 
 
 def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
     """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
-    discrete, whole = isinstance(space, spaces.Discrete), space.dtype.kind != "f"
-    wanted = [*shape, *space.shape]
+    whole, wanted = space.dtype.kind != "f", [*shape, *space.shape]
     if [*action.shape] != wanted or action.is_floating_point() == whole:
-        kind = "integers" if whole else "floating-point numbers"
-        raise StateError(
-            f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {kind} {wanted}: one action for "
-            f"each environment of each member"
+        asked = (
+            f"{'integers' if whole else 'floating-point numbers'} {wanted}: one action for each environment of a member"
         )
-    if discrete and can_look(action) and not bool(((action >= space.start) & (action < space.start + space.n)).all()):
-        raise StateError(
-            f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions"
-        )
+        raise StateError(f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {asked}")
+    if isinstance(space, spaces.Discrete) and can_look(action):
+        low, high = action.min(), action.max()
+        if low < space.start or high >= space.start + space.n:
+            raise StateError(f"the policy's actions are {low} to {high}, but {space} has {space.n} actions")
 
 
 def advance(environment: Environment, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
@@ -293,9 +264,9 @@ def episode_metrics(running: Running) -> dict[str, Tensor]:
         running: The members' environments.
     """
     ended = running.episodes > 0
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.where(ended, values, 0).sum(1) / ended.sum(1)
-
     length = running.last_length.to(running.total.dtype)
-    return {"return": mean(running.last_total), "length": mean(length), "episodes": running.episodes.sum(1)}
+    means = {
+        name: torch.where(ended, values, 0).sum(1) / ended.sum(1)
+        for name, values in (("return", running.last_total), ("length", length))
+    }
+    return means | {"episodes": running.episodes.sum(1)}

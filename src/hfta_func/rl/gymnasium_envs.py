@@ -13,7 +13,7 @@ from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
 from hfta_func._types import check_counts, require
 from hfta_func.errors import StateError
-from hfta_func.rl.environment import Running, check_action, check_keys, counted, spaces
+from hfta_func.rl.environment import Running, began, check_action, check_keys, counted, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
@@ -35,32 +35,29 @@ class GymnasiumEnvs:
 
     def __init__(self, envs: Any, num_models: int):
         if not isinstance(envs, require("gymnasium.vector", "rl").VectorEnv):
-            raise StateError(
-                f"envs is a {type(envs).__qualname__}; give several as one, as gymnasium.make_vec makes them"
-            )
-        mode = envs.metadata.get("autoreset_mode")
+            raise StateError(f"envs is a {type(envs).__qualname__}; give several as one, as gymnasium.make_vec does")
+        wrapped = [envs]
+        while hasattr(wrapped[-1], "env"):
+            wrapped.append(wrapped[-1].env)
+        for name in (type(one).__name__ for one in wrapped if num_models > 1):
+            if name in ("NormalizeObservation", "NormalizeReward"):
+                raise StateError(f"{name} mixes the statistics of all agents; use rl.moments, which are each one's own")
+        mode = getattr(envs.metadata.get("autoreset_mode"), "value", envs.metadata.get("autoreset_mode"))
         # EnvPool has a mode without final observations only, but resets the environments that it is told to.
         self._is_envpool = hasattr(envs, "recv")
-        self._is_told = self._is_envpool or getattr(mode, "value", mode) == "Disabled"
+        self._is_told = self._is_envpool or mode == "Disabled"
         if self._is_envpool and envs.config["batch_size"] != envs.num_envs:
-            raise StateError(
-                f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out, so that a step is "
-                f"one of all"
-            )
-        if not self._is_told and getattr(mode, "value", mode) != "SameStep":
-            raise StateError(
-                f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
-                f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
-            )
+            raise StateError(f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out")
+        if not self._is_told and mode != "SameStep":
+            cure = "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP}"
+            raise StateError(f"the environments' autoreset_mode is {mode}; make them with {cure}")
         for kind, space in (("observation", envs.single_observation_space), ("action", envs.single_action_space)):
             if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-                raise StateError(
-                    f"the {kind} space is {space}; wrap the environments, so that an {kind} is one array of numbers"
-                )
+                raise StateError(f"the {kind} space is {space}; wrap the environments, so that it is one array")
         check_counts(num_models=num_models)
         if envs.num_envs % num_models:
             raise StateError(
-                f"{envs.num_envs} environments cannot be shared out to {num_models} members; make a multiple of {num_models}"
+                f"{envs.num_envs} environments cannot be shared out to {num_models} members; make a multiple"
             )
         self.envs, self.num_models, self.num_envs = envs, num_models, envs.num_envs // num_models
 
@@ -72,11 +69,7 @@ class GymnasiumEnvs:
         check_keys(keys, self.num_models)
         seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
         observation, _ = self.envs.reset(**({} if self._is_envpool else {"seed": seeds.flatten().tolist()}))
-        zeros = torch.zeros(self.num_models, self.num_envs, dtype=torch.int64)
-        total = zeros.float()
-        return Running(
-            keys, zeros[:, 0].clone(), (), self._apart(observation), zeros, total, zeros, zeros, total + torch.nan
-        )
+        return began(keys, self.num_envs, (), self._apart(observation), torch.float32)
 
     def rollout(self, policy: Policy, state: Any, running: Running, steps: int) -> tuple[Running, dict[str, Tensor]]:
         """As :func:`~hfta_func.rl.rollout`.
@@ -94,10 +87,10 @@ class GymnasiumEnvs:
         if torch.compiler.is_compiling():
             _refuse_compiling()
         if len(running.keys) != self.num_models:
-            raise StateError(
-                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them; "
-                f"train all of them in this process, without workers and compact"
+            text = (
+                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them"
             )
+            raise StateError(f"{text}; train all of them in this process, without workers and compact")
         happened = []
         for _ in range(steps):
             observation = running.observation

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import leaves, paths, per_model, tree_map
+from hfta_func._torch import inside_transform
+from hfta_func._tree import leaves, paths, per_model, tree_map, where
 from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import scan
 from hfta_func.errors import BatchError, StateError
@@ -37,8 +38,8 @@ def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool
 
     Returns:
         ``policy(state, observation, key) -> (action, more)``: of a training state or what :func:`stack_params` returns,
-        observations ``[M, N, ...]`` and keys ``[M]``. It raises a StateError for agents of another model, and unless there is
-        a key for each.
+        observations ``[M, N, ...]`` and keys ``[M]``. Buffers that ``act`` writes, such as running statistics, are replaced
+        in ``state.buffers``, but for agents that are not active. It raises a StateError for agents of another model.
 
     Example:
         >>> def act(model, observation):
@@ -51,25 +52,25 @@ def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool
     """
     call, expected = bind(model, act, share_frozen=share_frozen), shapes(model, share_frozen)
 
-    def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        result, _ = call(params, buffers, observation, key=key)
-        action, more = cast(Any, result if isinstance(result, tuple) and len(result) == 2 else (result, {}))
-        if not isinstance(more, dict) or not all([isinstance(leaf, Tensor) for leaf in (action, *more.values())]):
-            raise StateError("act must return an action, or an action and a dict of tensors to remember")
-        return action, more
+    def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> Any:
+        result, after = call(params, buffers, observation, key=key)
+        return *cast(Any, result if isinstance(result, tuple) and len(result) == 2 else (result, {})), after
 
-    run = vmap(member)
+    run, writes = vmap(member), set[str]()
 
     def policy(state: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if not hasattr(state, "params"):
-            raise StateError(f"agents are a {type(state).__qualname__}; give a training state, or stack_params(models)")
         agents = stacked(state)
         check_state(agents, expected)
-        if (count := len(next(iter(agents.params.values())))) != len(key):
-            raise StateError(
-                f"there are {count} agents, but {len(key)} members' environments; give one agent per member"
-            )
-        return run(*agents, observation, key)
+        action, more, after = run(*agents, observation, key)
+        if not (torch.compiler.is_compiling() or inside_transform()):
+            written = {name: old for name, old in agents.buffers.items() if not torch.equal(old, after.get(name, old))}
+            writes.update(written)
+            # An agent that is not active stays as it is.
+            new = {name: after[name] for name in written}
+            state.buffers.update(where(state.active, new, written) if hasattr(state, "active") else new)
+        elif writes:
+            raise StateError(f"the policy writes the buffer '{min(writes)}', which a graph cannot keep; do not compile")
+        return action, more
 
     return policy
 
@@ -96,8 +97,7 @@ def rollout(
 
     Raises:
         ValueError: if there is no step.
-        StateError: if actions are not of the environment's action space, if there is not one agent for each member of
-            ``running``, or the policy remembers what a step has already.
+        StateError: if actions are not of the environment's action space, or the policy remembers what a step has already.
 
     Example:
         >>> from hfta_func import rl
@@ -143,7 +143,7 @@ def gae(
         decay: The lambda of the advantages; 1 is the discounted return minus the value.
 
     Raises:
-        BatchError: if values are not one for each step, or ends of episodes are not booleans.
+        BatchError: if values are not one for each step.
 
     References:
         Schulman et al., "High-dimensional continuous control using generalized advantage estimation", ICLR 2016.
@@ -175,12 +175,9 @@ def gae(
 
 def ended(steps: dict[str, Tensor], *values: Tensor) -> Tensor:
     """Where an episode has ended in either way; raises a BatchError unless ``values`` are one for each step, as rewards."""
-    for name in ("terminated", "truncated"):
-        if steps[name].dtype != torch.bool:
-            raise BatchError(f"steps['{name}'] is {steps[name].dtype}; give booleans, such as steps['{name}'].bool()")
-    wanted = [*steps["reward"].shape]
     for value in values:
-        if [*value.shape] != wanted:
+        if value.shape != steps["reward"].shape:
+            wanted = [*steps["reward"].shape]
             raise BatchError(f"values are {[*value.shape]}, but rewards are {wanted}; give one for each step")
     return steps["terminated"] | steps["truncated"]
 
@@ -227,13 +224,11 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
 
 def check_rows(rows: Tree) -> int:
     """The number n of rows in a tree of tensors ``[M, n, ...]``; raises a BatchError that names a leaf unless it is one."""
-    listed = leaves(rows)
-    sizes = [leaf.shape[:2] if isinstance(leaf, Tensor) and leaf.dim() > 1 else None for leaf in listed]
-    if not sizes or None in sizes or any([size != sizes[0] for size in sizes]):
-        kinds = [[*leaf.shape] if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}" for leaf in listed]
-        text = " and ".join(f"{path} is {kind}" for path, kind in zip(paths(rows, "rows"), kinds, strict=True))
-        raise BatchError(f"{text or 'there are no rows'}; give tensors [M, n, ...] of as many members and rows")
-    return listed[0].shape[1]
+    sizes = {path: [*getattr(leaf, "shape", ())] for path, leaf in zip(paths(rows, "rows"), leaves(rows), strict=True)}
+    if len({(*size[:2],) for size in sizes.values()}) != 1 or any(len(size) < 2 for size in sizes.values()):
+        text = " and ".join(f"{path} is {size}" for path, size in sizes.items()) or "there are no rows"
+        raise BatchError(f"{text}; give tensors [M, n, ...] of as many members and rows")
+    return leaves(rows)[0].shape[1]
 
 
 def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
@@ -291,11 +286,8 @@ def observed(past: Moments, values: Tensor) -> Moments:
 
 def _check_values(seen: Moments, values: Tensor) -> None:
     count, *shape = seen.mean.shape
-    if (
-        values.shape[:1] != (count,)
-        or [*values.shape[1:]][values.dim() - 1 - len(shape) :] != shape
-        or not values.numel()
-    ):
+    shape_at_end = [*values.shape[1:]][values.dim() - 1 - len(shape) :]
+    if values.shape[:1] != (count,) or shape_at_end != shape or not values.numel():
         raise BatchError(f"values are {[*values.shape]}, but the moments are of [{count}, ..., {str(shape)[1:-1]}]")
 
 
@@ -331,7 +323,7 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
         Those after the last step, for the next rollout, and those at each step, ``[M, T, N]``.
 
     Raises:
-        BatchError: if ``past`` is of another shape, or ends of episodes are not booleans.
+        BatchError: if ``past`` is of another shape.
     """
 
     def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,10 @@ class Segment(NamedTuple):
     interrupted: bool
 
 
+class _TimeIsOverError(Exception):
+    """Ends training; with state and history."""
+
+
 class Trainer:
     """Trains members of one architecture, that of the ``fixed`` values; a copy in another process builds all parts there."""
 
@@ -83,10 +87,13 @@ class Trainer:
         # Every process builds its array, because parts of it may be impossible to send.
         return {**self.__dict__, "array": None}
 
-    def __call__(self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int) -> Segment:
-        """Train members, each from its start, for some more epochs; ``state`` is not written.
+    def __call__(
+        self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int, seconds: float | None
+    ) -> Segment:
+        """Train members, each from its start, for some more epochs, or until the first one that ends after some seconds.
 
-        Without ``keys`` for the loader, all see the same batches. Inactive members are added up to ``size``.
+        ``state`` is not written. Without ``keys`` for the loader, all see the same batches. Inactive members are added up to
+        ``size``.
         """
         if self.array is None:
             row = {name: [value] for name, value in self.first.items() if name not in self.fixed}
@@ -108,7 +115,19 @@ class Trainer:
             else:
                 loader = loader.of_members(keys[members], [starts[member] for member in members])
         began = time.perf_counter()
-        state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
+
+        def watch(state: Any, history: hfta.run.History) -> None:
+            if time.perf_counter() - began >= (seconds or 0.0):
+                raise _TimeIsOverError(state, history)
+
+        callbacks = [] if seconds is None else [watch]
+        try:
+            state, history = hfta.fit(
+                step, state, loader, epochs=epochs, evaluate=evaluate, callbacks=callbacks, progress=False
+            )
+        except _TimeIsOverError as over:
+            state, history = over.args
+            epochs = len(history)
         run = Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
         run.history = history
         with ctrl_c() as pressed:
@@ -119,14 +138,14 @@ class Trainer:
                     run.running.add(metrics, run.state.active, run.state.step)
                 run.end_epoch()
         state, interrupted = run.state, history.interrupted or pressed()
-        seconds = time.perf_counter() - began
+        took = time.perf_counter() - began
         if size > count:
             state = hfta.take(state, slice(count))
         metrics_by_epoch = [
             {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
             for metrics in history.epochs
         ]
-        return Segment(state, metrics_by_epoch, seconds, interrupted)
+        return Segment(state, metrics_by_epoch, took, interrupted)
 
 
 def moved(state: Any, device: torch.device) -> Any:

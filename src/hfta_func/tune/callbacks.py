@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
 
     def record(study: Study, history: History | None = None) -> None:
         for trial in study.trials:
-            epochs = min(study.population.members[member].epoch for member in trial.members)
+            epochs = min(len(study.population.members[member].metrics) for member in trial.members)
             if epochs and shown.get(trial.number) != (epochs, trial.status):
                 before, _ = shown.get(trial.number, (0, ""))
                 shown[trial.number] = epochs, trial.status
@@ -82,10 +83,11 @@ def prometheus(name: str) -> Callable[..., None]:
             raise WorkerError("tune.prometheus needs a Ray cluster; call cluster.ray(...) before tune.run")
         if all(node.get("MetricsExportPort", -1) < 1 for node in ray.nodes() if node["Alive"]):
             raise WorkerError("this Ray cluster exports no metrics; pip install 'ray[default]' on all of its nodes")
+        of_worker = ("study", "worker")
         meters["trials"] = metrics.Gauge("hfta_func_trials", "Trials by status.", ("study", "status"))
         meters["epochs"] = metrics.Counter("hfta_func_epochs", "Epochs that members have trained.", ("study",))
-        for label, text in (("seconds", "Seconds that a worker was at work."), ("deaths", "Deaths of a worker.")):
-            meters[label] = metrics.Counter(f"hfta_func_worker_{label}", text, ("study", "worker"))
+        meters["seconds"] = metrics.Counter("hfta_func_worker_seconds", "Seconds that a worker was at work.", of_worker)
+        meters["deaths"] = metrics.Counter("hfta_func_worker_deaths", "Deaths of a worker.", of_worker)
 
     def count(label: str, total: float, **tags: str) -> None:
         key = label, tags.get("worker", "")
@@ -111,24 +113,21 @@ def prometheus(name: str) -> Callable[..., None]:
 def _events(study: Study, trial: Trial, epochs: range) -> Iterator[Any]:
     """The events of a trial's file for some epochs."""
     board = require("torch.utils.tensorboard.summary", "tensorboard")
-    make = require("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+    make = functools.partial(require("tensorboard.compat.proto.event_pb2", "tensorboard").Event, wall_time=time.time())
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in trial.params.items()
     }
     experiment, begun, ended = board.hparams(plain, dict.fromkeys(study.metrics, 0.0))
-    now = time.time()
     if epochs.start == 0:
-        yield make(wall_time=now, file_version="brain.Event:2")
-        yield from (make(wall_time=now, summary=summary) for summary in (experiment, begun))
+        yield make(file_version="brain.Event:2")
+        yield from (make(summary=summary) for summary in (experiment, begun))
     members = [study.population.members[member].metrics for member in trial.members]
     for epoch in epochs:
         for name in members[0][epoch]:
             values = [metrics[epoch][name] for metrics in members]
-            shown = {name: sum(values) / len(values)}
-            if len(values) > 1:
-                shown |= {f"{name}/{index}": value for index, value in enumerate(values)}
-            for tag, value in shown.items():
-                yield make(wall_time=now, step=epoch + 1, summary=board.scalar(tag, value))
+            each = {f"{name}/{index}": value for index, value in enumerate(values)} if len(values) > 1 else {}
+            for tag, value in {name: sum(values) / len(values), **each}.items():
+                yield make(step=epoch + 1, summary=board.scalar(tag, value))
     if trial.status != "running":
-        yield make(wall_time=now, summary=ended)
+        yield make(summary=ended)

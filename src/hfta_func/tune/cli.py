@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,61 +61,57 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hfta-func", description="Train many models of the same architecture as one array."
-    )
+    text = "Train many models of the same architecture as one array."
+    parser = argparse.ArgumentParser(prog="hfta-func", description=text)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, func: Any, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = commands.add_parser(name, help=text, description=text, parents=parents)
-        parser.set_defaults(command=func)
-        return parser
+    def command(name: str, func: Any, text: str, file: str = "") -> Callable[..., Any]:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(command=func)
+        if file:
+            made.add_argument("file", help=file)
+        return made.add_argument
 
-    study = argparse.ArgumentParser(add_help=False)
-    text = "Python file with build, space, metric and, if need be, further arguments of tune.run"
-    study.add_argument("file", help=text)
-    array = argparse.ArgumentParser(add_help=False, parents=[study])
-    array.add_argument("--models", type=int, default=4, help="number of members of the array (default: 4)")
-    text = "Search the space of a file; after an interruption, the same command goes on."
-    tune = command("tune", _tune, text, study)
-    tune.add_argument("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
-    tune.add_argument("--epochs", type=int, help="epochs of a trial that is not stopped")
-    tune.add_argument("--scheduler", choices=SCHEDULERS, help="which trials go on")
-    tune.add_argument("--eta", type=float, default=3, help="number of trials for each that goes on (default: 3)")
-    tune.add_argument("--sampler", choices=SAMPLERS, help="Optuna's sampler")
-    tune.add_argument("--batch", type=int, help="trials asked for at a time")
-    tune.add_argument("--workers", type=_models, help="processes that train an array each, or auto")
-    tune.add_argument("--max-models", type=_models, help="the largest array, or auto")
-    tune.add_argument("--seeds", type=int, help="number of members of every trial")
-    tune.add_argument("--seed", type=int, help="the first seed")
-    tune.add_argument("--storage", help="Optuna's storage, such as sqlite:///study.db")
-    tune.add_argument("--name", help="name of the study in the storage (default: the file's name)")
-    tune.add_argument("--folder", help="the study's folder (default: <file>.study)")
-    tune.add_argument(
-        "--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard"
-    )
-    status = command(
-        "status", lambda args: shown(read(args.folder)), "Show what a running study does, from its folder."
-    )
-    status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
-
-    def planned(args: argparse.Namespace) -> hfta.run.Plan:
-        return hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes)
-
-    plan = command("plan", planned, "Measure how many models of a file's study fit into an array.", study)
-    plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
-    plan.add_argument(
-        "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)"
-    )
+    of_study = "Python file with build, space, metric and, if need be, further arguments of tune.run"
+    text = "Search the space of a file; the same command goes on with what is missing."
+    add = command("tune", _tune, text, of_study)
+    add("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
+    add("--epochs", type=int, help="epochs of a trial that is not stopped")
+    add("--scheduler", choices=SCHEDULERS, help="which trials go on")
+    add("--eta", type=float, default=3, help="number of trials for each that goes on (default: 3)")
+    add("--sampler", choices=SAMPLERS, help="Optuna's sampler")
+    add("--batch", type=int, help="trials asked for at a time")
+    add("--workers", type=_models, help="processes that train an array each, or auto")
+    add("--max-models", type=_models, help="the largest array, or auto")
+    add("--seeds", type=int, help="number of members of every trial")
+    add("--seed", type=int, help="the first seed")
+    add("--retry", type=int, help="how often a failed trial is tried again")
+    add("--timeout", type=float, help="seconds after which the study ends")
+    add("--storage", help="Optuna's storage, such as sqlite:///study.db")
+    add("--name", help="name of the study in the storage (default: the file's name)")
+    add("--folder", help="the study's folder (default: <file>.study)")
+    add("--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard")
+    add = command("status", lambda args: shown(read(args.folder)), "Show what a running study does, from its folder.")
+    add("folder", help="the folder, <file>.study for studies of this command line")
+    add = command("plan", _plan, "Measure how many models of a file's study fit into an array.", of_study)
+    add("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
+    add("--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)")
+    models: Any = dict(type=int, default=4, help="number of members of the array (default: 4)")
     text = "Show how each operator of a file's step runs, and why."
-    command("explain", lambda args: hfta.rules.explain(*_array(args, args.models)), text, array)
+    command("explain", lambda args: hfta.rules.explain(*_array(args, args.models)), text, of_study)(
+        "--models", **models
+    )
     text = "Show where the time of a file's step goes."
-    profile = command("profile", lambda args: hfta.profile(*_array(args, args.models), trace=args.trace), text, array)
-    profile.add_argument("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
-    cache = command("cache", _cache, "Show the compiled graphs that are kept on disk.")
-    cache.add_argument("--clear", action="store_true", help="remove them")
+    add = command("profile", lambda args: hfta.profile(*_array(args, args.models), trace=args.trace), text, of_study)
+    add("--models", **models)
+    add("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
+    command("cache", _cache, "Show the compiled graphs that are kept on disk.")("--clear", action="store_true")
     command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
     return parser
+
+
+def _plan(args: argparse.Namespace) -> hfta.run.Plan:
+    return hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes)
 
 
 def _models(text: str) -> Any:
@@ -125,11 +121,9 @@ def _models(text: str) -> Any:
 def _module(path: str) -> dict[str, Any]:
     """The names that a Python file defines."""
     file = pathlib.Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; pass a Python file that defines build, space and metric")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file; pass one that defines build, space and metric")
+        raise ValueError(f"there is no file {path} of Python; pass one that defines build, space and metric")
     module = importlib.util.module_from_spec(spec)
     # As for a script, files beside it can be imported, and so can the file itself.
     sys.path.insert(0, str(file.resolve().parent))
@@ -138,11 +132,10 @@ def _module(path: str) -> dict[str, Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise RuntimeError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    names = vars(module)
-    missing = [name for name in ("build", "space") if name not in names]
-    if missing:
-        raise ValueError(f"{path} does not define {missing[0]}; it needs build and space, as tune.run takes them")
-    return names
+    for name in ("build", "space"):
+        if name not in vars(module):
+            raise ValueError(f"{path} does not define {name}; it needs build and space, as tune.run takes them")
+    return vars(module)
 
 
 def _tune(args: argparse.Namespace) -> str:
@@ -160,14 +153,14 @@ def _tune(args: argparse.Namespace) -> str:
         optuna: Any = importlib.import_module("optuna")
         more = {"constant_liar": True} if args.sampler == "tpe" else {}
         options["sampler"] = getattr(optuna.samplers, SAMPLERS[args.sampler])(seed=options.get("seed", 0), **more)
-    missing = [name for name in ("metric", "trials", "epochs") if name not in options]
-    if missing:
-        flag = "" if missing[0] == "metric" else f", or pass --{missing[0]}"
-        raise ValueError(f"{args.file} does not define {missing[0]}; define it there{flag}")
+    for name in ("metric", "trials", "epochs"):
+        if name not in options:
+            flag = "" if name == "metric" else f", or pass --{name}"
+            raise ValueError(f"{args.file} does not define {name}; define it there{flag}")
     if "storage" in options:
         options.setdefault("name", pathlib.Path(args.file).stem)
     folder = args.folder or f"{pathlib.Path(args.file).with_suffix('')}.study"
-    callbacks: list[Any] = [lambda study: study.write(folder), _Table(sys.stderr).show]
+    callbacks: list[Any] = [lambda study: study.write(folder), _Counts().show]
     if args.tensorboard:
         callbacks.append(tensorboard(os.path.join(folder, "tensorboard")))
     with _logged(folder):
@@ -184,37 +177,29 @@ def _tune(args: argparse.Namespace) -> str:
 def _logged(folder: str) -> Iterator[None]:
     """Log the events of members and workers to a file in the folder."""
     os.makedirs(folder, exist_ok=True)
-    handler, logger = logging.FileHandler(os.path.join(folder, "study.log"), delay=True), logging.getLogger("hfta_func")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logger = logging.getLogger("hfta_func")
     before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-        handler.close()
+    with contextlib.closing(logging.FileHandler(os.path.join(folder, "study.log"), delay=True)) as handler:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before)
 
 
-class _Table:
-    """Shows the best trials so far: on a terminal a table that is redrawn, elsewhere one line per change."""
+class _Counts:
+    """Shows how many trials have which status, a line per change."""
 
-    def __init__(self, stream: Any):
-        self._stream, self._drawn, self._last = stream, 0, ""
+    last = ""
 
     def show(self, study: Study) -> None:
-        head = ", ".join(f"{count} {status}" for status, count in study.counts.items() if count)
-        if not self._stream.isatty():
-            if head != self._last:
-                print(head, file=self._stream, flush=True)
-            self._last = head
-            return
-        lines = [head, *_best(study)]
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(line[: width - 1] for line in lines)
-        print("\033[F\033[K" * self._drawn + text, file=self._stream, flush=True)
-        self._drawn = len(lines)
+        text = ", ".join(f"{count} {status}" for status, count in study.counts.items() if count)
+        if text != self.last:
+            print(text, file=sys.stderr, flush=True)
+        self.last = text
 
 
 def _best(study: Study) -> list[str]:
@@ -250,13 +235,15 @@ def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     module = _module(args.file)
     nonfusible = tuple(module.get("nonfusible", ()))
     session = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
-    rows = [session.ask() for _ in range(count)]
-    like_first = [row for row in rows if row.keys() == rows[0].keys()]
-    fixed = {name: rows[0][name] for name in nonfusible if name in rows[0]}
-    rows = [like_first[index % len(like_first)] | fixed for index in range(count)]
-    population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)
-    (group,) = population.groups
-    return group.array.step, group.array.state, next(iter(group.array.loader))
+    first, *rows = [session.ask()[1] for _ in range(count)]
+    # In a space with conditions, trials of another kind have other names.
+    rows = [{**(row if row.keys() == first.keys() else first), **_only(first, nonfusible)} for row in (first, *rows)]
+    (group,) = Population(module["build"], nonfusible, count, module.get("seed", 0), rows).groups
+    return group.array.step, group.gather(range(count)), next(iter(group.array.loader))
+
+
+def _only(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: row[name] for name in names if name in row}
 
 
 def _cache(args: argparse.Namespace) -> str:
@@ -270,8 +257,6 @@ def _cache(args: argparse.Namespace) -> str:
 
 def _doctor(args: argparse.Namespace) -> str:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
     cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
@@ -281,9 +266,10 @@ def _doctor(args: argparse.Namespace) -> str:
     hfta.rules.install()
     x = torch.ones(2, 3)
     (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
+    threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     rows = [
-        ("hfta_func", hfta.__version__),
-        ("Python", platform.python_version()),
+        *(("hfta_func", hfta.__version__), ("Python", platform.python_version())),
         *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {threads}"),
         ("devices", ", ".join(devices) or "none besides the processor"),
@@ -297,10 +283,9 @@ def _doctor(args: argparse.Namespace) -> str:
 
 
 def _user() -> str:
-    try:
+    with contextlib.suppress(KeyError, OSError):
         return importlib.import_module("getpass").getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
+    return str(os.getuid())
 
 
 def _version(name: str) -> str:

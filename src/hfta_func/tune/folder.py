@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hfta_func as hfta
+from hfta_func._types import require
 from hfta_func.files import atomic
 from hfta_func.files.storage import damaged_if_it_raises
 from hfta_func.tune.groups import Block
 
-_INDEX = "members.json"
+_INDEX, _JOURNAL = "members.json", "study.journal"
 _STATE = re.compile("members-[0-9a-f]{32}[.]safetensors")
+
+
+class _Journal:
+    """The file of a ``JournalFileBackend`` of Optuna's, for a single writer, without its lock, which a kill would leave."""
+
+    def __init__(self, path: str):
+        self._path, self._lines = path, list[bytes]()
+        if os.path.exists(path):
+            with open(path, "r+b") as file:
+                self._lines = file.readlines()
+                if self._lines and not self._lines[-1].endswith(b"\n"):
+                    # The part of a line that a kill has left.
+                    file.truncate(file.tell() - len(self._lines.pop()))
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        with damaged_if_it_raises(self._path):
+            yield from map(json.loads, self._lines[log_number_from:])
+
+    def append_logs(self, logs: Sequence[Mapping[str, Any]]) -> None:
+        lines = [json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs]
+        with open(self._path, "ab") as file:
+            file.writelines(lines)
+        self._lines += lines
 
 
 class StudyFolder:
     """Writes members when they change: first new states, then the index that names them; then it removes old states.
 
-    A folder is restored only if it was written with the same JSON data ``about``.
+    A folder is restored only if it was written by a population of the same non-fusible names.
     """
 
-    def __init__(self, folder: Any, about: Mapping[str, Any]):
+    def __init__(self, folder: Any):
         self._folder = os.fspath(folder)
-        self._about = json.loads(json.dumps(about))
         self._files: dict[int, tuple[Block, str]] = {}
 
-    def __enter__(self) -> StudyFolder:
-        os.makedirs(self._folder, exist_ok=True)
-        self._lock = atomic.holding(self._path(_INDEX))
-        self._lock.__enter__()
-        return self
+    @property
+    def storage(self) -> Any:
+        """A storage of Optuna's in the folder, for its trials."""
+        return require("optuna", "tune").storages.JournalStorage(_Journal(self._path(_JOURNAL)))
 
-    def __exit__(self, *error: Any) -> None:
-        self._lock.__exit__(*error)
+    @contextlib.contextmanager
+    def held(self) -> Iterator[StudyFolder]:
+        """The folder, held against other processes meanwhile."""
+        os.makedirs(self._folder, exist_ok=True)
+        with atomic.holding(self._path(_INDEX)):
+            yield self
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -54,10 +81,14 @@ class StudyFolder:
                     hfta.save(block.state, self._path(name))
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
-            groups.append({"limit": group.limit, "blocks": blocks})
+            groups.append({"limit": group.limits[0], "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
-        index = {"about": self._about, "members": members, "last": population.last, "groups": groups, **more}
-        atomic.write(self._path(_INDEX), json.dumps(index).encode())
+        index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
+        if os.path.exists(self._path(_JOURNAL)):
+            # The trials of these members must be there after the machine fails, too.
+            with open(self._path(_JOURNAL), "ab") as journal:
+                os.fsync(journal.fileno())
+        atomic.write(self._path(_INDEX), json.dumps({**index, "groups": groups, **more}).encode())
         self._remove_old_states()
 
     def restore(self, population: Any) -> dict[str, Any] | None:
@@ -66,12 +97,9 @@ class StudyFolder:
             return None
         with open(self._path(_INDEX), "rb") as file, damaged_if_it_raises(file.name):
             index = json.loads(file.read())
-        for name, now in self._about.items():
-            if index["about"].get(name) != now:
-                raise ValueError(
-                    f"{self._folder} holds a study whose {name} is {index['about'].get(name)}, not {now}; pass another "
-                    f"folder, or the same arguments"
-                )
+        before, now = index["about"]["nonfusible"], [*population.nonfusible]
+        if before != now:
+            raise ValueError(f"{self._folder} holds members whose nonfusible is {before}, not {now}; pass the same")
         population.restore(index["members"], index["last"])
         for saved in index["groups"]:
             for block in saved["blocks"]:
@@ -80,7 +108,7 @@ class StudyFolder:
                 group = population.group_of(population.members[block["members"][0]])
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-                group.limit = saved["limit"]
+                group.limits[0] = saved["limit"]
         self._remove_old_states()
         return index
 

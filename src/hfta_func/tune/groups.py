@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -26,11 +25,12 @@ class Group:
 
     def __init__(self, build: Build, fixed: Mapping[str, Any], limit: int | Literal["auto"]):
         self.fixed = dict(fixed)
-        self.limit: int | Literal["auto"] = limit
+        self.limits: dict[int, int | Literal["auto"]] = {0: limit}
+        """The largest array, by limit of workers; 0 is that of all."""
+        self.configs: dict[int, Mapping[str, Any]] = {}
+        """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
         self.trainer = Trainer(build, fixed)
-        # By limit of workers, a smaller one where arrays of that size ran out of memory.
-        self.halved: dict[int, int] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
@@ -44,20 +44,29 @@ class Group:
         """Whether all members see the same batches, so that only members in the same epoch can share an array."""
         return not isinstance(self.array.loader, hfta.ArrayLoader) or self.array.loader.shared
 
-    def add(self, configs: Mapping[int, Mapping[str, Any]]) -> dict[int, Exception]:
-        """Make members, by number and configuration; returns the errors of those that cannot be made."""
+    def make(self, numbers: Iterable[int]) -> dict[int, Exception]:
+        """Make those members that have no state yet; returns the errors of those that cannot be made."""
+        made = {number for block in self.blocks for number in block.numbers}
+        configs = {number: self.configs[number] for number in numbers if number not in made}
+        if not configs:
+            return {}
         try:
-            made = self._built(configs)
+            array = self._built(configs)
         except Exception as error:
             if len(configs) == 1:
                 return dict.fromkeys(configs, error)
-            items, half = list(configs.items()), len(configs) // 2
-            return self.add(dict(items[:half])) | self.add(dict(items[half:]))
-        block = self._checked(tuple(configs), made)
+            missing, half = list(configs), len(configs) // 2
+            return self.make(missing[:half]) | self.make(missing[half:])
+        block = self._checked(tuple(configs), array)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
         elif _shapes(block.state) != _shapes(self.array.state):
-            raise hfta.errors.StackError(self._culprit(next(iter(configs.values()))))
+            config, first = next(iter(configs.values())), self.trainer.first
+            names = [name for name in config if name != "seed" and config[name] != first[name]]
+            text = (
+                f"members of other {', '.join(names)} have other shapes; pass what decides shapes as nonfusible=[...]"
+            )
+            raise hfta.errors.StackError(text)
         self.blocks.append(block)
         return {}
 
@@ -69,77 +78,59 @@ class Group:
 
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
         rows = list(configs.values())
-        names = [name for name in rows[0] if name not in self.fixed]
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in self.fixed}
         try:
-            return self.trainer.build(dict(self.fixed), {name: [row[name] for row in rows] for name in names})
+            return self.trainer.build(dict(self.fixed), columns)
         except KeyError as error:
-            name = error.args[0] if error.args else None
-            if name in names:
-                raise KeyError(
-                    f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
-                ) from error
-            raise
+            if (name := next(iter(error.args), None)) not in columns:
+                raise
+            text = f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
+            raise KeyError(text) from error
 
     def _checked(self, numbers: tuple[int, ...], made: Any) -> Block:
         if not isinstance(made, Array):
-            raise TypeError(
-                f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader, evaluate)"
-            )
-        count = hfta.num_models(made.state)
-        if count != len(numbers):
-            raise hfta.errors.StateError(
-                f"build returned a state of {count} models for {len(numbers)} members; give it one model for each of "
-                f"members['seed']"
-            )
-        loader, step = made.loader, inspect.unwrap(made.step)
-        if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
-            if len(loader.keys) != count:
-                raise hfta.errors.StateError(
-                    f"build returned a loader for {len(loader.keys)} models and a state of {count}; give both the seeds "
-                    f"members['seed']"
-                )
-            self._keys |= dict(zip(numbers, loader.keys, strict=True))
-        elif (
-            not getattr(getattr(step, "options", None), "collect", None)
-            and getattr(step, "batch_dims", None) is not None
-        ):
-            raise hfta.errors.StateError(
-                f"build returned a {type(loader).__qualname__} for a step whose members have batches of their own; return an "
-                f"ArrayLoader, or make the step with batch_dims=None"
-            )
+            raise TypeError(f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader)")
+        keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
+        count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
+        if {count, loads} != {len(numbers)}:
+            text = f"build returned a state of {count} models and a loader for {loads} for {len(numbers)} members"
+            raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
+        if keys is not None:
+            self._keys |= dict(zip(numbers, keys, strict=True))
         if self.trainer.array is None:
-            self.trainer.array = made
+            # Of its state, the structure and the device are needed.
+            self.trainer.array = made._replace(state=hfta.take(made.state, [0]))
         return Block(numbers, made.state)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget members."""
-        gone = set(numbers)
+        self._remove(gone := {*numbers})
+        self._keys = {number: key for number, key in self._keys.items() if number not in gone}
+        self.configs = {number: config for number, config in self.configs.items() if number not in gone}
+
+    def _remove(self, gone: Collection[int]) -> None:
         left = [[index for index, number in enumerate(block.numbers) if number not in gone] for block in self.blocks]
         self.blocks = [_selected(block, kept) for block, kept in zip(self.blocks, left, strict=True) if kept]
-        self._keys = {number: key for number, key in self._keys.items() if number not in gone}
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of members, in the order of their numbers."""
-        numbers, device = tuple(numbers), self.array.state.keys.device
-        states: list[Any] = []
-        gathered: list[int] = []
+        device, parts = self.array.state.keys.device, list[Block]()
         for block in self.blocks:
             if indices := [index for index, number in enumerate(block.numbers) if number in numbers]:
                 part = _selected(block, indices)
-                states.append(moved(part.state, device))
-                gathered += part.numbers
-        state = hfta.concat(states) if len(states) > 1 else states[0]
-        order = [gathered.index(number) for number in numbers]
-        return state if order == [*range(len(order))] else hfta.take(state, order)
+                parts.append(part._replace(state=moved(part.state, device)))
+        state = hfta.concat([part.state for part in parts]) if len(parts) > 1 else parts[0].state
+        gathered = [number for part in parts for number in part.numbers]
+        return state if gathered == [*numbers] else hfta.take(state, [gathered.index(number) for number in numbers])
 
     def put(self, numbers: Sequence[int], state: Any) -> None:
         """Replace the state of some members."""
-        keys = {number: self._keys[number] for number in numbers if number in self._keys}
-        self.drop(numbers)
-        self._keys |= keys
+        self._remove(numbers)
         self.blocks.append(Block(tuple(numbers), state))
 
-    def arguments(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int) -> dict[str, Any]:
+    def arguments(
+        self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int, seconds: float | None
+    ) -> dict[str, Any]:
         """The arguments of the trainer to train members together for some more epochs, on a worker with a limit."""
         return {
             "state": self.gather(numbers),
@@ -147,6 +138,7 @@ class Group:
             "starts": [epoch[number] for number in numbers],
             "epochs": epochs,
             "size": self._size(len(numbers), limit),
+            "seconds": seconds,
         }
 
     def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
@@ -161,51 +153,40 @@ class Group:
                 if host_state is not block.state:
                     self.blocks[index] = block._replace(state=host_state)
 
+    def most(self, limit: int) -> int | None:
+        """The largest array on workers with a limit, if it is known."""
+        limits = limit, self.limits.get(limit, limit), self.limits[0]
+        return min([size for size in limits if isinstance(size, int) and size], default=None)
+
     def _size(self, count: int, limit: int) -> int:
         """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
         if isinstance(self.array.step, hfta.step.TrainStep):
             return count
-        most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
-        return min([1 << (count - 1).bit_length(), *most])
+        size = 1 << (count - 1).bit_length()
+        return min(size, self.most(limit) or size)
 
-    def capacity(self, wanted: int, limit: int, epochs: int) -> int:
-        """The largest number of members that train together for some epochs, of ``wanted``, on a worker with a limit.
+    def capacity(self, numbers: Sequence[int], limit: int, epochs: int) -> int:
+        """The largest number of members that train together for some epochs, of ``numbers``, on a worker with a limit.
 
         With limit 0, there is no such limit, and ``max_models="auto"`` is measured once.
         """
-        if limit:
-            most = min(wanted, self.halved.get(limit, limit))
-            return min(most, self.limit) if isinstance(self.limit, int) else most
-        if self.limit == "auto":
-            sizes = [size for size in (1, 4, 16) if size <= wanted]
-            if len(sizes) == 1:
-                return 1 if wanted == 1 else min(wanted, 4)
-            numbers = [number for block in self.blocks for number in block.numbers][:wanted]
-            state = self.gather(numbers)
-            loader = self.array.loader
+        wanted = len(numbers)
+        if (most := self.most(limit)) is None:
+            if wanted < 4:
+                return wanted
+            measured = [number for block in self.blocks for number in block.numbers if number in numbers]
+            state, loader = self.gather(measured), self.array.loader
             if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
-                loader = loader.of_members(torch.stack([self._keys[number] for number in numbers]))
+                loader = loader.of_members(torch.stack([self._keys[number] for number in measured]))
             steps = epochs * len(loader) if isinstance(loader, Sized) else None
+            sizes = [size for size in (1, 4, 16) if size <= len(measured)]
             plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes, steps=steps)
-            self.limit = max(1, plan.chunk_size or plan.num_models)
-        if isinstance(self.limit, str) or wanted <= self.limit:
-            return wanted
+            self.limits[0] = most = max(1, plan.chunk_size or plan.num_models)
+        if limit or wanted <= most:
+            return min(wanted, most)
         # Arrays of equal sizes, not full ones and a small one, unless each size is compiled.
-        turns = -(-wanted // self.limit)
-        return -(-wanted // turns) if isinstance(self.array.step, hfta.step.TrainStep) else self.limit
-
-    def _culprit(self, config: Mapping[str, Any]) -> str:
-        """The error for members of other shapes; it names the value with which alone the first member's shapes change."""
-        for name, value in config.items():
-            if name != "seed" and value != self.trainer.first[name]:
-                made = self._built({0: {**self.trainer.first, name: value}})
-                if _shapes(made.state) != _shapes(self.array.state):
-                    first = self.trainer.first[name]
-                    return (
-                        f"'{name}' decides the shapes of members, which differ for {first!r} and {value!r}; pass "
-                        f"nonfusible=['{name}'] among the others"
-                    )
-        return "several names together decide the shapes of members; pass them as nonfusible"
+        turns = -(-wanted // most)
+        return -(-wanted // turns) if isinstance(self.array.step, hfta.step.TrainStep) else most
 
 
 def _selected(block: Block, indices: Sequence[int]) -> Block:

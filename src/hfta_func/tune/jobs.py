@@ -24,6 +24,7 @@ class Job(NamedTuple):
     starts: Mapping[int, int]  # the epochs that they start from
     epochs: int  # to train
     limit: int  # of the workers that train it; 0 if the workers are alike
+    timeout: float | None  # seconds after which it ends with the epoch
     calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
     metrics: dict[int, list[dict[str, float]]]
     seconds: dict[int, float]
@@ -53,15 +54,16 @@ class Jobs:
         return {number for job in self.under_way for number in job.numbers}
 
     def start(
-        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0
-    ) -> None:
-        """Have an array trained, by workers with this limit."""
-        job = Job(group, numbers, starts, epochs, limit, {}, {}, {}, [], {})
+        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0,
+        timeout: float | None = None,
+    ) -> None:  # fmt: skip
+        """Have an array trained, by workers with this limit, for some seconds at most."""
+        job = Job(group, numbers, starts, epochs, limit, timeout, {}, {}, {}, [], {})
         self._call(job, numbers)
         self.under_way.append(job)
 
     def _call(self, job: Job, numbers: Sequence[int]) -> None:
-        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.limit)
+        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.limit, job.timeout)
         call = self.executor.submit(job.group.trainer, job.limit, **arguments)
         job.calls[call] = tuple(numbers)
         _log.info("members %s train for %d epochs, call %d", spans(numbers), job.epochs, call)
@@ -97,10 +99,7 @@ class Jobs:
         if hfta.run.is_out_of_memory(error):
             text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
             warnings.warn(text, stacklevel=2)
-            if job.limit:
-                job.group.halved[job.limit] = half
-            else:
-                job.group.limit = half
+            job.group.limits[job.limit] = half
         error.__traceback__ = None
         for part in (numbers[:half], numbers[half:]):
             self._call(job, part)

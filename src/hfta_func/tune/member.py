@@ -45,14 +45,13 @@ class Member:
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
     """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        return rows_of(table.to_dict("records"))
+    table = table.to_dict("records") if hasattr(table, "to_dict") else table
     if isinstance(table, Mapping):
         columns = {name: list(values) for name, values in table.items()}
         if len({len(values) for values in columns.values()}) > 1:
             counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
             raise ValueError(f"the columns of the table have different lengths: {counts}")
-        return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     # Numbers of NumPy become those of Python, which JSON can hold.
     return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
@@ -67,30 +66,12 @@ def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
             raise ValueError(f"member {number} is {status}, and its state is gone; those alive are {alive}")
 
 
-def check_copies(
-    members: Sequence[Member],
-    pairs: Sequence[tuple[int, int]],
-    changes: Mapping[str, Sequence[Any]],
-    nonfusible: Sequence[str],
-) -> None:
-    """Raise a ValueError unless each member of ``pairs`` can copy the other, with such changes."""
-    if len({member for member, _ in pairs}) < len(pairs):
-        raise ValueError("a member copies two others; give each member one pair")
-    for name, values in changes.items():
-        if len(values) != len(pairs):
-            raise ValueError(f"{name} has {len(values)} values for {len(pairs)} pairs; give one per pair")
-        if name in nonfusible:
-            raise ValueError(f"'{name}' is non-fusible, so a member cannot change it; add new members instead")
-    for member, source in pairs:
-        check_alive(members, (member, source))
-        epochs = [members[number].epoch for number in (member, source)]
-        if epochs[0] != epochs[1]:
-            raise ValueError(
-                f"member {member} has trained {epochs[0]} epochs and member {source} {epochs[1]}; fit them to the same epoch"
-            )
-
-
 def counted(what: str, statuses: Sequence[str]) -> str:
     """The number of all and of each status: ``"4 members (3 alive, 1 dropped)"``."""
     parts = ", ".join(f"{count} {status}" for status, count in collections.Counter(statuses).items())
     return f"{len(statuses)} {what}" + (f" ({parts})" if parts else "")
+
+
+def tuples(value: Any) -> Any:
+    """A value that was written as JSON, which has lists for tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value

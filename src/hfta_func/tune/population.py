@@ -17,7 +17,7 @@ from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Job, Jobs
-from hfta_func.tune.member import Member, check_alive, check_copies, counted, rows_of
+from hfta_func.tune.member import Member, check_alive, counted, rows_of, tuples
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ class Population:
         table: Any = (),
         executor: Executor | None = None,
     ):
-        if isinstance(nonfusible, str):
-            raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
         if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
@@ -66,40 +64,32 @@ class Population:
         Returns:
             Their numbers.
         """
-        rows = [dict(row) for row in rows_of(table)]
-        names = set(self.members[0].config) - {"seed"} if self.members else set(rows[0]) - {"seed"} if rows else set()
-        for row in rows:
-            if set(row) - {"seed"} != names:
-                raise ValueError(
-                    f"a configuration has {sorted(row)} but another has {sorted(names)}; give all the same names"
-                )
-        unknown = [name for name in self.nonfusible if name not in names]
-        if rows and unknown:
-            raise ValueError(f"nonfusible names '{unknown[0]}', but the configurations have {', '.join(sorted(names))}")
+        rows = rows_of(table)
+        for name in self.nonfusible:
+            if rows and not any(name in row for row in rows):
+                raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
         first = len(self.members)
         added = self.extend(rows)
-        if added and all(self.members[number].status == "failed" for number in added):
-            error = self._errors[first]
+        groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
+        try:
+            for group in groups:
+                self._fail(group.make(number for number in added if number in group.configs))
+            if added and all(self.members[number].status == "failed" for number in added):
+                raise self._errors[first]
+        except BaseException:
+            for group in groups:
+                group.drop(added)
             del self.members[first:]
-            raise error
+            raise
         return added
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add members with the names of all others; those that cannot be made fail, even if that is all of them."""
-        first = len(self.members)
-        self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, start=first)]
-        groups: dict[Group, list[Member]] = {}
-        try:
-            for member in self.members[first:]:
-                groups.setdefault(self.group_of(member), []).append(member)
-            for group, added in groups.items():
-                self._fail(group.add({member.number: member.config for member in added}))
-        except BaseException:
-            for group in self._groups.values():
-                group.drop(range(first, len(self.members)))
-            del self.members[first:]
-            raise
-        return [*range(first, len(self.members))]
+        """Add members with the names of all others; they are made when they train."""
+        new = [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, len(self.members))]
+        for member in new:
+            self.group_of(member).configs[member.number] = member.config
+        self.members += new
+        return [member.number for member in new]
 
     def __repr__(self) -> str:
         return f"<Population of {counted('members', [member.status for member in self.members])}>"
@@ -142,19 +132,20 @@ class Population:
                 raise
             self.interrupted = True
 
-    def advance(self, targets: Mapping[int, int]) -> list[int]:
+    def advance(self, targets: Mapping[int, int], seconds: float | None = None) -> list[int]:
         """Train arrays, as many at a time as the executor can, until one of them has trained.
 
         An array trains for as many epochs as all its members need. Which members share an array changes no result.
 
         Args:
             targets: The epoch that each member is to reach.
+            seconds: When they are over, arrays end with their epoch.
 
         Returns:
             The members of the array that has trained; none if all have reached their targets.
         """
         try:
-            while self.jobs.free and self._start(targets):
+            while self.jobs.free and self._start(targets, seconds):
                 pass
             if not self.jobs.under_way:
                 return []
@@ -166,35 +157,38 @@ class Population:
         self.last = trained.numbers
         return list(trained.numbers)
 
-    def _start(self, targets: Mapping[int, int]) -> bool:
+    def _start(self, targets: Mapping[int, int], seconds: float | None) -> bool:
         """Begin to train an array; returns whether any member waited for that."""
         training = self.jobs.members
         waiting = [
-            number
-            for number, epoch in targets.items()
-            if number not in training and self.members[number].status == "alive" and self.members[number].epoch < epoch
+            member
+            for member in (self.members[number] for number in targets)
+            if member.number not in training and member.status == "alive" and member.epoch < targets[member.number]
         ]
         if not waiting:
             return False
         # Members that trained last first, because their states are one block on the device.
-        waiting.sort(key=lambda number: (number not in self.last, number))
-        group = self.group_of(self.members[waiting[0]])
-        first = self.members[waiting[0]].epoch
-        together = [
-            number
-            for number in waiting
-            if self.group_of(self.members[number]) is group
-            and (not group.is_shared or self.members[number].epoch == first)
-        ]
-        # Workers of unequal limits share the waiting members in proportion; the largest is served first.
+        waiting.sort(key=lambda member: (member.number not in self.last, member.number))
+        group = self.group_of(waiting[0])
+        together = [member.number for member in waiting if self.group_of(member) is group]
+        # As many as an array is likely to hold are made, so that no more states than those that train are in memory.
         limit, *others = self.jobs.free
-        most = group.capacity(len(together), limit, targets[waiting[0]] - first)
+        turns = -(-len(together) // (group.most(limit) or 16))
+        self._fail(group.make(together[: -(-len(together) // turns)]))
+        if (first := waiting[0]).status == "failed":
+            return True
+        shared, left = group.is_shared, [number for number in together if self.members[number].status == "alive"]
+        same = [number for number in left if not shared or self.members[number].epoch == first.epoch]
+        # Workers of unequal limits share the waiting members in proportion; the largest is served first.
+        most = group.capacity(same, limit, targets[first.number] - first.epoch)
         if others:
             weights = [other or 1 for other in (limit, *others)]
             most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
-        chosen = tuple(sorted(together[:most]))
-        epochs = min(targets[number] - self.members[number].epoch for number in chosen)
-        self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
+        self._fail(group.make(same[:most]))
+        chosen = tuple(sorted(number for number in same[:most] if self.members[number].status == "alive"))
+        starts = {number: self.members[number].epoch for number in chosen}
+        epochs = min(targets[number] - starts[number] for number in chosen)
+        self.jobs.start(group, chosen, starts, epochs, limit, seconds)
         return True
 
     def _record(self, trained: Job) -> None:
@@ -226,31 +220,27 @@ class Population:
         """
         if (members is None) == (top is None or by is None):
             raise ValueError("pass the members to keep, or top= and by=")
-        if members is not None:
-            staying = list(members)
-            check_alive(self.members, staying)
-        else:
-            assert top is not None and by is not None
+        if top is not None and by is not None:
             if not top > 0:
                 raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
-            count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
-            staying = self.ranked(by, direction)[:count]
-        dropped = [number for number in self.alive if number not in {*staying}]
+            members = self.ranked(by, direction)[: math.ceil(top * len(self.alive)) if top < 1 else int(top)]
+        staying = [*(members or ())]
+        check_alive(self.members, staying)
+        self.drop({*self.alive} - {*staying})
+        return staying
+
+    def drop(self, members: Iterable[int]) -> None:
+        """Drop members that are alive."""
+        dropped = {*members}
         for number in dropped:
             self.members[number].status = "dropped"
-        for group in self._groups.values():
+        for group in self._groups.values() if dropped else ():
             group.drop(dropped)
-        return staying
 
     def ranked(self, by: str, direction: Direction = "maximize") -> list[int]:
         """The members alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
-        sign = SIGNS[direction]
-
-        def key(number: int) -> tuple[bool, float]:
-            value = self.members[number].value(by)
-            return math.isnan(value), sign * value
-
-        return sorted(self.alive, key=key)
+        values = {number: SIGNS[direction] * self.members[number].value(by) for number in self.alive}
+        return sorted(values, key=lambda number: (math.isnan(values[number]), values[number]))
 
     def copy(self, pairs: Sequence[tuple[int, int]], /, **changes: Sequence[float]) -> None:
         """Have members copy the states of others, with new values of hyperparameters; nothing is compiled anew.
@@ -260,17 +250,27 @@ class Population:
                 keeps its seed, the order of its data, and the keys in what it carries: integers called ``keys``.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
-        check_copies(self.members, pairs, changes, self.nonfusible)
-        by_group: dict[Group, list[int]] = {}
-        for index, (member, source) in enumerate(pairs):
-            group = self.group_of(self.members[member])
-            if group is not self.group_of(self.members[source]):
-                raise ValueError(
-                    f"member {member} cannot copy member {source}, whose names or non-fusible values are others"
+        check_alive(self.members, [number for pair in pairs for number in pair])
+        if len({member for member, _ in pairs}) < len(pairs):
+            raise ValueError("a member copies two others; give each member one pair")
+        for name, values in changes.items():
+            if len(values) != len(pairs) or name in self.nonfusible:
+                what = (
+                    "is non-fusible" if name in self.nonfusible else f"has {len(values)} values for {len(pairs)} pairs"
                 )
+                raise ValueError(f"'{name}' {what}; give one value per pair, of names that are fusible")
+        by_group: dict[Group, list[int]] = {}
+        for index, pair in enumerate(pairs):
+            (group, epoch), other = (
+                (self.group_of(one), one.epoch) for one in (self.members[number] for number in pair)
+            )
+            if (group, epoch) != other:
+                text = f"member {pair[0]} has trained {epoch} epochs and member {pair[1]} {other[1]}, or they differ"
+                raise ValueError(f"{text} in names or non-fusible values; copy members that are alike")
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
+            group.make([*copies, *sources])
             state = _with_keys(group.gather(sources), group.gather(copies))
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
             group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
@@ -285,7 +285,7 @@ class Population:
         Raises:
             CheckpointError: if the folder cannot be written, or another process is using it.
         """
-        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+        with StudyFolder(folder).held() as study_folder:
             study_folder.save(self)
 
     def load(self, folder: PathLike) -> None:
@@ -297,7 +297,7 @@ class Population:
         """
         if self.members:
             raise ValueError("the population has members; load into one that was made with an empty table")
-        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+        with StudyFolder(folder).held() as study_folder:
             if study_folder.restore(self) is None:
                 raise ValueError(f"{folder} holds no members; pass a folder that save has written")
 
@@ -305,13 +305,20 @@ class Population:
         """Take over members that were saved; the caller puts their states into their groups."""
         self.members = [Member(**member) for member in members]
         for member in self.members:
+            # JSON has no tuples.
             member.parents = [(epoch, source) for epoch, source in member.parents]
+            member.config = {name: tuples(value) for name, value in member.config.items()}
+            if member.status == "alive":
+                self.group_of(member).configs[member.number] = member.config
         self.last = tuple(last)
 
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
         check_alive(self.members, [member])
-        return self.group_of(self.members[member]).gather([member])
+        group = self.group_of(self.members[member])
+        for error in group.make([member]).values():
+            raise error
+        return group.gather([member])
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.options import Rank, StudyOptions
 from hfta_func.tune.population import Population
-from hfta_func.tune.sampling import Mirror, SamplerSession, Space, configurations
+from hfta_func.tune.sampling import SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
 from hfta_func.tune.study import Study, notify
@@ -90,6 +89,9 @@ def run(
     scheduler: Scheduler | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     enqueue: Sequence[Mapping[str, Any]] = (),
+    retry: int = 0,
+    timeout: float | None = None,
+    keep: int | Literal["best", "all"] = "best",
     batch: int | None = None,
     max_models: int | Literal["auto"] = "auto",
     seeds: int = 1,
@@ -112,12 +114,17 @@ def run(
         metric: The metric of the step or of ``evaluate`` that is compared; or several metrics, without a scheduler.
         direction: Whether large or small values are better, for each metric.
         nonfusible: Names whose values decide shapes or code, so that trials of one array must have equal ones.
-        trials: Number of configurations, at most as many as a grid has; 0 is the scheduler's default, which only Hyperband
-            has.
+        trials: Number of configurations, with those of earlier calls, at most as many as a grid has; 0 is the scheduler's
+            default, which only Hyperband has.
         epochs: Epochs of a trial that is not stopped.
         scheduler: Decides which trials go on; by default all.
         sampler: Optuna's sampler, by default random search. One that learns from results gets each as soon as it is known.
-        enqueue: Configurations to try first; the sampler chooses the values that they lack.
+        enqueue: Configurations to try next unless they have been tried; the sampler chooses the values that they lack.
+        retry: How often the parameters of a trial that fails are tried again, each time as a new trial; also those of trials
+            that failed in an earlier call.
+        timeout: Seconds after which the study ends with the next epoch; the same call goes on.
+        keep: Which complete trials keep their states: the ``"best"``, which is the front of several objectives, ``"all"``,
+            or how many of the best.
         batch: Number of trials that the sampler is asked for at a time. By default all of a cohort, or, of a sampler that
             learns from results, as many as an array holds.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
@@ -127,10 +134,13 @@ def run(
             one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
             differences from the best mean, seed by seed: a trial that loses with every seed ranks behind one that loses as
             much with a few.
-        storage: Optuna's storage or its URL, which shows the study to other programs, such as Optuna's dashboard.
+        storage: Optuna's storage or its URL, which holds the trials and shows them to other programs, such as Optuna's
+            dashboard. The same call goes on with what is missing, also with more ``trials``; trials that had not ended
+            train from their start, unless there is a folder, too.
         name: Name of the study in the storage.
         seed: The first seed of members, and the seed of random search.
-        resume: The study's folder: the same call goes on where a broken-off one ended, with the same results to the bit.
+        resume: The study's folder, with its storage, if ``storage`` names no other, and the members' states: the same call
+            goes on where a broken-off one ended, with the same results to the bit.
         progress: Show a progress bar.
         callbacks: Called after every array that has trained with ``(study, history)``, as those of :func:`hfta_func.fit` are
             with state and history: see :attr:`Study.history`. A function of one argument gets the study alone.
@@ -141,7 +151,7 @@ def run(
             ``hfta_func.cluster.ray(...)``.
 
     Returns:
-        The study. Ctrl-C ends it early, and sets ``interrupted``.
+        The study. Ctrl-C ends it early, and sets ``interrupted``, as do ``timeout`` and a callback's ``study.optuna.stop()``.
 
     Raises:
         ImportError: if Optuna is not installed.
@@ -175,60 +185,71 @@ def run(
         Linear(in_features=4, out_features=1, bias=True)
     """
     options = StudyOptions(
-        **{"space": space, "metric": metric, "direction": direction, "nonfusible": nonfusible, "trials": trials},
-        **{"epochs": epochs, "scheduler": scheduler, "batch": batch, "max_models": max_models, "seeds": seeds},
-        **{"rank": rank, "seed": seed, "enqueue": enqueue},
+        *(
+            space,
+            metric,
+            direction,
+            nonfusible,
+            trials,
+            epochs,
+            scheduler or Scheduler(),
+            batch,
+            max_models,
+            seeds,
+            rank,
+        ),
+        *(seed, enqueue, keep, retry, timeout),
     )
-    limit = sum(cohort.trials for cohort in options.cohorts)
-    options = dataclasses.replace(options, most=configurations(sampler, space, enqueue, limit))
+    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
+    most = configurations(sampler, space, enqueue, limit)
     if workers is not None and executor is not None:
         raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
+    if storage is not None and name is None:
+        raise ValueError("a storage keeps studies by name; pass name='...'")
     with contextlib.ExitStack() as stack:
         # Until there is a study to return, Ctrl-C waits.
         setting_up = stack.enter_context(contextlib.ExitStack())
         pressed = setting_up.enter_context(ctrl_c())
-        session = SamplerSession(space, options.directions, sampler, seed)
-        about = options.about(session.json)
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
         stack.callback(members.jobs.fall_back)
+        folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
+        if folder is not None and storage is None:
+            storage, name = folder.storage, "study"
+        session = SamplerSession(space, options.directions, sampler, seed, storage, name)
+        session.identify(options.about(), options.metrics)
         study = Study(members, session, options)
-        search = Search(study, options)
-        folder = None
+        if folder is not None and (index := folder.restore(members)) is not None:
+            study.trajectory = [(seconds, number, value) for seconds, number, value in index.get("trajectory", ())]
+
+        def save() -> None:
+            if folder is not None:
+                folder.save(members, trajectory=study.trajectory)
+
+        search = Search(study, options, most, save)
         if resume is not None:
-            folder = stack.enter_context(StudyFolder(resume, about))
-            if (index := folder.restore(members)) is not None:
-                session.replay(index["events"])
-                study.restore(index["trials"], index["trajectory"])
-                # The decisions before the study was broken off follow from the values.
-                search.decide()
             stack.enter_context(Status(resume, search))
-        for params in () if study.trials else enqueue:
-            session.study.enqueue_trial(dict(params))
-        mirror = Mirror(session, storage, name, options.metrics, about) if storage is not None else None
-        total = sum(cohort.trials for cohort in search.cohorts)
-        bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
+        for params in enqueue:
+            session.enqueue(params)
+        bar = stack.enter_context(tqdm(total=search.total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
             setting_up.close()
-            study.population.interrupted = pressed()
-            for has_trained in search.rounds():
-                if not has_trained and mirror is None:
-                    continue
-                if folder is not None:
-                    saved = [dataclasses.asdict(trial) for trial in study.trials]
-                    folder.save(study.population, events=session.events, trials=saved, trajectory=study.trajectory)
-                if mirror is not None:
-                    mirror.show(study.trials, search.reports_of)
-                bar.update(len(study.trials) - study.counts["running"] - bar.n)
-                for callback in callbacks if has_trained else ():
-                    notify(callback, study)
+            members.interrupted = pressed()
+            _train(search, bar, callbacks)
+            save()
         except KeyboardInterrupt:
             # Between arrays; while an array trains, Ctrl-C waits for the end of its step.
-            study.population.interrupted = True
-        if mirror is not None:
-            mirror.show(study.trials, search.reports_of)
-            study.optuna = mirror.study
-    if not study.interrupted and all(trial.status == "failed" for trial in study.trials):
+            members.interrupted = True
+        members.interrupted |= session.is_stopped or study.counts["running"] > 0
+    if not study.interrupted and study.trials and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
     return study
+
+
+def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
+    study = search.study
+    for has_trained in search.rounds():
+        bar.update(len(study.trials) - study.counts["running"] - bar.n)
+        for callback in callbacks if has_trained else ():
+            notify(callback, study)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from hfta_func._types import check_counts
 from hfta_func.tune.cohorts import Cohort, Copy, Scheduler, Verdict
 
 
@@ -52,9 +53,7 @@ class _Hyperband(_Halving):
             if rungs:
                 brackets.append((math.ceil((most + 1) / (bracket + 1) * self.eta**bracket - 1e-9), rungs))
         if not brackets:
-            raise ValueError(
-                f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller number"
-            )
+            raise ValueError(f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller one")
         if trials:
             # For another number in all, in the same proportions.
             sums = [0, *itertools.accumulate(count for count, _ in brackets)]
@@ -175,7 +174,8 @@ def halving(eta: float = 3, first: int = 1) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         first: Epochs to the first rung.
     """
-    return _Halving(_ratio(eta), _positive("first", first))
+    check_counts(first=first)
+    return _Halving(_ratio(eta), first)
 
 
 def hyperband(eta: float = 3, skip_last: int = 0) -> Scheduler:
@@ -189,8 +189,6 @@ def hyperband(eta: float = 3, skip_last: int = 0) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         skip_last: Number of the last rungs that are left out of every bracket; brackets without other rungs are left out.
     """
-    if not isinstance(skip_last, int) or skip_last < 0:
-        raise ValueError(f"skip_last is {skip_last!r}; pass the number of rungs to leave out, at least 0")
     return _Hyperband(_ratio(eta), 1, skip_last)
 
 
@@ -204,7 +202,8 @@ def asynchronous_halving(eta: float = 3, first: int = 1) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         first: Epochs to the first rung.
     """
-    return _Asynchronous(_ratio(eta), _positive("first", first))
+    check_counts(first=first)
+    return _Asynchronous(_ratio(eta), first)
 
 
 def median_stopping(every: int = 1, warmup: int = 0, startup: int = 5) -> Scheduler:
@@ -217,7 +216,8 @@ def median_stopping(every: int = 1, warmup: int = 0, startup: int = 5) -> Schedu
         warmup: Epochs in which no trial is stopped.
         startup: Least number of other trials for a comparison.
     """
-    return _Median(_positive("every", every), warmup, startup)
+    check_counts(every=every)
+    return _Median(every, warmup, startup)
 
 
 def population_based(
@@ -232,20 +232,13 @@ def population_based(
         factors: Two factors; a copied hyperparameter is multiplied by one of them at random.
         resample: Probability that it is drawn anew from the space instead.
     """
-    if not 0 < share <= 0.5:
-        raise ValueError(f"share is {share}; it must be above 0 and at most 0.5")
-    if not 0 <= resample <= 1:
-        raise ValueError(f"resample is {resample}; it must be between 0 and 1")
-    return PopulationBased(_positive("every", every), share, factors, resample)
+    check_counts(every=every)
+    if not (0 < share <= 0.5 and 0 <= resample <= 1):
+        raise ValueError(f"share is {share} and resample is {resample}; pass at most 0.5, and a probability")
+    return PopulationBased(every, share, factors, resample)
 
 
 def _ratio(eta: float) -> float:
     if not eta > 1:
         raise ValueError(f"eta is {eta}; it must be greater than 1")
     return eta
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; pass a number of epochs, at least 1")
-    return value

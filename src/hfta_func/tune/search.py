@@ -5,29 +5,47 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import hfta_func as hfta
-from hfta_func.tune.cohorts import Cohort, Copy, Scheduler, Verdict
+from hfta_func.tune.cohorts import Cohort, Copy, Verdict
+from hfta_func.tune.member import Member
 from hfta_func.tune.options import StudyOptions
+from hfta_func.tune.sampling import STATES
 from hfta_func.tune.study import Study, Trial
 
 
 class Search:
-    """Asks for trials of a study, trains them and decides, until all have ended."""
+    """Asks for trials of a study, trains them and decides, until all have ended.
 
-    def __init__(self, study: Study, options: StudyOptions):
-        self.study, self.scheduler, self.cohorts = study, options.scheduler or Scheduler(), options.cohorts
-        self._options = options
+    Optuna's storage holds what is known of the trials. Before the results of an array are told to it, ``save`` writes the
+    members, so that a study that is broken off at any moment lacks no state of a trial that goes on.
+    """
+
+    def __init__(self, study: Study, options: StudyOptions, most: int | None, save: Callable[[], None]):
+        self.study, self.scheduler, self._options = study, options.scheduler, options
+        parts, self.cohorts = options.cohorts(study.optuna.user_attrs.get("parts", ()), most)
+        study.optuna.set_user_attr("parts", parts)
         self.seeds = range(options.seed, options.seed + options.seeds)
         """Those of every trial's members."""
         self.learns = study.session.learns
         self._verdicts: dict[int, Verdict] = {}
+        self._save = save
         executor = study.population.jobs.executor
         room = sum(executor.limits) or executor.count * (16 if options.max_models == "auto" else options.max_models)
-        at_once = max(1, room // options.seeds) if self.learns else sum(cohort.trials for cohort in self.cohorts)
+        at_once = max(1, room // options.seeds) if self.learns else self.total
         self.batch = options.batch or at_once
+        self._until = math.inf if options.timeout is None else time.monotonic() + options.timeout
+        # Failed trials that are tried again.
+        self._retried = {attributes.get("retry_of") for attributes in study.session.waiting()}
+        self._restore()
+
+    @property
+    def total(self) -> int:
+        """The number of trials of all cohorts."""
+        return sum(cohort.trials for cohort in self.cohorts)
 
     @property
     def planned(self) -> int:
@@ -38,84 +56,120 @@ class Search:
                 total += (end - start) * max(min(1, cohort.trials), int(cohort.trials / eta**number + 1e-9))
         return total * len(self.seeds)
 
+    def _restore(self) -> None:
+        """Take over the trials of the storage; those that have not ended go on from the members of the population."""
+        study, population = self.study, self.study.population
+        statuses: dict[str, Any] = {state: status for status, state in STATES.items()}
+        for frozen, params in study.session.begun():
+            attributes, number = frozen.user_attrs, frozen.number
+            trial = self._begin(number, params, attributes["cohort"], attributes.get("retry_of"))
+            trial.status = statuses[frozen.state.name]
+            if trial.status == "running":
+                # Its values follow from its members, which may have none any more.
+                continue
+            reported = [frozen.intermediate_values.get(rung) for rung in self.rungs_of(trial)]
+            values = [(value,) for value in reported if value is not None]
+            trial.values = values if len(study.metrics) == 1 else [tuple(frozen.values)] if frozen.values else []
+            trial.error = attributes.get("error")
+            for member in self._of(trial):
+                if not member.metrics:
+                    member.epoch = attributes.get("epochs", 0)
+                    member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
+                    population.drop([member.number] if member.status == "alive" else ())
+                    if member.epoch and (self.scheduler.copies or self._options.rank == "paired"):
+                        text = f"trial {number} has ended, and this study needs the metrics and states of all"
+                        raise ValueError(f"{text}; pass the folder that it was run with by resume=, or another name")
+        self._retried |= {trial.retry_of for trial in study.trials}
+        if len(population.members) != len(study.trials) * len(self.seeds):
+            text = f"the folder has {len(population.members)} members, but the storage {len(study.trials)} trials"
+            raise ValueError(f"{text}; pass the folder and the storage of one study")
+        self._release()
+
+    def _of(self, trial: Trial) -> list[Member]:
+        return [self.study.population.members[number] for number in trial.members]
+
+    def _begin(self, number: int, params: dict[str, Any], cohort: int, retry_of: int | None) -> Trial:
+        """Add a trial, and its members unless a folder has them."""
+        members, first = self.study.population.members, number * len(self.seeds)
+        trial = Trial(number, params, cohort, [*range(first, first + len(self.seeds))], retry_of=retry_of)
+        self.study.trials.append(trial)
+        if trial.members[-1] >= len(members):
+            self.study.population.extend([{**params, "seed": seed} for seed in self.seeds])
+        return trial
+
     def rungs_of(self, trial: Trial) -> tuple[int, ...]:
         """The epochs in which a trial is compared."""
         return self.cohorts[trial.cohort].rungs
 
-    def reports_of(self, trial: Trial) -> dict[int, float]:
-        """A single objective at the rungs that a trial has reached, and at about ten epochs in all; by epoch."""
-        study, rungs = self.study, self.rungs_of(trial)
-        if len(study.metrics) > 1:
-            return {}
-        epochs = min(len(study.population.members[member].metrics) for member in trial.members)
-        # Each report is a transaction of the storage; one per epoch may take longer than small models train.
-        stride = math.ceil(rungs[-1] / 10)
-        shown = {*rungs[: len(trial.values)], *range(stride, epochs + 1, stride)}
-        return {epoch: study.value(trial, epoch)[0] for epoch in sorted(shown)}
-
     def rounds(self) -> Iterator[bool]:
         """Train one segment of an array after another; yields True after each, and False when there are new trials."""
-        while not self.study.interrupted:
-            if self._ask():
+        study = self.study
+        self._judge()
+        while not study.interrupted:
+            left = 0.0 if study.session.is_stopped else self._until - time.monotonic()
+            if left > 0 and self._ask():
                 yield False
-            targets = {
-                member: self.rungs_of(trial)[len(trial.values)]
-                for trial in self.study.trials
-                if trial.status == "running" and self._goes(trial)
-                for member in trial.members
-            }
-            trained = self.study.population.advance(targets)
-            if not trained:
-                waiting = [trial for trial in self.study.trials if trial.status == "running"]
+            going = [trial for trial in self._running() if left > 0 and self._goes(trial)]
+            targets = {member: self.rungs_of(trial)[len(trial.values)] for trial in going for member in trial.members}
+            before = len(self._running())
+            if trained := study.population.advance(targets, None if math.isinf(left) else left):
+                self._save()
+            self._judge()
+            if trained:
+                yield True
+            elif left <= 0:
+                return
+            elif len(waiting := self._running()) == before:
                 if not waiting and self._next_cohort() is None:
                     return
                 # No trial is left that they could be compared with.
                 self._end(waiting, "stopped")
-                continue
-            self._judge()
-            yield True
+                self._release()
+
+    def _running(self) -> list[Trial]:
+        return [trial for trial in self.study.trials if trial.status == "running"]
 
     def _goes(self, trial: Trial) -> bool:
         return not trial.values or self._verdicts.get(trial.number, "stop") != "stop"
 
     def _next_cohort(self) -> int | None:
-        """The number of the first cohort that lacks trials."""
-        counts = collections.Counter(trial.cohort for trial in self.study.trials)
+        """The number of the first cohort that lacks trials; those that are tried again do not count."""
+        counts = collections.Counter(trial.cohort for trial in self.study.trials if trial.number not in self._retried)
         return next((number for number, cohort in enumerate(self.cohorts) if counts[number] < cohort.trials), None)
 
     def _ask(self) -> bool:
         """Ask for as many new trials as may train now; returns whether there are any."""
         study, new = self.study, []
+        self._retry()
         while (cohort := self._next_cohort()) is not None:
-            running = [trial for trial in study.trials if trial.status == "running"]
+            running = self._running()
             started = any(trial.cohort == cohort for trial in study.trials)
-            going = [trial for trial in running if self._goes(trial)]
             if self.scheduler.waits:
                 # A cohort as a whole; if the sampler learns from results, after the cohorts before it.
                 if self.learns and not started and running:
                     break
-            elif len(going) >= self.batch:
+            elif sum(map(self._goes, running)) >= self.batch:
                 break
-            params = study.session.ask()
+            asked, params = study.session.ask()
             self._options.check_names(params)
-            new.append(Trial(len(study.trials), params, cohort, []))
-            study.trials.append(new[-1])
-        if not new:
-            return False
-        try:
-            numbers = iter(
-                study.population.extend([{**each.params, "seed": seed} for each in new for seed in self.seeds])
-            )
-        except BaseException:
-            # After Ctrl-C or an error of build, trials without members are removed.
-            del study.trials[new[0].number :]
-            raise
-        for trial in new:
-            trial.members = [*itertools.islice(numbers, len(self.seeds))]
-        if self.scheduler.copies:
+            retry_of = asked.user_attrs.get("retry_of")
+            cohort = cohort if retry_of is None else study.trials[retry_of].cohort
+            new.append(self._begin(asked.number, params, cohort, retry_of))
+            study.session.note(asked.number, cohort=cohort)
+        if new and self.scheduler.copies:
             self._check_names()
-        self._fail()
-        return True
+        return bool(new)
+
+    def _retry(self) -> None:
+        """Enqueue the parameters of failed trials that may be tried again."""
+        trials = self.study.trials
+        for trial in trials:
+            tries, first = 0, trial
+            while first.retry_of is not None:
+                tries, first = tries + 1, trials[first.retry_of]
+            if trial.status == "failed" and trial.number not in self._retried and tries < self._options.retry:
+                self._retried.add(trial.number)
+                self.study.session.enqueue(trial.params, retry_of=trial.number)
 
     def _check_names(self) -> None:
         """Refuse names that :meth:`_copy` could not change, before training begins."""
@@ -123,70 +177,75 @@ class Search:
         firsts = {population.group_of(population.members[number]): number for number in reversed(population.alive)}
         for number in firsts.values():
             config = population.members[number].config
-            for name in sorted(set(config) - {"seed", *population.nonfusible}):
-                try:
-                    hfta.with_hyperparams(population.state(number), **{name: [config[name]]})
-                except hfta.errors.HyperparameterError as error:
-                    raise ValueError(
-                        f"the scheduler changes hyperparameters by name, and '{name}' is none of the state's; "
-                        f"name it in the space as the optimizer or hparams do, or pass it as nonfusible ({error})"
-                    ) from None
-
-    def _fail(self) -> None:
-        for trial in self.study.trials:
-            if trial.status == "running":
-                errors = (self.study.population.members[member].error for member in trial.members)
-                trial.error = next(filter(None, errors), None)
-                if trial.error:
-                    self._end([trial], "failed")
+            changed = {name: [config[name]] for name in sorted(set(config) - {"seed", *population.nonfusible})}
+            try:
+                hfta.with_hyperparams(population.state(number), **changed)
+            except hfta.errors.HyperparameterError as error:
+                text = (
+                    "the scheduler changes hyperparameters by name; name them as the optimizer or hparams do, or pass"
+                )
+                raise ValueError(f"{text} them as nonfusible ({error})") from None
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
+        session = self.study.session
         for trial in trials:
             trial.status = status
-            self.study.session.tell(trial.number, status, trial.values[-1] if trial.values else None)
-        if trials and status != "complete":
-            dropped = {member for trial in trials for member in trial.members}
-            self.study.population.keep([member for member in self.study.population.alive if member not in dropped])
+            members = self._of(trial)
+            epochs, seconds = max(one.epoch for one in members), sum(one.seconds for one in members)
+            session.note(trial.number, epochs=epochs, seconds=seconds, **{"error": trial.error} if trial.error else {})
+            session.tell(trial.number, status, trial.values[-1] if trial.values else None)
+
+    def _release(self) -> None:
+        """Drop the states of trials that have ended, but of those that ``keep`` names."""
+        study, keep = self.study, self._options.keep
+        going = {trial.number for trial in self._running()}
+        complete = study.ranked(feasible=False)
+        if keep != "all" and len(study.metrics) == 1:
+            complete = study.ranked()[: 1 if keep == "best" else keep]
+        going |= {trial.number for trial in complete}
+        population = study.population
+        alive = {*population.alive}
+        population.drop(m for trial in study.trials if trial.number not in going for m in trial.members if m in alive)
 
     def _judge(self) -> None:
         """Record values at rungs, and decide which trials go on."""
         study = self.study
-        self._fail()
-        for trial in study.trials:
-            rungs = self.rungs_of(trial)
-            if trial.status != "running" or len(trial.values) == len(rungs):
+        for trial in self._running():
+            members, rungs = self._of(trial), self.rungs_of(trial)
+            if error := next(filter(None, (member.error for member in members)), None):
+                trial.error = error
+                self._end([trial], "failed")
                 continue
-            epoch = rungs[len(trial.values)]
-            if all(study.population.members[member].epoch >= epoch for member in trial.members):
-                trial.values.append(study.value(trial, epoch))
-                study.session.report(trial.number, epoch, trial.values[-1])
+            epochs = min(len(member.metrics) for member in members)
+            while len(trial.values) < len(rungs) and epochs >= (rung := rungs[len(trial.values)]):
+                trial.values.append(study.value(trial, rung))
                 study.note(trial)
-                if len(trial.values) == len(rungs):
-                    if all(math.isfinite(value) for value in trial.values[-1]):
-                        self._end([trial], "complete")
-                    else:
-                        named = zip(study.metrics, trial.values[-1], strict=True)
-                        trial.error = ", ".join(f"{name} is {value} after epoch {epoch}" for name, value in named)
-                        self._end([trial], "failed")
-        self.decide()
+            if len(study.metrics) == 1:
+                # Each report is a transaction of the storage; one per epoch may take longer than small models train.
+                stride = math.ceil(rungs[-1] / 10)
+                shown = {*rungs[: len(trial.values)], *range(stride, epochs + 1, stride)}
+                study.session.report(trial.number, {epoch: study.value(trial, epoch)[0] for epoch in sorted(shown)})
+            if len(trial.values) == len(rungs):
+                named = [*zip(study.metrics, trial.values[-1], strict=True)]
+                if not all(math.isfinite(value) for _, value in named):
+                    trial.error = ", ".join(f"{name} is {value} after epoch {rungs[-1]}" for name, value in named)
+                self._end([trial], "failed" if trial.error else "complete")
+        self._decide()
+        self._release()
 
-    def decide(self) -> None:
-        """Have the scheduler decide about every cohort; also replays its decisions when a study is resumed."""
+    def _decide(self) -> None:
+        """Have the scheduler decide about every cohort; what it decided before a study was broken off, it decides again."""
         study = self.study
         self._verdicts = {}
         for number, cohort in enumerate(self.cohorts):
-            trials = [trial for trial in study.trials if trial.cohort == number]
+            trials = [one for one in study.trials if one.cohort == number and one.number not in self._retried]
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
             if study.rank == "paired":
                 values = self._paired(trials, cohort)
-            cohort = cohort._replace(
-                values=values,
-                ended=frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed")),
-                params={trial.number: trial.params for trial in trials},
-                space=study.session.space,
-                nonfusible=study.population.nonfusible,
-                seed=self.seeds[0],
-            )
+            ended = frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed"))
+            params = {trial.number: trial.params for trial in trials}
+            known = dict(space=study.session.space, nonfusible=study.population.nonfusible, seed=self.seeds[0])
+            cohort = cohort._replace(values=values, ended=ended, params=params, **known)
             verdicts = self.scheduler.decide(cohort)
             try:
                 cohort.check(verdicts, self.scheduler.copies)
@@ -211,23 +270,18 @@ class Search:
 
     def _copy(self, verdicts: Mapping[int, Verdict]) -> None:
         """Have trials copy others, unless an earlier call has carried out the same verdict."""
-        study = self.study
-        by_names: dict[tuple[str, ...], dict[int, Copy]] = {}
+        study, by_names = self.study, collections.defaultdict[tuple[str, ...], dict[int, Copy]](dict)
         for number, verdict in verdicts.items():
             trial = study.trials[number]
-            member = study.population.members[trial.members[0]]
+            member = self._of(trial)[0]
             is_at_rung = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
             has_copied = bool(member.parents) and member.parents[-1][0] == member.epoch
             if isinstance(verdict, Copy) and is_at_rung and not has_copied:
-                by_names.setdefault(tuple(sorted(verdict.changes)), {})[number] = verdict
+                by_names[tuple(sorted(verdict.changes))][number] = verdict
         for names, copies in by_names.items():
-            pairs = [
-                (study.trials[number].members[0], study.trials[copy.source].members[0])
-                for number, copy in copies.items()
-            ]
-            columns = {name: [copy.changes[name] for copy in copies.values()] for name in names}
-            study.population.copy(pairs, **columns)
+            member = {trial.number: trial.members[0] for trial in study.trials}
+            pairs = [(member[number], member[copy.source]) for number, copy in copies.items()]
+            study.population.copy(pairs, **{name: [copy.changes[name] for copy in copies.values()] for name in names})
             for number, copy in copies.items():
-                trial = study.trials[number]
-                trial.params = {**trial.params, **copy.changes}
-                study.session.change(number, trial.params)
+                study.trials[number].params |= copy.changes
+                study.session.note(number, params=study.trials[number].params)

@@ -53,25 +53,22 @@ class Status:
             atomic.write(self._path, json.dumps(self._report(state)).encode(), durable=False)
 
     def _report(self, state: str) -> dict[str, Any]:
-        search, study = self._search, self._search.study
-        jobs = study.population.jobs
-        busy = jobs.executor.busy()
-        trials = {member: trial.number for trial in [*study.trials] for member in trial.members}
-        training = []
+        study, jobs = self._search.study, self._search.study.population.jobs
+        busy, seeds, training = jobs.executor.busy(), len(self._search.seeds), []
         for job in [*jobs.under_way]:
             for call, numbers in dict(job.calls).items():
                 worker, since = busy.get(call, (None, None))
+                first = min(job.starts[number] for number in numbers)
                 training.append(
-                    dict(worker=worker, since=since, fixed=job.group.fixed, members=len(numbers))
-                    | dict(trials=sorted({trials[number] for number in numbers}), epochs=job.epochs)
-                    | {"from": min(job.starts[number] for number in numbers)}
+                    dict(worker=worker, since=since, fixed=job.group.fixed, members=len(numbers), first=first + 1)
+                    | dict(trials=sorted({number // seeds for number in numbers}), last=first + job.epochs)
                 )
         failures = [[trial.number, trial.error] for trial in [*study.trials] if trial.status == "failed"]
         return (
             dict(state=state, pid=os.getpid(), host=platform.node(), began=self._began, now=time.time())
-            | dict(trials=study.counts, of=sum(cohort.trials for cohort in search.cohorts))
-            | dict(epochs=self._trained(), before=self._before, planned=search.planned)
-            | dict(workers=jobs.executor.count, deaths=jobs.executor.deaths, training=training, failures=failures[-3:])
+            | dict(trials=study.counts, of=self._search.total, failures=failures[-3:], training=training)
+            | dict(epochs=self._trained(), before=self._before, planned=self._search.planned)
+            | dict(workers=jobs.executor.count, deaths=jobs.executor.deaths)
         )
 
 
@@ -89,18 +86,15 @@ def read(folder: PathLike) -> dict[str, Any]:
 
 def shown(status: dict[str, Any]) -> str:
     """Text of a :func:`read` status: progress, speed, time left, the arrays that train, and failures."""
-    now = time.time()
-    state = status["state"]
+    now, state = time.time(), status["state"]
     if state == "running" and not _is_alive(status, now):
-        ago = _time(now - status["now"])
-        state = f"not running any more (last status {ago} ago); the same call goes on from its folder"
+        state = f"not running any more (last status {_time(now - status['now'])} ago); the same call goes on from its folder"
     counts = ", ".join(f"{count} {name}" for name, count in status["trials"].items() if count) or "none yet"
+    rate = (status["epochs"] - status["before"]) / max(status["now"] - status["began"], 1e-9)
     lines = [f"{state}: {counts}, of {status['of']} trials"]
-    seconds, made = status["now"] - status["began"], status["epochs"] - status["before"]
-    rate = made / seconds if seconds > 0 else 0.0
     lines.append(f"{rate:.3g} epochs of a member per second, {status['epochs']} in all")
-    left = max(0, status["planned"] - status["epochs"])
-    if status["state"] == "running" and rate:
+    if state == "running" and rate:
+        left = max(0, status["planned"] - status["epochs"])
         lines.append(f"about {_time(left / rate)} left for {left} epochs")
     if status["deaths"]:
         lines.append(f"workers have died {status['deaths']} times, and were replaced")
@@ -108,23 +102,19 @@ def shown(status: dict[str, Any]) -> str:
         fixed = "".join(f" {name}={value}" for name, value in array["fixed"].items())
         since = f" for {_time(now - array['since'])}" if array["since"] else ""
         worker = array["worker"] or ("this process" if status["workers"] == 1 else "waits for a worker")
-        lines.append(
-            f"  {worker}{since}: trials {spans(array['trials'])}{fixed}, epochs {array['from'] + 1} to "
-            f"{array['from'] + array['epochs']} of {array['members']} members"
-        )
-    lines += [f"  trial {number} failed: {error}" for number, error in status["failures"]]
-    return "\n".join(lines)
+        epochs = f"epochs {array['first']} to {array['last']} of {array['members']} members"
+        lines.append(f"  {worker}{since}: trials {spans(array['trials'])}{fixed}, {epochs}")
+    return "\n".join([*lines, *(f"  trial {number} failed: {error}" for number, error in status["failures"])])
 
 
 def _is_alive(status: dict[str, Any], now: float) -> bool:
     if status["host"] != platform.node():
         return now - status["now"] < 30 * _EVERY
-    try:
-        os.kill(status["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(status["pid"], 0)
+        except ProcessLookupError:
+            return False
     return True
 
 

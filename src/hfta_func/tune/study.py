@@ -7,6 +7,7 @@ import dataclasses
 import html
 import inspect
 import io
+import itertools
 import math
 import os
 import statistics
@@ -23,7 +24,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
-from hfta_func.tune.sampling import SamplerSession, named
+from hfta_func.tune.sampling import SamplerSession
 
 if TYPE_CHECKING:
     import optuna
@@ -42,6 +43,7 @@ class Trial:
         status: ``"running"`` until it is ``"complete"``, ``"stopped"`` by the scheduler, or ``"failed"``.
         values: Its objectives at each rung that it has reached, over all seeds.
         error: Why it failed.
+        retry_of: The failed trial whose parameters it tries again.
     """
 
     number: int
@@ -51,6 +53,7 @@ class Trial:
     status: Literal["running", "complete", "stopped", "failed"] = "running"
     values: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
     error: str | None = None
+    retry_of: int | None = None
 
 
 class Study:
@@ -58,10 +61,11 @@ class Study:
 
     Attributes:
         trials: All trials, by number.
-        population: Their members; those of stopped trials have no state any more.
-        optuna: The same study as one of Optuna's, for its plots, importances and fronts.
+        population: Their members; only those that train, or that ``keep`` names, have a state.
+        optuna: The same study as one of Optuna's, for its plots, importances and fronts; a callback ends the study by its
+            ``stop()``.
         trajectory: For each new best value, at any rung: seconds of training until then, the trial's number, and the value.
-        interrupted: Whether Ctrl-C ended it.
+        interrupted: Whether Ctrl-C, ``timeout`` or ``optuna.stop()`` ended it.
     """
 
     def __init__(self, population: Population, session: SamplerSession, options: StudyOptions):
@@ -69,24 +73,21 @@ class Study:
         self.population = population
         self.optuna: optuna.Study = session.study
         self.metrics, self.directions, self.rank = options.metrics, options.directions, options.rank
-        named(self.optuna, self.metrics)
         self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
     def __repr__(self) -> str:
-        best = self._complete() if len(self.metrics) == 1 else []
-        best = [trial for trial in best if self.session.is_feasible(trial.number)][:1]
-        shown = [
-            f"; best is trial {trial.number}, {self.metrics[0]} {next(iter(trial.values[-1])):.4g}" for trial in best
-        ]
+        best = self.ranked()[:1] if len(self.metrics) == 1 else []
+        shown = [f"; best is trial {trial.number}, {self.metrics[0]} {trial.values[-1][0]:.4g}" for trial in best]
         return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(shown)}>"
 
     def _repr_html_(self) -> str:
         # The best ones; of several objectives, the first.
-        numbers = [trial.number for trial in (self._complete() if len(self.metrics) == 1 else self.trials)[:5]]
-        rows = [row for number in numbers for row in self._rows() if row["trial"] == number]
-        cells = [[f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values()] for row in rows]
-        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if rows else ''}"
+        numbers = [trial.number for trial in (self.ranked() if len(self.metrics) == 1 else self.trials)[:5]]
+        rows = self._rows()
+        shown = [[f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+        cells = [shown[number] for number in numbers]
+        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if cells else ''}"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -104,10 +105,10 @@ class Study:
         members = self.population.members
         history = hfta.run.History(torch.tensor([member.config["seed"] for member in members]))
         history.members = torch.tensor(self.population.last, dtype=torch.int64)
-        for epoch in range(max((member.epoch for member in members), default=0)):
-            rows = [member.metrics[epoch] if epoch < len(member.metrics) else {} for member in members]
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+        for rows in itertools.zip_longest(*(member.metrics for member in members), fillvalue={}):
+            columns = {
+                name: [row.get(name, math.nan) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))
+            }
             history.epochs.append({name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
         return history
 
@@ -118,14 +119,9 @@ class Study:
         if len(self.metrics) == 1 and self.score(value) > best:
             self.trajectory.append((sum(member.seconds for member in self.population.members), trial.number, value))
 
-    def restore(self, trials: Sequence[Mapping[str, Any]], trajectory: Sequence[Sequence[Any]]) -> None:
-        """Take over trials that were saved."""
-        self.trajectory = [(seconds, number, value) for seconds, number, value in trajectory]
-        self.trials = [Trial(**{**trial, "values": [tuple(values) for values in trial["values"]]}) for trial in trials]
-
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search."""
+        """Whether Ctrl-C, ``timeout`` or ``optuna.stop()`` ended the search."""
         return self.population.interrupted
 
     @property
@@ -137,30 +133,40 @@ class Study:
         """
         if len(self.metrics) > 1:
             raise ValueError("there are several objectives; study.optuna.best_trials has their front")
-        complete = self._complete()
-        if not complete:
+        if not any(trial.status == "complete" for trial in self.trials):
             raise ValueError("no trial is complete; train for more epochs, or look at study.frame()")
-        feasible = [trial for trial in complete if self.session.is_feasible(trial.number)]
-        if not feasible:
+        if not (ranked := self.ranked()):
             raise ValueError("no complete trial fulfils the sampler's constraints; try more, or loosen the constraints")
-        return feasible[0]
+        return ranked[0]
 
-    def _complete(self) -> list[Trial]:
-        """The complete trials, best first; equal ones keep their order."""
-        complete = [trial for trial in self.trials if trial.status == "complete"]
-        return sorted(complete, key=lambda trial: -self.score(trial.values[-1][0]))
+    def ranked(self, feasible: bool = True) -> list[Trial]:
+        """The complete trials, best first, or those that fulfil the sampler's constraints; equal ones keep their order.
+
+        Of several objectives those of the front.
+        """
+        if len(self.metrics) > 1:
+            return [self.trials[trial.number] for trial in self.optuna.best_trials]
+        known = self.optuna.get_trials(deepcopy=False)
+        ranked = sorted(
+            (trial for trial in self.trials if trial.status == "complete"),
+            key=lambda trial: -self.score(trial.values[-1][0]),
+        )
+        meets = [all(value <= 0 for value in known[trial.number].constraints.values()) for trial in ranked]
+        return [trial for trial, met in zip(ranked, meets, strict=True) if met or not feasible]
 
     def score(self, value: float) -> float:
         """A value of the first objective, negated if small values are better; minus infinity if it is not finite."""
         return -SIGNS[self.directions[0]] * value if math.isfinite(value) else -math.inf
 
     def state(self, trial: int) -> Any:
-        """The state of a trial that was not stopped, one member per seed."""
+        """The state of a trial, one member per seed; of complete trials, ``keep`` of :func:`run` says which have one."""
         status, members = self.trials[trial].status, self.trials[trial].members
-        if status in ("stopped", "failed"):
-            raise ValueError(f"trial {trial} is {status}, and its state is gone; only complete trials keep theirs")
-        states = [self.population.state(member) for member in members]
-        return hfta.concat(states) if len(states) > 1 else states[0]
+        if not {*members} <= {*self.population.alive}:
+            cure = (
+                "train with keep='all', or a larger number" if status == "complete" else "only complete trials keep it"
+            )
+            raise ValueError(f"trial {trial} is {status}, and its state is gone; {cure}")
+        return hfta.concat([self.population.state(member) for member in members])
 
     def export(self, trial: int, seed: int = 0) -> nn.Module:
         """A member of a trial as an ordinary module.
@@ -206,29 +212,27 @@ class Study:
         members = self.population.members
         return {
             trial.number: {members[m].config["seed"]: members[m].value(self.metrics[0]) for m in trial.members}
-            for trial in self._complete()
+            for trial in self.ranked(feasible=False)
         }
 
     def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
         """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        scores = [
-            [self.score(self.population.members[member].value(self.metrics[0], epoch - 1)) for member in one.members]
-            for one in (trial, other)
-        ]
-        differences = [first - second for first, second in zip(*scores, strict=True)]
-        if trial is other:
-            return 0.0
-        if not all(map(math.isfinite, differences)):
-            return -math.inf
-        mean = statistics.fmean(differences)
-        deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
-        return mean / (deviation / math.sqrt(len(differences)) + 1e-12)
+        first_scores, second_scores = (
+            [self.score(value) for value in self._values(one, self.metrics[0], epoch)] for one in (trial, other)
+        )
+        if trial is other or not all(map(math.isfinite, first_scores + second_scores)):
+            return 0.0 if trial is other else -math.inf
+        differences = [first - second for first, second in zip(first_scores, second_scores, strict=True)]
+        return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)) + 1e-12)
+
+    def _values(self, trial: Trial, metric: str, epoch: int) -> list[float]:
+        return [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch, over its members."""
         objectives = []
         for metric, direction in zip(self.metrics, self.directions, strict=True):
-            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
+            values = self._values(trial, metric, epoch)
             # Infinities of both signs have no mean.
             mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
             if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
