@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,12 @@ from torch import Tensor
 from hfta_func._kernels import native
 
 _KINDS = {torch.float32: "float", torch.float64: "double"}
+
+
+@functools.cache
+def block() -> int:
+    """The channels in a block of PyTorch's kernels, which take a vector of them at a time."""
+    return 16 if "avx512f" in native.processor() else 8
 
 
 @functools.cache
@@ -38,18 +45,18 @@ def convolve(
 ) -> Tensor:  # fmt: skip
     """Sums under the filters: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]`` if it scatters, otherwise from images to channels.
 
-    ``window`` are strides, padding and dilation of all space axes.
+    M may be several axes. ``window`` are strides, padding and dilation of all space axes.
     """
-    x, weight, bias = _images(x, len(space)), weight.contiguous(), None if bias is None else bias.contiguous()
+    axes = len(space)
+    lead, (image, weight) = x.shape[: -axes - 1], (_flat(x, axes), weight.flatten(0, -axes - 3).contiguous())
     small, big = weight.shape[1] // groups, weight.shape[2]
-    taps = weight[0, 0, 0].numel()
+    taps = math.prod(weight.shape[3:])
     channels, strides = ((small, big), (taps, big * taps)) if scatters else ((big, small), (big * taps, taps))
-    y = x.new_empty((*x.shape[:2], groups * channels[1], *space))
-    geometry = _geometry(x, groups, channels, strides, scatters, space, weight.shape[3:], window)
-    pointer = None if bias is None else bias.data_ptr()
-    program(x.dtype).convolve(
-        geometry, x.data_ptr(), weight.data_ptr(), pointer, y.data_ptr(), torch.get_num_threads()
-    )
+    y = x.new_empty((*lead, groups * channels[1], *space))
+    geometry = _geometry(image, groups, channels, strides, scatters, space, weight.shape[3:], window)
+    bias = None if bias is None else bias.contiguous()
+    pointers = image.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads())
     return y
 
 
@@ -57,19 +64,19 @@ def correlate(
     channels: Tensor, image: Tensor, taps: Sequence[int], window: Sequence[Sequence[int]], groups: int
 ) -> Tensor:
     """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
-    channels, image = _images(channels, len(taps)), _images(image, len(taps))
+    axes = len(taps)
+    lead, (channels, image) = image.shape[: -axes - 2], (_flat(channels, axes), _flat(image, axes))
     sides = image.shape[2] // groups, channels.shape[2] // groups
-    gradient = image.new_empty((image.shape[0], channels.shape[2], sides[0], *taps))
+    gradient = image.new_empty((*lead, channels.shape[2], sides[0], *taps))
     geometry = _geometry(image, groups, sides, (0, 0), False, channels.shape[3:], taps, window)
-    program(image.dtype).correlate(
-        geometry, image.data_ptr(), channels.data_ptr(), *channels.stride()[:2], gradient.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2], gradient.data_ptr()
+    program(image.dtype).correlate(geometry, *pointers, torch.get_num_threads())
     return gradient
 
 
-def _images(x: Tensor, axes: int) -> Tensor:
-    """Images whose channels and pixels are contiguous; members and samples may be anywhere."""
+def _flat(x: Tensor, axes: int) -> Tensor:
+    """``[M,N,C,S]``, with the channels and pixels of an image contiguous; members and samples may be anywhere."""
+    x = x.flatten(0, -axes - 3)
     return x if x[0, 0].is_contiguous() else x.contiguous()
 
 
