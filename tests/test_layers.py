@@ -26,7 +26,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # From bottom to top inside a folder. Files that are not named stand side by side above these and import none of each
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
-    "_kernels": ["native", "operators", "noise", "nonfinite", "rows", "convolution"],
+    "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
     "_torch": [
         *("_release", "inductor", "levels", "dispatcher", "compiler", "modules", "recorded", "tape", "reads"),
         "ahead",

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 
-_KINDS = {torch.float32: "float", torch.float64: "double"}
-
 
 @functools.cache
 def block() -> int:
@@ -27,11 +25,8 @@ def block() -> int:
 @functools.cache
 def program(dtype: torch.dtype | None) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
-    if dtype not in _KINDS:
-        return None
-    head = f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n"
     # A sum of products is as exact with fused operations, and the same in every lane.
-    library = native.load(head + Path(__file__).with_suffix(".c").read_text(), ("-ffp-contract=fast",))
+    library = native.load_file(Path(__file__).with_suffix(".c"), dtype, ("-ffp-contract=fast",))
     if library is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         library.convolve.argtypes = [pointer] * 5 + [size]

@@ -151,6 +151,17 @@ def load(source: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     return None
 
 
+_KINDS = {torch.float32: "float", torch.float64: "double"}
+
+
+@functools.cache
+def load_file(path: Path, dtype: torch.dtype | None, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The functions of a file in C for a type of numbers; None if there are none for it, or they cannot be compiled."""
+    if dtype not in _KINDS:
+        return None
+    return load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
+
+
 def signed(content: bytes) -> bytes:
     """The content and its digest, by which :func:`is_whole` knows it. Loaders of libraries ignore what follows one."""
     return content + hashlib.sha256(content).digest()
