@@ -38,7 +38,8 @@ def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | N
     """The options of a maximum that the kernel computes, each for two axes; None if PyTorch's does."""
     is_plain = x.device.type == "cpu" and x.is_contiguous() and 0 < x.numel() < 2**31
     observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
-    taps, stride, pad, dilation, ceil_mode = (*options, *([], [0], [1], False)[len(options) - 1 :])[:5]
+    defaults: tuple[Any, ...] = ([], [0], [1], False)
+    taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
     if "max_pool2d_with" not in operator.name() or not is_plain or observed or ceil_mode:
         return None
     windows = [[*option] * (2 // len(option)) for option in (taps, stride or taps, pad, dilation)]
