@@ -64,6 +64,7 @@ FILES_IN = {
             "_choice",
             "_registry",
             "_operator",
+            "_direct",
             "_recurrence",
         ),
         *(

@@ -124,13 +124,13 @@ def _packed(numbers: Sequence[int]) -> bytes:
 
 
 @functools.cache
-def load(source: str) -> ctypes.CDLL | None:
+def load(source: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """The functions of a source in C, with OpenMP if the compiler has it; None if they cannot be compiled."""
     command = compiler()
     if command is None:
         return None
     # Compiler and processor are part of the name, because machines may share a cache.
-    inputs = repr((source, _FLAGS, _EXTRA, command, os.stat(command).st_mtime_ns, processor()))
+    inputs = repr((source, _FLAGS, flags, _EXTRA, command, os.stat(command).st_mtime_ns, processor()))
     name = f"{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.so"
     with contextlib.suppress(OSError, RuntimeError):  # The user has no home.
         path = folder() / name
@@ -138,7 +138,7 @@ def load(source: str) -> ctypes.CDLL | None:
             return library
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
-            if (built := _build(command, source, Path(temporary))) is None:
+            if (built := _build(command, source, flags, Path(temporary))) is None:
                 return None
             # Loading half a library would end the process.
             built.write_bytes(signed(built.read_bytes()))
@@ -146,9 +146,20 @@ def load(source: str) -> ctypes.CDLL | None:
         return _load_cached(path)
     # The cache cannot be written.
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as temporary:
-        built = _build(command, source, Path(temporary))
+        built = _build(command, source, flags, Path(temporary))
         return None if built is None else ctypes.CDLL(str(built))
     return None
+
+
+_KINDS = {torch.float32: "float", torch.float64: "double"}
+
+
+@functools.cache
+def load_file(path: Path, dtype: torch.dtype | None, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The functions of a file in C for a type of numbers; None if there are none for it, or they cannot be compiled."""
+    if dtype not in _KINDS:
+        return None
+    return load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
 
 
 def signed(content: bytes) -> bytes:
@@ -173,14 +184,14 @@ def _load_cached(path: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _build(command: str, source: str, directory: Path) -> Path | None:
+def _build(command: str, source: str, flags: tuple[str, ...], directory: Path) -> Path | None:
     """Compile; a kernel is linked to the OpenMP library that PyTorch has loaded, so both use the same threads."""
     code, built = directory / "kernel.c", directory / "kernel.so"
     code.write_text(source)
     for extra in _EXTRA:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
-                [command, *_FLAGS, *extra, str(code), "-o", str(built), "-lm"],
+                [command, *_FLAGS, *flags, *extra, str(code), "-o", str(built), "-lm"],
                 check=True, capture_output=True, timeout=_SECONDS,
             )  # fmt: skip
             return built

@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
-from hfta_func._kernels.operators import define_operator, with_backward
+from hfta_func._kernels.operators import define_operator, members_in_front, with_backward
 from hfta_func._torch import (
-    VmapInterpreter,
-    add_batch_dim,
-    below_batching,
     has_tangents,
     inside_vmap,
     num_dispatch_modes,
     num_recorders,
-    peek_interpreter,
-    unwrap_batched,
 )
 
 _HEAD = """
@@ -228,23 +223,6 @@ def _drop_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _define(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None = None
 ) -> None:
-    def batched(*args: Any) -> Any:
-        """The batching rule: the model axis of every tensor moves to the front."""
-        interpreter = peek_interpreter()
-        level, num_models = interpreter.level(), VmapInterpreter(interpreter).batchSize()
-        with below_batching():
-            pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
-            if all(dim is None for _, dim in pairs):
-                # Nothing is mapped at this level; an outer level may map.
-                return operator(*(x for x, _ in pairs))
-            given = (
-                x if not isinstance(x, Tensor) else x.expand(num_models, *x.shape) if dim is None else x.movedim(dim, 0)
-                for x, dim in pairs
-            )
-            outputs = operator(*given)
-        if isinstance(outputs, Tensor):
-            return add_batch_dim(outputs, 0, level)
-        return tuple(add_batch_dim(output, 0, level) for output in outputs)
-
+    batched = members_in_front(lambda *args: operator(*args))
     kernels = {"CPU": kernel, "FuncTorchBatched": batched, **({} if autograd is None else {"Autograd": autograd})}
     operator = define_operator(schema, kernels, fake=fake)

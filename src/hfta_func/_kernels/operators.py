@@ -12,9 +12,14 @@ from hfta_func._torch import (
     DIRECT,
     PREPARED,
     SingleLevelFunction,
+    VmapInterpreter,
+    add_batch_dim,
     below_autograd,
+    below_batching,
+    peek_interpreter,
     single_level_functions,
     taken_apart,
+    unwrap_batched,
     without_views,
 )
 
@@ -94,3 +99,26 @@ def with_backward(
             return function.apply(*args)
 
     return autograd
+
+
+def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """A batching rule for an operator that takes any number of leading axes: every tensor's model axis moves to the front."""
+
+    def batched(*args: Any) -> Any:
+        interpreter = peek_interpreter()
+        level, num_models = interpreter.level(), VmapInterpreter(interpreter).batchSize()
+        with below_batching():
+            pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
+            if all(dim is None for _, dim in pairs):
+                # Nothing is mapped at this level; an outer level may map.
+                return operator(*(x for x, _ in pairs))
+            given = (
+                x if not isinstance(x, Tensor) else x.expand(num_models, *x.shape) if dim is None else x.movedim(dim, 0)
+                for x, dim in pairs
+            )
+            outputs = operator(*given)
+        if isinstance(outputs, Tensor):
+            return add_batch_dim(outputs, 0, level)
+        return tuple(add_batch_dim(output, 0, level) for output in outputs)
+
+    return batched

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hfta_func._kernels.convolution import block, program
 from hfta_func._torch import device_type, has_tangents
 
 
@@ -112,6 +113,17 @@ class _Convolution(NamedTuple):
         few = (self.pixels_out <= 2**4 and max(self.stride) > 1) or (self.pixels_out <= 4 and self.holds(2**18))
         return few and not self.transposed and self.groups == 1
 
+    def fills_blocks(self, size: int) -> bool:
+        """Whether the channels of a group fill blocks of this size, at a stride of 1, or there is only one in and out."""
+        ins, outs = self.group
+        return ins * outs == 1 or (ins % size == outs % size == 0 and max(self.stride) == 1 and not self.transposed)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The channels of a group, in and out."""
+        ins, outs = self.weight[1], self.weight[0] // self.groups
+        return (outs, ins) if self.transposed else (ins, outs)
+
     def has_few_channels(self) -> bool:
         """Whether at most 4 channels come in or go out, on large images."""
         few = min(self.weight[:2]) <= 4 and self.groups == 1
@@ -144,6 +156,16 @@ def _is_small(case: Case) -> bool:
     return one.groups == 1 and products <= 2**25
 
 
+def _is_direct(case: Case) -> bool:
+    """What PyTorch's kernels are slow at, unless few channels become many, or filters exceed the cache."""
+    if case.device != "cpu" or case.tangents or torch.compiler.is_exporting():
+        return False
+    one = _convolution(case)
+    is_odd = not one.fills_blocks(block()) and not one.holds(2**17) and (one.group[0] > 4 or one.group[1] < 32)
+    return is_odd and program(case.dtype) is not None
+
+
+_DIRECT = Row(_is_direct, "direct", "channels that fill no blocks of PyTorch's kernels: a kernel in C")
 _GROUPED = Row(always, "grouped", "one group per member")
 _POINTWISE = Row(
     # At most 16 KB of filters.
@@ -173,7 +195,7 @@ _WINDOWS = Row(
     "windows",
     "small, in a graph: one batched product",
 )
-_SMALL = (_POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
+_SMALL = (_DIRECT, _POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
 
 # cuDNN has fast kernels for a few convolutions in groups only; the others take up to 30 times as long.
 _CUDA_ONE_PIXEL = _ONE_PIXEL._replace(when=_on("cuda", lambda one: one.is_one_pixel and one.holds(2**13)))
@@ -221,7 +243,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *(_CUDA_SHRINKS, _CUDA_POINTWISE),
         Row(_on("cuda", lambda one: not one.transposed and one.holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", lambda one: not one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
-        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE, _WINDOWS),
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _DIRECT, _POINTWISE, _WINDOWS),
         *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
     ),
     "convolution_weight_grad": (
@@ -260,7 +282,7 @@ an operator with a single one is added when its rule is registered."""
 
 LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("convolution", "convolution_input_grad", "convolution_weight_grad"),
-    ("grouped", "channels_last", "matmul", "sample_matmul", "windows"),
+    ("grouped", "channels_last", "matmul", "sample_matmul", "windows", "direct"),
 )
 LOWERINGS["convolution"] += ("wide",)
 """Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""

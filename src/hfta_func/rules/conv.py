@@ -7,6 +7,7 @@ The table chooses a lowering for the forward pass and for each of the two gradie
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
 - ``windows``: the same, in an order of which compilers make a fast program;
 - ``sample_matmul``: for 1x1 filters, one matrix product per sample, without moving channels or pixels in memory;
+- ``direct``: a kernel in C, for channels that fill no blocks of eight;
 - ``loop``: one convolution per member;
 - ``wide``: for an input that all members share, the filters of all members in one convolution.
 
@@ -25,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.rules import _products, _windows
+from hfta_func._kernels.convolution import program
+from hfta_func._torch import has_tangents
+from hfta_func.rules import _direct, _products, _windows
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
 from hfta_func.rules._lowering import Case, make_case
@@ -87,7 +90,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 
 
 _ALL_GROUPED = ("grouped",) * 3
-_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "windows": _windows}
+_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "windows": _windows, "direct": _direct}
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -145,10 +148,27 @@ def _plan(case: Case) -> Plan:
     possible = {
         "matmul": is_exact and axes <= 2,
         "sample_matmul": is_linear,
+        "direct": is_exact and _is_direct(case, geometry),
         "windows": is_exact and (set(geometry.stride) == {1} or set(geometry.dilation) == {1}),
     }
     lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
     return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
+
+
+def _is_direct(case: Case, geometry: Geometry) -> bool:
+    """Whether there is a kernel in C, and the sizes are such that PyTorch runs them."""
+    (x, weight), exporting = case.shapes, torch.compiler.is_exporting()
+    assert x is not None and weight is not None
+    if case.device != "cpu" or exporting or len(x) != len(weight) or program(case.dtype) is None:
+        return False
+    sizes = [*x, *weight, *geometry.stride, *geometry.dilation]
+    fits = weight[0] == x[1] if geometry.transposed else weight[1] * geometry.groups == x[1]
+    if min(*sizes, *(pad + 1 for pad in geometry.padding)) < 1 or not fits or weight[0] % geometry.groups:
+        return False
+    if geometry.transposed:
+        return min(_products.transposed_space(x[2:], weight[2:], geometry)) > 0
+    axes = zip(x[2:], weight[2:], geometry.padding, geometry.dilation, strict=True)
+    return all(size + 2 * pad > dilation * (taps - 1) for size, taps, pad, dilation in axes)
 
 
 def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tuple[list[int] | None, Geometry]:
@@ -193,6 +213,9 @@ def _interleave(weight: Tensor, groups: int) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
+    lowering = _differentiable(lowering)
+    if lowering == "direct":
+        return _direct.forward(x, weight, bias, geometry)
     if lowering in _PRODUCTS:
         if lowering == "sample_matmul":
             y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
@@ -213,6 +236,11 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
     )
     run = _convolution if lowering == "grouped" else _scattered if geometry.transposed else _plain
     return _unfold_members(run(*folded, bias, *grouped), x)
+
+
+def _differentiable(lowering: str) -> str:
+    """The kernel in C has no derivatives forward."""
+    return "grouped" if lowering == "direct" and has_tangents() else lowering
 
 
 def _scattered(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -249,6 +277,7 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed."""
     dx = dweight = None
+    lowering = _differentiable(lowering)
     if lowering in _PRODUCTS:
         big, small = (x, grad) if geometry.transposed else (grad, x)
         if lowering == "sample_matmul":

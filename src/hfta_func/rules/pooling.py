@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hfta_func import _torch
+from hfta_func._kernels import pooling
+from hfta_func._kernels.operators import members_in_front
+from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._layout import each, fold, split
+from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register_each
 
 
@@ -23,7 +29,45 @@ def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
     # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
     dim = call.dims[0]
     into = 1 if dim == 1 and x.dim() == _space(operator) + 3 else 0
-    return _split(operator(fold(x, dim, into, call.num_models), *options), into, call.num_models)
+    x = fold(x, dim, into, call.num_models)
+    windows = _fast_windows(operator, x, options)
+    return _split(operator(x, *options) if windows is None else _max_pool(x, *windows), into, call.num_models)
+
+
+def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | None:
+    """The options of a maximum that the kernel computes, each for two axes; None if PyTorch's does."""
+    is_plain = x.device.type == "cpu" and x.is_contiguous() and 0 < x.numel() < 2**31
+    observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
+    defaults: tuple[Any, ...] = ([], [0], [1], False)
+    taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
+    if "max_pool2d_with" not in operator.name() or not is_plain or observed or ceil_mode:
+        return None
+    windows = [[*option] * (2 // len(option)) for option in (taps, stride or taps, pad, dilation)]
+    axes = list(zip(x.shape[-2:], *windows, strict=True))
+    # What PyTorch refuses is left to it.
+    is_valid = all(min(count, step, far) > 0 <= pad <= count // 2 for _, count, step, pad, far in axes)
+    is_valid = is_valid and all(size + 2 * pad > far * (count - 1) for size, count, _, pad, far in axes)
+    return windows if is_valid and pooling.program(x.dtype) is not None else None
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    x, *ctx.windows = inputs
+    ctx.save_for_backward(x, outputs[1])
+    ctx.mark_non_differentiable(outputs[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, places = ctx.saved_tensors
+    return _max_pool_backward(grad, x, *ctx.windows, False, places), None, None, None, None
+
+
+_max_pool_backward = _torch.operator("max_pool2d_with_indices_backward")
+_max_pool = Operator(
+    "max_pool2d(Tensor x, int[] taps, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)",
+    *(pooling.max_pool, _keep, _backward),
+    fake=lambda x, *windows: torch.ops.aten.max_pool2d_with_indices(x, *windows),
+    batched=members_in_front(lambda *args: _max_pool(*args)),
+)
 
 
 @register_each(

@@ -1,0 +1,568 @@
+// Convolutions of M members, with images as the lanes of vectors.
+//
+// A lane is a band of rows of one sample. Bands are copied into a buffer [channel][pixel][lane] with their padding, so that
+// every output is a sum over one list of places, of any channels, taps, strides and dilations, without a condition. REAL is
+// float or double, SIZE its bytes.
+//
+// "Big" and "small" are the two sides of a convolution with a stride: a filter gathers pixels of the big image for each pixel
+// of the small one, or scatters the small one's onto the big one. Filters are [group, small channel][big channel][tap].
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Bytes of a vector, and what fits into the registers: accumulators of 1 to 6 channels by so many pixels each.
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define EACH(DO) DO(1, 8) DO(2, 8) DO(3, 8) DO(4, 6) DO(5, 5) DO(6, 4)
+#else
+#define EACH(DO) DO(1, 8) DO(2, 5) DO(3, 4) DO(4, 3) DO(5, 2) DO(6, 2)
+#endif
+#define MOST 6
+// Compilers read a factor of several products from memory for each of them.
+#if defined(__AVX512F__)
+#define KEPT(x) __asm__("" : "+v"(x))
+#elif defined(__AVX__)
+#define KEPT(x) __asm__("" : "+x"(x))
+#else
+#define KEPT(x)
+#endif
+#define LANES (BYTES / SIZE)
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
+#define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
+
+typedef int64_t count;
+typedef REAL vec __attribute__((vector_size(BYTES), may_alias));
+typedef REAL loose __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
+#if SIZE == 4
+typedef int32_t indices __attribute__((vector_size(BYTES)));
+#else
+typedef int64_t indices __attribute__((vector_size(BYTES)));
+#endif
+
+#if defined(__clang__)
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
+#endif
+#if LANES == 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#elif LANES == 4
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#else
+#define LOW 0, 2
+#define HIGH 1, 3
+#endif
+
+INLINE void transpose(vec *rows)
+{
+    UNROLLED for (int stage = 1; stage < LANES; stage *= 2) {
+        vec mixed[LANES];
+        UNROLLED for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = MIXED(rows[i], rows[i + LANES / 2], LOW);
+            mixed[2 * i + 1] = MIXED(rows[i], rows[i + LANES / 2], HIGH);
+        }
+        UNROLLED for (int i = 0; i < LANES; i++)
+            rows[i] = mixed[i];
+    }
+}
+
+typedef struct {
+    count models, batch, groups, ins, outs;       // channels of one group that are read and written
+    count in_model, in_sample;                    // strides; the rest of an image is contiguous
+    count weight_out, weight_in;                  // strides of the filters' channels
+    count axis, scatters;                         // the axis that is cut into bands
+    count in[3], out[3], taps[3], stride[3], pad[3], dilation[3];
+} geometry;
+
+// One axis of a band: the outputs, and the window of inputs under them, which moves with the band.
+typedef struct {
+    count outs, low, size, move;
+} window;
+
+// A band of all axes. Buffers have room for one more pixel of each image, where those outside of the window go.
+typedef struct {
+    count bands, chunks, in_pixels, out_pixels;
+    window axes[3];
+} layout;
+
+// The input under tap k of output q, or none.
+INLINE int under(const geometry *g, int a, count q, count k, count *at)
+{
+    const count place = g->scatters ? q + g->pad[a] - k * g->dilation[a] : q * g->stride[a] + k * g->dilation[a] - g->pad[a];
+    *at = place;
+    if (!g->scatters)
+        return 1;
+    if ((place % g->stride[a] + g->stride[a]) % g->stride[a])
+        return 0;
+    *at = place / g->stride[a];
+    return 1;
+}
+
+static layout laid_out(const geometry *g, count rows)
+{
+    layout l = {1, 0, 1, 1, {{0}}};
+    for (int a = 0; a < 3; a++) {
+        window *w = &l.axes[a];
+        count low = INT64_MAX, high = INT64_MIN, at;
+        w->outs = a == g->axis ? rows : g->out[a];
+        const count edge = g->scatters ? AT_MOST(g->stride[a], w->outs) : 1;
+        for (count k = 0; k < g->taps[a]; k++)
+            for (count q = 0; q < edge; q++) {
+                if (under(g, a, q, k, &at))
+                    low = AT_MOST(low, at);
+                if (under(g, a, w->outs - 1 - q, k, &at))
+                    high = AT_LEAST(high, at);
+            }
+        w->low = high < low ? 0 : low;
+        w->size = high < low ? 1 : high - low + 1;
+        w->move = g->scatters ? rows / g->stride[a] : rows * g->stride[a];
+        l.in_pixels *= w->size;
+        l.out_pixels *= w->outs;
+    }
+    l.in_pixels++;
+    l.bands = (g->out[g->axis] + rows - 1) / rows;
+    l.chunks = (g->batch * l.bands + LANES - 1) / LANES;
+    return l;
+}
+
+// The bands by which the lanes are well filled and buffers stay in the second-level cache. Nothing else may matter, so that
+// sums are in the same order in every array.
+static layout best_layout(const geometry *g)
+{
+    const count rows = g->out[g->axis], step = g->scatters ? g->stride[g->axis] : 1;
+    count taps = g->taps[0] * g->taps[1] * g->taps[2];
+    if (g->scatters)
+        taps = taps / (g->stride[0] * g->stride[1] * g->stride[2]) + 1;
+    layout best = {0};
+    double least = 0;
+    for (count bands = 1; bands <= rows; bands++) {
+        count each = (rows + bands - 1) / bands;
+        each = bands == 1 ? rows : (each + step - 1) / step * step;
+        const layout l = laid_out(g, each);
+        if (bands > 1 && l.bands < bands)
+            continue;
+        const double in = (double)l.in_pixels * g->groups * g->ins, out = (double)l.out_pixels * g->groups * g->outs;
+        // Cycles: a copy of a vector takes about six, half a multiplication one.
+        double cycles = l.chunks * (6 * (in + out) + 0.6 * out * g->ins * taps);
+        if ((in + out) * BYTES > 600e3)
+            cycles *= 1.5;
+        if (!best.bands || cycles < 0.97 * least) {
+            best = l;
+            least = cycles;
+        }
+        if (bands >= 64)
+            break;
+    }
+    return best;
+}
+
+// Where lanes begin in a member's images, and which part of a run of pixels they have.
+typedef struct {
+    count at[LANES], room[LANES], low[LANES], high[LANES];
+} lanes;
+
+static lanes lanes_of(count chunk, const layout *l, count batch, count sample, count channels, count image, count slab, count low,
+                      count move, count rows, count all_rows)
+{
+    lanes s;
+    for (int i = 0; i < LANES; i++) {
+        const count v = chunk * LANES + i, n = v / l->bands, first = l->bands == 1 ? 0 : v % l->bands * move + low;
+        s.at[i] = n * sample + first * slab;
+        s.room[i] = channels * image - first * slab;
+        s.low[i] = first < 0 ? -first * slab : 0;
+        s.high[i] = n >= batch ? 0 : l->bands == 1 ? channels * image : AT_MOST(rows, all_rows - first) * slab;
+        if (s.high[i] <= s.low[i])
+            s.high[i] = s.low[i] = 0;
+    }
+    return s;
+}
+
+// One side of a convolution, of which runs of contiguous pixels are copied: a channel of a band, or the whole sample.
+typedef struct {
+    count runs, length, image, slab, total; // pixels of an image; of one row of it; numbers of a sample
+    count *places;                          // in the buffer, of each pixel of a run
+    count step;                             // in the buffer, from run to run
+} copied;
+
+static void copy_in(const REAL *restrict from, const lanes *s, const copied *c, REAL *restrict into)
+{
+    for (count run = 0; run < c->runs; run++)
+        for (count j = 0; j < c->length; j += LANES) {
+            const count end = AT_MOST(j + LANES, c->length);
+            vec rows[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const count at = run * c->image + j, low = s->low[i], high = s->high[i];
+                rows[i] = (vec){0};
+                if (j >= low && end <= high && at + LANES <= s->room[i])
+                    rows[i] = (vec) * (const loose *)(from + s->at[i] + at);
+                else
+                    for (count k = AT_LEAST(j, low); k < AT_MOST(end, high); k++)
+                        ((REAL *)&rows[i])[k - j] = from[s->at[i] + at - j + k];
+            }
+            transpose(rows);
+            for (count k = j; k < end; k++)
+                *(vec *)(into + run * c->step + c->places[k]) = rows[k - j];
+        }
+}
+
+static void copy_out(const REAL *restrict from, const lanes *s, const copied *c, REAL *restrict into)
+{
+    for (count run = 0; run < c->runs; run++)
+        for (count j = 0; j < c->length; j += LANES) {
+            vec rows[LANES];
+            UNROLLED for (int i = 0; i < LANES; i++)
+                rows[i] = *(const vec *)(from + run * c->step + (j + i) * LANES);
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) {
+                REAL *at = into + s->at[i] + run * c->image + j;
+                if (j + LANES <= s->high[i])
+                    *(loose *)at = (loose)rows[i];
+                else
+                    for (count k = j; k < s->high[i]; k++)
+                        at[k - j] = ((REAL *)&rows[i])[k - j];
+            }
+        }
+}
+
+static count *numbers(count length)
+{
+    return malloc(sizeof(count) * AT_LEAST(length, 1));
+}
+
+static REAL *buffer(count vectors)
+{
+    // A load may read some vectors beyond the last one.
+    return aligned_alloc(64, ((vectors + LANES) * BYTES + 63) / 64 * 64);
+}
+
+// How the windows of inputs are copied; a pixel outside of them goes behind the buffer.
+static copied copied_windows(const geometry *g, const layout *l)
+{
+    const window *w = l->axes;
+    const count channels = g->groups * g->ins, slabs[3] = {g->in[1] * g->in[2], g->in[2], 1};
+    const int whole = l->bands == 1;
+    copied c = {whole ? 1 : channels, 0, g->in[0] * slabs[0], slabs[g->axis], 0, 0, whole ? 0 : l->in_pixels * LANES};
+    c.total = channels * c.image;
+    c.length = whole ? c.total : w[g->axis].size * c.slab;
+    c.places = numbers(c.length);
+    count sizes[3], skipped[3];
+    for (int a = 0; a < 3; a++) {
+        const int is_cut = a == g->axis && !whole;
+        sizes[a] = is_cut ? w[a].size : g->in[a];
+        skipped[a] = is_cut ? 0 : w[a].low;
+    }
+    count *place = c.places;
+    for (count channel = 0; channel < (whole ? channels : 1); channel++)
+        for (count i = 0; i < sizes[0]; i++)
+            for (count j = 0; j < sizes[1]; j++)
+                for (count k = 0; k < sizes[2]; k++) {
+                    const count at[3] = {i - skipped[0], j - skipped[1], k - skipped[2]};
+                    int inside = 1;
+                    for (int a = 0; a < 3; a++)
+                        inside &= at[a] >= 0 && at[a] < w[a].size;
+                    const count pixel = (at[0] * w[1].size + at[1]) * w[2].size + at[2];
+                    *place++ = (channel * l->in_pixels + (inside ? pixel : l->in_pixels - 1)) * LANES;
+                }
+    return c;
+}
+
+// How outputs are copied, in or out; their buffers are dense.
+static copied copied_outputs(const geometry *g, const layout *l)
+{
+    const count slabs[3] = {g->out[1] * g->out[2], g->out[2], 1}, channels = g->groups * g->outs;
+    const int whole = l->bands == 1;
+    copied c = {whole ? 1 : channels, 0, g->out[0] * slabs[0], slabs[g->axis], 0, 0, l->out_pixels * LANES};
+    c.total = channels * c.image;
+    c.length = whole ? c.total : l->out_pixels;
+    c.places = numbers(c.length);
+    for (count j = 0; j < c.length; j++)
+        c.places[j] = j * LANES;
+    return c;
+}
+
+static lanes input_lanes(count chunk, const geometry *g, const layout *l, const copied *c)
+{
+    const window *w = &l->axes[g->axis];
+    return lanes_of(chunk, l, g->batch, g->in_sample, g->groups * g->ins, c->image, c->slab, w->low, w->move, w->size,
+                    g->in[g->axis]);
+}
+
+static lanes output_lanes(count chunk, const geometry *g, const layout *l, const copied *c, count sample)
+{
+    const count rows = l->axes[g->axis].outs;
+    return lanes_of(chunk, l, g->batch, sample, g->groups * g->outs, c->image, c->slab, 0, rows, rows, g->out[g->axis]);
+}
+
+// Outputs with the same taps: all, or if a strided filter scatters, every stride-th.
+typedef struct {
+    count terms, pixels;     // of a sum over input channels and taps; of the output
+    count *from, *weight;    // of each term: its place in the buffer, and of its filter
+    count *origin, *target;  // of each pixel: places in the buffers
+} phase;
+
+static phase make_phase(const geometry *g, const layout *l, const count *first)
+{
+    const window *w = l->axes;
+    count outs[3], steps[3], taps = 0;
+    phase p = {0, 1, 0, 0, 0, 0};
+    for (int a = 0; a < 3; a++) {
+        steps[a] = g->scatters ? g->stride[a] : 1;
+        outs[a] = first[a] < w[a].outs ? (w[a].outs - first[a] + steps[a] - 1) / steps[a] : 0;
+        p.pixels *= outs[a];
+    }
+    const count all = g->taps[0] * g->taps[1] * g->taps[2];
+    p.from = numbers(all * g->ins);
+    p.weight = numbers(all * g->ins);
+    p.origin = numbers(p.pixels);
+    p.target = numbers(p.pixels);
+    for (count k = 0; k < all; k++) {
+        const count tap[3] = {k / g->taps[2] / g->taps[1], k / g->taps[2] % g->taps[1], k % g->taps[2]};
+        count place = 0, at = 0, exists = 1;
+        for (int a = 0; a < 3; a++) {
+            exists &= under(g, a, first[a], tap[a], &at);
+            place = place * w[a].size + at - w[a].low;
+        }
+        if (exists) {
+            p.from[taps] = place * LANES;
+            p.weight[taps++] = k;
+        }
+    }
+    p.terms = taps * g->ins;
+    for (count i = p.terms - 1; i >= 0; i--) {
+        p.from[i] = p.from[i % taps] + i / taps * l->in_pixels * LANES;
+        p.weight[i] = p.weight[i % taps] + i / taps * g->weight_in;
+    }
+    const count jump[3] = {g->scatters ? 1 : g->stride[0], g->scatters ? 1 : g->stride[1], g->scatters ? 1 : g->stride[2]};
+    count q = 0;
+    for (count i = 0; i < outs[0]; i++)
+        for (count j = 0; j < outs[1]; j++)
+            for (count k = 0; k < outs[2]; k++, q++) {
+                p.origin[q] = ((i * jump[0] * w[1].size + j * jump[1]) * w[2].size + k * jump[2]) * LANES;
+                const count pixel = ((first[0] + i * steps[0]) * w[1].outs + first[1] + j * steps[1]) * w[2].outs;
+                p.target[q] = (pixel + first[2] + k * steps[2]) * LANES;
+            }
+    return p;
+}
+
+static void free_phase(phase *p)
+{
+    free(p->from);
+    free(p->weight);
+    free(p->origin);
+    free(p->target);
+}
+
+// Outputs of some channels, on pixels `low` to `high` of a phase; the last ones are computed twice rather than one by one.
+#define SUMS(CHANNELS, PIXELS)                                                                                                 \
+    static void sums_##CHANNELS(const phase *p, count low, count high, const REAL *in, const REAL *weight, const REAL *bias,   \
+                                REAL *out, count channel)                                                                      \
+    {                                                                                                                          \
+        for (count q = low; q < high; q += PIXELS) {                                                                           \
+            const REAL *from[PIXELS];                                                                                          \
+            vec sum[CHANNELS][PIXELS];                                                                                         \
+            UNROLLED for (int i = 0; i < PIXELS; i++) from[i] = in + p->origin[AT_MOST(q + i, high - 1)];                      \
+            UNROLLED for (int o = 0; o < CHANNELS; o++) UNROLLED for (int i = 0; i < PIXELS; i++) sum[o][i] =                  \
+                (vec){0} + (bias ? bias[o] : 0);                                                                               \
+            for (count t = 0; t < p->terms; t++) {                                                                             \
+                vec x[PIXELS];                                                                                                 \
+                UNROLLED for (int i = 0; i < PIXELS; i++) x[i] = *(const vec *)(from[i] + p->from[t]);                         \
+                UNROLLED for (int o = 0; o < CHANNELS; o++)                                                                    \
+                {                                                                                                              \
+                    vec w = (vec){0} + weight[t * CHANNELS + o];                                                               \
+                    KEPT(w);                                                                                                   \
+                    UNROLLED for (int i = 0; i < PIXELS; i++) sum[o][i] += w * x[i];                                           \
+                }                                                                                                              \
+            }                                                                                                                  \
+            UNROLLED for (int i = 0; i < PIXELS; i++) UNROLLED for (int o = 0; o < CHANNELS; o++) *(                           \
+                vec *)(out + p->target[AT_MOST(q + i, high - 1)] + o * channel) = sum[o][i];                                   \
+        }                                                                                                                      \
+    }
+EACH(SUMS)
+
+// Sums over pixels of the products of some dense images and of all terms' windows, added to what was there.
+#define PRODUCTS(CHANNELS, TERMS)                                                                                              \
+    static void products_##CHANNELS(const phase *p, count low, count high, const REAL *in, const REAL *out, count channel,     \
+                                    REAL *into)                                                                                \
+    {                                                                                                                          \
+        for (count t = 0; t < p->terms; t += TERMS) {                                                                          \
+            const REAL *from[TERMS];                                                                                           \
+            vec sum[CHANNELS][TERMS];                                                                                          \
+            UNROLLED for (int i = 0; i < TERMS; i++) from[i] = in + p->from[AT_MOST(t + i, p->terms - 1)];                     \
+            UNROLLED for (int o = 0; o < CHANNELS; o++) UNROLLED for (int i = 0; i < TERMS; i++) sum[o][i] =                   \
+                *(vec *)(into + (o * p->terms + AT_MOST(t + i, p->terms - 1)) * LANES);                                        \
+            for (count q = low; q < high; q++) {                                                                               \
+                vec x[TERMS];                                                                                                  \
+                UNROLLED for (int i = 0; i < TERMS; i++) x[i] = *(const vec *)(from[i] + p->origin[q]);                        \
+                UNROLLED for (int o = 0; o < CHANNELS; o++)                                                                    \
+                {                                                                                                              \
+                    vec y = *(const vec *)(out + p->target[q] + o * channel);                                                  \
+                    KEPT(y);                                                                                                   \
+                    UNROLLED for (int i = 0; i < TERMS; i++) sum[o][i] += y * x[i];                                            \
+                }                                                                                                              \
+            }                                                                                                                  \
+            UNROLLED for (int o = 0; o < CHANNELS; o++) UNROLLED for (int i = 0; i < TERMS; i++) *(                            \
+                vec *)(into + (o * p->terms + AT_MOST(t + i, p->terms - 1)) * LANES) = sum[o][i];                              \
+        }                                                                                                                      \
+    }
+EACH(PRODUCTS)
+
+typedef void sums_of(const phase *, count, count, const REAL *, const REAL *, const REAL *, REAL *, count);
+typedef void products_of(const phase *, count, count, const REAL *, const REAL *, count, REAL *);
+#define NAME_OF_SUMS(CHANNELS, _) sums_##CHANNELS,
+#define NAME_OF_PRODUCTS(CHANNELS, _) products_##CHANNELS,
+static sums_of *const sums[] = {EACH(NAME_OF_SUMS)};
+static products_of *const products[] = {EACH(NAME_OF_PRODUCTS)};
+
+// The channels of the block that begins at channel `o`: blocks are as even as possible.
+INLINE count block(count channels, count o)
+{
+    const count blocks = (channels + MOST - 1) / MOST, each = channels / blocks, larger = channels % blocks;
+    return o < larger * (each + 1) ? each + 1 : each;
+}
+
+// What is read again soon should still be in the first-level cache.
+#define PIXELS_AT_ONCE 48
+
+// Out of inputs [M,N,GI,in] and filters the outputs [M,N,GO,out], which are contiguous.
+void convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *bias, REAL *y, count threads)
+{
+    const layout l = best_layout(g);
+    const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
+    const count *s = g->stride, phases = g->scatters ? s[0] * s[1] * s[2] : 1;
+    const count filters = g->groups * g->ins * g->outs * g->taps[0] * g->taps[1] * g->taps[2];
+    const count group_of_filters = filters / g->groups;
+    phase *all = malloc(sizeof(phase) * phases);
+    for (count i = 0; i < phases; i++)
+        all[i] = make_phase(g, &l, (count[]){i / s[2] / s[1], i / s[2] % s[1], i % s[2]});
+#pragma omp parallel num_threads(threads) if (g->models * l.chunks > 1)
+    {
+        const count in_vectors = g->groups * g->ins * l.in_pixels;
+        REAL *images = buffer(in_vectors), *results = buffer(g->groups * g->outs * l.out_pixels);
+        REAL *packed = malloc(sizeof(REAL) * AT_LEAST(filters, 1));
+        count last = -1;
+        memset(images, 0, in_vectors * BYTES);
+#pragma omp for schedule(static)
+        for (count item = 0; item < g->models * l.chunks; item++) {
+            const count model = item / l.chunks, chunk = item % l.chunks;
+            const lanes from = input_lanes(chunk, g, &l, &in), to = output_lanes(chunk, g, &l, &out, out.total);
+            copy_in(x + model * g->in_model, &from, &in, images);
+            REAL *next = packed;
+            for (const phase *p = all; p < all + phases; p++)
+                for (count group = 0; group < g->groups; group++) {
+                    const REAL *w = weight + model * filters + group * group_of_filters;
+                    const REAL *image = images + group * g->ins * l.in_pixels * LANES;
+                    REAL *at = next;
+                    for (count o = 0, size; o < g->outs && last != model; o += size) {
+                        size = block(g->outs, o);
+                        for (count t = 0; t < p->terms; t++)
+                            for (count i = 0; i < size; i++)
+                                *at++ = w[p->weight[t] + (o + i) * g->weight_out];
+                    }
+                    for (count q = 0; q < p->pixels; q += PIXELS_AT_ONCE)
+                        for (count o = 0, size; o < g->outs; o += size) {
+                            const count channel = group * g->outs + o;
+                            size = block(g->outs, o);
+                            sums[size - 1](p, q, AT_MOST(q + PIXELS_AT_ONCE, p->pixels), image, next + o * p->terms,
+                                           bias ? bias + model * g->groups * g->outs + channel : 0,
+                                           results + channel * l.out_pixels * LANES, l.out_pixels * LANES);
+                        }
+                    next += g->outs * p->terms;
+                }
+            last = model;
+            copy_out(results, &to, &out, y + model * g->batch * out.total);
+        }
+        free(images);
+        free(results);
+        free(packed);
+    }
+    for (count i = 0; i < phases; i++)
+        free_phase(&all[i]);
+    free(all);
+    free(in.places);
+    free(out.places);
+}
+
+// Sums over lanes.
+static void reduce(const REAL *from, count length, REAL *into)
+{
+    for (count j = 0; j < length; j += LANES) {
+        vec rows[LANES];
+        UNROLLED for (int i = 0; i < LANES; i++)
+            rows[i] = *(const vec *)(from + (j + i) * LANES);
+        transpose(rows);
+        for (int half = LANES / 2; half; half /= 2)
+            for (int i = 0; i < half; i++)
+                rows[i] += rows[i + half];
+        memcpy(into + j, rows, sizeof(REAL) * AT_MOST(LANES, length - j));
+    }
+}
+
+// Batches are summed in at most so many parts, whatever the number of threads.
+#define PARTS 8
+
+// Out of big images, as inputs, and small ones [M,N,GO,out] the gradient of the filters.
+void correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
+               count threads)
+{
+    const layout l = best_layout(g);
+    const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
+    const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2));
+    const count group_of_filters = g->outs * g->ins * g->taps[0] * g->taps[1] * g->taps[2], filters = g->groups * group_of_filters;
+    phase p = make_phase(g, &l, (count[]){0, 0, 0});
+    REAL *sums_of_parts = parts == 1 ? gradient : malloc(sizeof(REAL) * g->models * parts * filters);
+#pragma omp parallel num_threads(threads) if (g->models * parts > 1)
+    {
+        const count in_vectors = g->groups * g->ins * l.in_pixels;
+        REAL *images = buffer(in_vectors), *dense = buffer(g->groups * g->outs * l.out_pixels), *into = buffer(filters);
+        memset(images, 0, in_vectors * BYTES);
+#pragma omp for schedule(static)
+        for (count item = 0; item < g->models * parts; item++) {
+            const count model = item / parts, part = item % parts;
+            memset(into, 0, filters * BYTES);
+            for (count chunk = l.chunks * part / parts; chunk < l.chunks * (part + 1) / parts; chunk++) {
+                const lanes of_big = input_lanes(chunk, g, &l, &in), of_small = output_lanes(chunk, g, &l, &out, small_sample);
+                copy_in(big + model * g->in_model, &of_big, &in, images);
+                copy_in(small + model * small_model, &of_small, &out, dense);
+                for (count group = 0; group < g->groups; group++)
+                    for (count q = 0; q < p.pixels; q += PIXELS_AT_ONCE)
+                        for (count o = 0, size; o < g->outs; o += size) {
+                            size = block(g->outs, o);
+                            products[size - 1](&p, q, AT_MOST(q + PIXELS_AT_ONCE, p.pixels),
+                                               images + group * g->ins * l.in_pixels * LANES,
+                                               dense + (group * g->outs + o) * l.out_pixels * LANES, l.out_pixels * LANES,
+                                               into + (group * group_of_filters + o * p.terms) * LANES);
+                        }
+            }
+            reduce(into, filters, sums_of_parts + item * filters);
+        }
+        free(images);
+        free(dense);
+        free(into);
+    }
+    if (parts > 1) {
+        for (count model = 0; model < g->models; model++)
+            for (count i = 0; i < filters; i++) {
+                REAL sum = 0;
+                for (count part = 0; part < parts; part++)
+                    sum += sums_of_parts[(model * parts + part) * filters + i];
+                gradient[model * filters + i] = sum;
+            }
+        free(sums_of_parts);
+    }
+    free_phase(&p);
+    free(in.places);
+    free(out.places);
+}

@@ -1,0 +1,86 @@
+"""Convolutions by the program in ``convolution.c``: sums under filters, and the gradient of filters."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._kernels import native
+
+
+@functools.cache
+def block() -> int:
+    """The channels in a block of PyTorch's kernels, which take a vector of them at a time."""
+    return 16 if "avx512f" in native.processor() else 8
+
+
+@functools.cache
+def program(dtype: torch.dtype | None) -> Any:
+    """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
+    # A sum of products is as exact with fused operations, and the same in every lane.
+    library = native.load_file(Path(__file__).with_suffix(".c"), dtype, ("-ffp-contract=fast",))
+    if library is not None:
+        size, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.convolve.argtypes = [pointer] * 5 + [size]
+        library.correlate.argtypes = [pointer] * 3 + [size, size, pointer, size]
+    return library
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, space: Sequence[int], window: Sequence[Sequence[int]], groups: int,
+    scatters: bool,
+) -> Tensor:  # fmt: skip
+    """Sums under the filters: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]`` if it scatters, otherwise from images to channels.
+
+    M may be several axes. ``window`` are strides, padding and dilation of all space axes.
+    """
+    axes = len(space)
+    lead, (image, weight) = x.shape[: -axes - 1], (_flat(x, axes), weight.flatten(0, -axes - 3).contiguous())
+    small, big = weight.shape[1] // groups, weight.shape[2]
+    taps = math.prod(weight.shape[3:])
+    channels, strides = ((small, big), (taps, big * taps)) if scatters else ((big, small), (big * taps, taps))
+    y = x.new_empty((*lead, groups * channels[1], *space))
+    geometry = _geometry(image, groups, channels, strides, scatters, space, weight.shape[3:], window)
+    bias = None if bias is None else bias.contiguous()
+    pointers = image.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads())
+    return y
+
+
+def correlate(
+    channels: Tensor, image: Tensor, taps: Sequence[int], window: Sequence[Sequence[int]], groups: int
+) -> Tensor:
+    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+    axes = len(taps)
+    lead, (channels, image) = image.shape[: -axes - 2], (_flat(channels, axes), _flat(image, axes))
+    sides = image.shape[2] // groups, channels.shape[2] // groups
+    gradient = image.new_empty((*lead, channels.shape[2], sides[0], *taps))
+    geometry = _geometry(image, groups, sides, (0, 0), False, channels.shape[3:], taps, window)
+    pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2], gradient.data_ptr()
+    program(image.dtype).correlate(geometry, *pointers, torch.get_num_threads())
+    return gradient
+
+
+def _flat(x: Tensor, axes: int) -> Tensor:
+    """``[M,N,C,S]``, with the channels and pixels of an image contiguous; members and samples may be anywhere."""
+    x = x.flatten(0, -axes - 3)
+    return x if x[0, 0].is_contiguous() else x.contiguous()
+
+
+def _geometry(
+    x: Tensor, groups: int, channels: Sequence[int], strides: Sequence[int], scatters: bool, space: Sequence[int],
+    taps: Sequence[int], window: Sequence[Sequence[int]],
+) -> bytes:  # fmt: skip
+    missing = 3 - len(space)
+    ones, zeros = [1] * missing, [0] * missing
+    axes = (*ones, *x.shape[3:], *ones, *space, *ones, *taps, *ones, *window[0], *zeros, *window[1], *ones, *window[2])
+    numbers = (*x.shape[:2], groups, *channels, *x.stride()[:2], *strides, missing, scatters, *axes)
+    return struct.pack(f"{len(numbers)}q", *numbers)

@@ -1,0 +1,110 @@
+"""Convolutions of M members by a kernel in C, for any number of channels.
+
+The kernel sums under filters, or the products of two images, which is all that a convolution, its gradients and theirs
+consist of. Dimension letters as in :mod:`hfta_func.rules.conv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hfta_func._kernels import convolution
+from hfta_func._kernels.operators import members_in_front
+from hfta_func.rules._operator import Operator
+from hfta_func.rules._products import Geometry, transposed_space
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
+    if geometry.transposed:
+        return scatter(x, weight, geometry, transposed_space(x.shape[3:], weight.shape[3:], geometry), bias)
+    return gather(x, weight, geometry, bias)
+
+
+def gather(image: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None = None) -> Tensor:
+    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
+    sizes = zip(image.shape[3:], weight.shape[3:], *geometry[:3], strict=True)
+    space = [(size + 2 * pad - dilation * (taps - 1) - 1) // stride + 1 for size, taps, stride, pad, dilation in sizes]
+    return _sums(image, weight, bias, space, *geometry[:3], geometry.groups, False)
+
+
+def scatter(
+    channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
+    return _sums(channels, weight, bias, [*space], *geometry[:3], geometry.groups, True)
+
+
+def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+    return _products(channels, image, [*weight.shape[3:]], *geometry[:3], geometry.groups)
+
+
+def _sum(x: Tensor, weight: Tensor, bias: Tensor | None, space: Any, *options: Any) -> Tensor:
+    *window, groups, scatters = options
+    return convolution.convolve(x, weight, bias, space, window, groups, scatters)
+
+
+def _fake_sum(x: Tensor, weight: Tensor, bias: Tensor | None, space: Any, *options: Any) -> Tensor:
+    *_, groups, scatters = options
+    lead = x.shape[: -len(space) - 1]
+    return x.new_empty(
+        (*lead, groups * weight.shape[-len(space) - 1] if scatters else weight.shape[len(lead) - 1], *space)
+    )
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, space, *ctx.options = inputs
+    ctx.axes = len(space)
+    ctx.save_for_backward(x, weight)
+
+
+def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x, weight), (*window, groups, scatters), axes = ctx.saved_tensors, ctx.options, ctx.axes
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    dx = _sums(grad, weight, None, [*x.shape[-axes:]], *ctx.options[:-1], not scatters) if needs_x else None
+    sides = (x, grad) if scatters else (grad, x)
+    dweight = _products(*sides, [*weight.shape[-axes:]], *window, groups) if needs_weight else None
+    dbias = grad.flatten(-axes).sum((-3, -1)) if needs_bias else None
+    return dx, dweight, dbias, *(None,) * (len(ctx.options) + 1)
+
+
+def _product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> Tensor:
+    *window, groups = options
+    return convolution.correlate(channels, image, taps, window, groups)
+
+
+def _fake_product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> Tensor:
+    lead, side = image.shape[: -len(taps) - 2], -len(taps) - 1
+    return image.new_empty((*lead, channels.shape[side], image.shape[side] // options[-1], *taps))
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    channels, image, _, *ctx.options = inputs
+    ctx.save_for_backward(channels, image)
+
+
+def _backward_of_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (channels, image), axes = ctx.saved_tensors, len(ctx.options[0])
+    dchannels = dimage = None
+    if ctx.needs_input_grad[0]:
+        dchannels = _sums(image, grad, None, [*channels.shape[-axes:]], *ctx.options, False)
+    if ctx.needs_input_grad[1]:
+        dimage = _sums(channels, grad, None, [*image.shape[-axes:]], *ctx.options, True)
+    return dchannels, dimage, *(None,) * (len(ctx.options) + 1)
+
+
+_WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
+_sums = Operator(
+    f"direct_sums(Tensor x, Tensor weight, Tensor? bias, SymInt[] space, {_WINDOW}, bool scatters) -> Tensor",
+    *(_sum, _keep_sum, _backward_of_sum, _fake_sum),
+    batched=members_in_front(lambda *args: _sums(*args)),
+)
+_products = Operator(
+    f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> Tensor",
+    *(_product, _keep_product, _backward_of_product, _fake_product),
+    batched=members_in_front(lambda *args: _products(*args)),
+)

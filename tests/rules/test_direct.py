@@ -1,0 +1,203 @@
+"""Kernels in C of convolutions and pooling: against PyTorch on sizes of all kinds, and to the same bits in every array."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import hfta_func as hfta
+from hfta_func._kernels import native
+from rule_cases import RuleCase
+from rule_checks import check_against_loop
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
+
+
+def _passes(func: Any, *inputs: Tensor, compiled: bool = False) -> list[Tensor]:
+    """The output of members, and all gradients."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    run = hfta.vmap(func)
+    output = (torch.compile(run, fullgraph=True) if compiled else run)(*inputs)
+    torch.manual_seed(0)
+    weights = torch.randn(output.shape[1:], dtype=torch.float64).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+SIZES = [
+    # Bands of rows as lanes: few samples, and images that are larger than a cache.
+    *(((1, 5, 37, 6), (7, 5, 3, 3), {"padding": 1}), ((3, 3, 40, 40), (5, 3, 5, 5), {"padding": (0, 4)})),
+    *(((2, 6, 70, 70), (9, 6, 3, 3), {}), ((1, 4, 300), (13, 4, 5), {"padding": 2, "dilation": 3})),
+    ((2, 3, 9, 5, 6), (2, 3, 3, 1, 2), {"stride": (2, 1, 3), "padding": (1, 0, 1)}),
+    # More samples than lanes.
+    *(((35, 2, 6, 5), (3, 2, 2, 3), {"stride": 2}), ((17, 4, 3, 3), (6, 2, 3, 3), {"padding": 2, "groups": 2})),
+    # Rows and columns of the input that no filter sees.
+    *(((20, 2, 8, 8), (3, 2, 2, 2), {"stride": 5}), ((2, 1, 30, 30), (1, 1, 1, 1), {"stride": 4, "padding": 3})),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("x", "weight", "options"), SIZES)
+def test_against_convolutions_of_pytorch(x: Any, weight: Any, options: Any, dtype: torch.dtype) -> None:
+    func = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(x)]
+    _compare(lambda *args: func(*args, **options), [x, weight, (weight[0],)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("x", "weight", "options"),
+    [
+        ((2, 3, 40, 33), (3, 5, 4, 4), {"stride": 2, "padding": 1}),
+        ((1, 3, 50), (3, 2, 3), {"stride": 3, "output_padding": 2}),
+        ((33, 4, 4, 4), (4, 3, 2, 2), {"stride": 3, "groups": 2}),
+        ((2, 2, 7, 5, 4), (2, 3, 3, 2, 1), {"stride": (2, 3, 1), "padding": (1, 0, 0), "dilation": (1, 2, 1)}),
+    ],
+)
+def test_against_transposed_convolutions_of_pytorch(x: Any, weight: Any, options: Any, dtype: torch.dtype) -> None:
+    func = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}[len(x)]
+    bias = (weight[1] * options.get("groups", 1),)
+    _compare(lambda *args: func(*args, **options), [x, weight, bias], dtype)
+
+
+def _compare(func: Any, shapes: Any, dtype: torch.dtype) -> None:
+    with hfta.rules.override(conv="direct"):
+        if dtype is torch.float64:
+            check_against_loop(
+                RuleCase("convolution", func, lambda: tuple(torch.randn(shape, dtype=dtype) for shape in shapes)),
+                (True,) * 3,
+            )
+        inputs = [torch.randn(3, *shape, dtype=dtype) for shape in shapes]
+        results = _passes(func, *inputs)
+        assert "direct" in str(hfta.rules.explain(hfta.vmap(func), *inputs))
+    with hfta.rules.override(conv="loop"):
+        expected = _passes(func, *(x.double() for x in inputs))
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), other, rtol=0, atol=float(other.abs().max()) * 1e-5)
+
+
+CASES = [
+    ((40, 6, 9, 7), (10, 6, 3, 3), {"padding": 1}),
+    ((2, 3, 33, 20), (5, 3, 5, 5), {"stride": 2}),
+    ((150, 2, 5, 5), (3, 2, 2, 2), {}),
+]
+
+
+@pytest.mark.parametrize(("x", "weight", "options"), CASES)
+def test_bits_depend_neither_on_other_members_nor_on_threads(x: Any, weight: Any, options: Any) -> None:
+    def func(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(x, weight, bias, **options)
+
+    inputs = [torch.randn(5, *shape, dtype=torch.float32) for shape in (x, weight, (weight[0],))]
+    threads = torch.get_num_threads()
+    with hfta.rules.override(conv="direct"):
+        # Members whose results are not numbers are nobody else's business.
+        broken = [torch.cat([x[:2], torch.full_like(x[2:3], bad), x[3:]]) for x, bad in zip(inputs, _BAD, strict=True)]
+        beside = _passes(func, *broken)
+        try:
+            torch.set_num_threads(1)
+            together = _passes(func, *inputs)
+            torch.set_num_threads(3)
+            threaded = _passes(func, *inputs)
+        finally:
+            torch.set_num_threads(threads)
+        for i in range(5):
+            alone = _passes(func, *(x[i : i + 1] for x in inputs))
+            for one, all_of_them, other, several in zip(alone, together, beside, threaded, strict=True):
+                assert torch.equal(one[0], all_of_them[i]) and torch.equal(one[0], several[i])
+                assert i == 2 or torch.equal(one[0], other[i])
+
+
+_BAD = float("nan"), float("inf"), float("-inf")
+
+
+def test_images_may_be_anywhere_in_memory() -> None:
+    weight = torch.randn(3, 5, 4, 3, 3).double()
+    images = torch.randn(3, 2, 4, 6, 6).double()
+    with hfta.rules.override(conv="direct"):
+        expected = _passes(F.conv2d, images, weight)
+        for axes in itertools.permutations(range(5)):
+            x = images.permute(axes).contiguous().permute([axes.index(axis) for axis in range(5)])
+            assert all(map(torch.equal, _passes(F.conv2d, x, weight), expected))
+        assert torch.equal(hfta.vmap(F.conv2d, (None, 0))(images[0], weight)[0], expected[0][0])
+        nested = hfta.vmap(hfta.vmap(F.conv2d), (2, None), 1)(images.unsqueeze(2), weight)
+        assert torch.equal(nested[:, 0], expected[0])
+
+
+def test_compiled_convolutions_are_operators_of_the_kernel() -> None:
+    inputs = torch.randn(3, 2, 5, 9, 9).double(), torch.randn(3, 7, 5, 3, 3).double(), torch.randn(3, 7).double()
+
+    def func(*args: Tensor) -> Tensor:
+        return F.conv2d(*args, padding=1).relu()
+
+    with hfta.rules.override(conv="direct"):
+        torch._dynamo.reset()
+        results, codes = run_and_get_code(_passes, func, *inputs, compiled=True)
+        assert "direct_sums" in str(codes) and "direct_products" in str(codes) and "aten.convolution" not in str(codes)
+        for result, other in zip(results, _passes(func, *inputs), strict=True):
+            torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options"),
+    [
+        *(((5, 3, 3, 3), {}), ((5, 4, 3, 3), {"groups": 3}), ((5, 4, 9, 9), {}), ((5, 4, 3, 3), {"stride": 0})),
+        *(((5, 4, 3, 3), {"padding": -1}), ((5, 4, 3, 3), {"dilation": 0})),
+    ],
+)
+def test_what_pytorch_refuses_is_refused_in_its_words(weight: Any, options: Any) -> None:
+    x, weight = torch.randn(2, 3, 4, 6, 6), torch.randn(2, *weight)
+    messages = []
+    for lowering in ("direct", "grouped"):
+        with hfta.rules.override(conv=lowering), pytest.raises(RuntimeError) as error:
+            hfta.vmap(lambda *args: F.conv2d(*args, **options))(x, weight)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_without_a_compiler_the_table_chooses_others() -> None:
+    code = (
+        "import torch, hfta_func as hfta\n"
+        "x, weight = torch.randn(2, 4, 5, 9, 9), torch.randn(2, 7, 5, 3, 3)\n"
+        "print({c.lowering for c in hfta.rules.explain(hfta.vmap(torch.conv2d), x, weight)})\n"
+    )
+    for native_kernels, is_direct in (("0", False), ("1", True)):
+        environment = {**os.environ, "HFTA_FUNC_NATIVE": native_kernels}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert ("direct" in run.stdout) is is_direct, run.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [(2,), (3, 2, 1), (3, 1, 1), ((3, 2), 3, (1, 0), 2), ((1, 5), (1, 2), (0, 2)), (2, 2, 0, 1, True), (4, 3, 2, 2)],
+)
+def test_maxima_are_those_of_pytorch_to_the_bit(options: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4, 5, 13, 11, dtype=dtype)
+    # Ties, and what is no number.
+    x = torch.where(x.abs() < 0.3, 0.25, x)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.where(torch.rand_like(x) < 0.1, bad, x)
+    x[0, 0, 0] = float("-inf")
+
+    def func(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.max_pool2d_with_indices(x, *_named(options))
+
+    values, places = hfta.vmap(func)(x)
+    (grad,) = torch.func.vjp(lambda x: hfta.vmap(func)(x)[0], x)[1](torch.ones_like(values))
+    for i in range(3):
+        expected, where = func(x[i])
+        assert torch.equal(places[i], where) and torch.equal(values[i].nan_to_num(7.0), expected.nan_to_num(7.0))
+        (of_one,) = torch.func.vjp(lambda x: func(x)[0], x[i])[1](torch.ones_like(expected))
+        assert torch.equal(grad[i], of_one)
+
+
+def _named(options: Any) -> tuple[Any, ...]:
+    return (*options, *(None, 0, 1, False)[len(options) - 1 :])
