@@ -19,6 +19,7 @@ import hfta_func as hfta
 from hfta_func.errors import VerifyError
 from hfta_func.verify import Oracle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 11
 
 
