@@ -11,13 +11,13 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from test_faults import M, Call, batch, loss_fn, model_with, operator, start
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hfta_func as hfta
 from hfta_func.errors import VerifyError
 from hfta_func.verify import Oracle
+from test_faults import Call, M, batch, loss_fn, model_with, operator, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 11
@@ -169,7 +169,12 @@ def test_members_that_fail_or_stand_still_are_no_difference() -> None:
 def test_a_metric_may_be_nan_and_a_leaf_empty() -> None:
     def loss(model: nn.Module, x: Tensor) -> Any:
         value = loss_fn(model, x)
-        return value, {"nan": value.detach() * torch.nan, "none": x[:0], "flag": value.detach() > 0, "count": x.long().sum()}
+        return value, {
+            "nan": value.detach() * torch.nan,
+            "none": x[:0],
+            "flag": value.detach() > 0,
+            "count": x.long().sum(),
+        }
 
     step, state = start(Noisy, loss)
     train(step, state)
@@ -231,7 +236,7 @@ def test_what_pytorch_says_of_one_member_is_said_in_its_words() -> None:
         return op(x)
 
     step, state = start(lambda: model_with(picky))
-    with pytest.raises(RuntimeError, match="^The size of tensor a must match the size of tensor b$"):
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a must match the size of tensor b$"):
         step(state, batch())
 
 

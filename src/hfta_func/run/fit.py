@@ -179,6 +179,7 @@ def fit(
                         trainer.follow(run.loader)
             save()
     run.history.interrupted, run.history.status = pressed(), trainer.status
+    run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
     run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 

@@ -52,6 +52,7 @@ class History:
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
         status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
+        verified: The calls of the step in this process that were compared with members alone, see :func:`make_train_step`.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
@@ -62,6 +63,7 @@ class History:
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted, self.profile, self.status = False, cast(Any, None), ""
+        self.verified: list[int] = []
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:

@@ -255,7 +255,9 @@ class Ensemble(nn.Module):
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
         (model,) = self._apart(*take((params, buffers), 0))
-        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify)
+        other = Ensemble(
+            model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify
+        )
         other.calls.copy_(calls)
         return other
 

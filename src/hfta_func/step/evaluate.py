@@ -171,7 +171,9 @@ class EvalStep(Compiled):
         def measure(model: nn.Module, member: int, cast: Any) -> Any:
             given = model, of_member(options.batch_dims, batch, member, cast)
             numbers = {name: cast(leaf[member]) for name, leaf in hparams.items()}
-            return None, {"metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))}
+            return None, {
+                "metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))
+            }
 
         def again(cast: Any, watch: Any, judged: bool) -> Any:
             base = {path: leaf.expand(len(keys), *leaf.shape) for path, leaf in cast(self.base).items() if judged}

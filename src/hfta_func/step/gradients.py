@@ -125,7 +125,9 @@ class Gradients:
             with contextlib.nullcontext() if watch is None else self._loss.observed(watch):
                 size = len(keys) if watch is not None else None
                 grads, losses, metrics, after = self.chunks(run, members, cast(plain(batch)), size=size)
-            grads = {path: grad if scale == () else grad * per_model(scale.double().reciprocal(), grad) for path, grad in grads.items()}
+            if isinstance(scale, Tensor):
+                inverse = scale.double().reciprocal()
+                grads = {path: grad * per_model(inverse, grad) for path, grad in grads.items()}
             results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": grads}
             return results | ({"parameter": members[1]} if self.rewrites_params else {})
 
@@ -133,7 +135,7 @@ class Gradients:
         trees = {**trained, **frozen}, buffers
         return Case(
             *(model, loss_fn, trees, once, keys, measure, again, self._trainable | shared.keys()),
-            scale=None if scale == () else scale,
+            scale=scale if isinstance(scale, Tensor) else None,
             autocast=options.autocast,
             counts=getattr(self._loss, "counts", {}),
         )

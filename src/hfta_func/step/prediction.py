@@ -234,7 +234,9 @@ class Predicting:
         self._members = Members(self.__call__)
         self.oracle = Oracle(verify, type(model).forward)
 
-    def batches(self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree) -> Prediction:
+    def batches(
+        self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
+    ) -> Prediction:
         """What members predict for batches, see :meth:`Ensemble.predict`."""
         return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
 
@@ -288,7 +290,15 @@ class Predicting:
         return run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree)
 
     def _case(
-        self, call: Any, stacked: Stacked, shared: Params, base: Params, keys: Tensor, given: Any, dims: Tree, tree: Tree
+        self,
+        call: Any,
+        stacked: Stacked,
+        shared: Params,
+        base: Params,
+        keys: Tensor,
+        given: Any,
+        dims: Tree,
+        tree: Tree,
     ) -> Case:
         """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
         trained = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
@@ -311,7 +321,9 @@ class Predicting:
             return tree_map(Tensor.detach, results)
 
         given_to = self._model, type(self._model).forward, stacked, shared | base, keys, measure, again
-        return Case(*given_to, trained=frozenset(trained), training=self._training, counts=getattr(self._run, "counts", {}))
+        return Case(
+            *given_to, trained=frozenset(trained), training=self._training, counts=getattr(self._run, "counts", {})
+        )
 
 
 def _named(outputs: Any) -> Params:

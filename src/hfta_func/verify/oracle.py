@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any, Literal
 
 import optree
@@ -188,7 +186,7 @@ class Trial:
                 self._alone(case, member, cast, noting(alone), judged)
             except (RuntimeError, ValueError, TypeError, HFTAError):
                 continue
-            paths = {own: path for path, own in case.paths(member).items()}
+            paths = {path: of_array for of_array, path in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
                 return f"the first module that differs, or whose input does, is {name}"
         return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
