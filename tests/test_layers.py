@@ -17,8 +17,8 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
     *("errors", "_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
-    *("verify", "step", "files", "workers", "run", "callbacks", "testing", "plot", "integrations", "__init__", "tune", "cluster"),
-    *("rl", "signals", "sklearn"),
+    *("verify", "step", "files", "workers", "run", "callbacks", "testing", "plot", "integrations", "__init__", "tune"),
+    *("cluster", "rl", "signals", "sklearn"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 """Rooms that never import each other, whatever their order; they are brought together in the step."""
