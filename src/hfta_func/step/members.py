@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable
@@ -16,15 +15,12 @@ from hfta_func._torch import (
     constant_to_compiler,
     current_trace,
     inside_transform,
-    is_call_replaced,
     is_walked,
     set_compiling,
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
-from hfta_func.calls.as_alone import unreplaced
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.errors import TraceError
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch
@@ -34,7 +30,7 @@ T = TypeVar("T")
 
 
 class Members:
-    """Maps a function of one member over all of them; its first call finds out whether the model writes its parameters.
+    """Maps a function of one member over all of them.
 
     Args:
         rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.
@@ -63,12 +59,10 @@ class Members:
 
         Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
         """
-        first = self.is_first(keys)
-        if first:
+        if self.is_first(keys):
             params = copied(params)
-        with unreplaced() if first else contextlib.nullcontext():
-            with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
-                return call(*params)
+        with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
+            return call(*params)
 
     def rehearse(self, *given: Tree) -> None:
         """Make the ``rehearsal`` while a compiler traces, once in each trace, as padded sizes depend on shapes.
@@ -96,10 +90,6 @@ class Members:
 
     def rehearse_eagerly(self, *given: Tree) -> None:
         """Make the ``rehearsal`` where the values are known."""
-        if is_call_replaced():
-            raise TraceError(
-                "nn.Module.__call__ has been replaced, which a compiler may not see; restore it, or leave the step uncompiled"
-            )
         self._rehearsal(*given)
         self._rehearsed = weakref.ref(trace) if (trace := current_trace()) is not None else None
 

@@ -266,9 +266,11 @@ class Predicting:
         shared, base = common
         call = functools.partial(self._together, given, dims, keys)
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
-        outputs = self._members.guard(
-            keys, lambda params, shared: call(params, shared | base, stacked.buffers, tree), stacked.params, shared
-        )
+
+        def together(params: Params, shared: Params) -> Any:
+            return call(params, shared | base, stacked.buffers, tree)
+
+        outputs = self._members.guard(keys, together, stacked.params, shared)
         self._members.has_run(keys)
         if trial is not None:
             case = self._case(call, stacked, shared, base, keys, given, dims, tree)
