@@ -255,10 +255,10 @@ def test_an_error_leaves_the_state_and_a_run_can_go_on() -> None:
 def test_options() -> None:
     with pytest.raises(ValueError, match="verify is 'last'; it must be 'first', True or False"):
         start(Noisy, verify="last")
-    oracle = Oracle("first", loss_fn)
+    oracle = Oracle("first", loss_fn, model := Noisy())
     keys = torch.zeros(2, dtype=torch.int64)
     assert oracle(keys, batch()) is not None and oracle(keys, batch()) is None
-    assert [Oracle(False, loss_fn)(keys, batch())] * 2 == [None, None]
+    assert [Oracle(False, loss_fn, model)(keys, batch())] * 2 == [None, None]
 
 
 def test_evaluations_and_predictions_count_their_own_calls() -> None:

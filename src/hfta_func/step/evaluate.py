@@ -92,7 +92,7 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self.oracle = Oracle(options.verify, metric_fn)
+        self.oracle = Oracle(options.verify, metric_fn, model)
         self._members = Members(self._rehearse, reads=options.chunk_size == 1)
 
     def __reduce__(self) -> Any:

@@ -64,7 +64,7 @@ class Gradients:
         loss = with_batch(loss_fn, self.takes_hparams)
         self._loss: Any = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable, self._options, self._made_from = trainable, options, (outline, loss_fn)
-        self.oracle = Oracle(options.verify, loss_fn)
+        self.oracle = Oracle(options.verify, loss_fn, model)
         self.members = Members(self._rehearse, reads=options.chunk_size == 1)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:

@@ -232,7 +232,7 @@ class Predicting:
         self._model, self._training = model, training
         self._run: Any = bind(model, forward, training=training, share_frozen=share_frozen)
         self._members = Members(self.__call__)
-        self.oracle = Oracle(verify, type(model).forward)
+        self.oracle = Oracle(verify, type(model).forward, model)
 
     def batches(
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree

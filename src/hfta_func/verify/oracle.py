@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, Literal
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfta_func._torch import device_type, inside_transform, is_walked, num_dispatch_modes
 from hfta_func._tree import leaves
@@ -30,14 +31,15 @@ class Oracle:
     Args:
         verify: True; "first" for the first calls only; False for none.
         func: The user's function.
+        model: The model whose counters go on; it is not kept.
 
     Attributes:
         calls: How many calls there were.
         verified: The numbers of those that were compared.
     """
 
-    def __init__(self, verify: Verify, func: Any):
-        self._func, self._first = func, verify is not False
+    def __init__(self, verify: Verify, func: Any, model: nn.Module):
+        self._func, self._model, self._first = func, weakref.ref(model), verify is not False
         self.calls, self.verified = 0, list[int]()
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
@@ -58,7 +60,7 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        return Trial(self, self._func, keys.device)
+        return Trial(self, (self._func, self._model()), keys.device)
 
     def is_next(self) -> bool:
         """Whether the next call is compared, of whatever kind it is."""
