@@ -310,6 +310,16 @@ def test_a_lowering_that_is_wrong(name: str, at: int) -> None:
         put(op)
 
 
+def test_the_law_of_solo_runs_compares_every_member() -> None:
+    op = operator(lambda info, dims, x: (2 * x + (torch.arange(M) == 1).reshape(M, 1, 1), dims[0]))
+    step, state = start(lambda: model_with(op))
+    # Neither the first nor the last differs.
+    step(state, batch())
+    with pytest.raises(VerifyError, match=r"model 1, call 1: the loss is .* '2' \(Call\)"):
+        hfta.testing.assert_matches_solo(step, state, [batch()], rtol=1e-3)
+    hfta.testing.assert_matches_solo(step, state, [batch()], rtol=1e-3, members=[0, 2])
+
+
 def test_a_rule_from_outside() -> None:
     @torch.library.custom_op("planted::shifted", mutates_args=())
     def shifted(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,12 @@ class Gradients:
             results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
             results |= {"parameter": outputs.params} if self.rewrites_params else {}
             trial(self._case(self.tensors(state), batch), results)
+
+    def verify(self, state: TrainState, batch: Tree, members: Sequence[int]) -> None:
+        """Compare a step with these members alone, once more; raises a VerifyError where it differs."""
+        if (trial := Oracle(True, *self._made_from[::-1])(state.keys, plain(batch))) is not None:
+            case = self._case(self.tensors(state), batch)
+            trial(case, case.again(same, None, False), members)
 
     def _rehearse(self, members: Any, batch: Tree) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""

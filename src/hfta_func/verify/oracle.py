@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import optree
@@ -92,13 +93,19 @@ class Trial:
         self._oracle, self._func, self._device = oracle, func, device
         self._before = Held([func], device)
 
-    def __call__(self, case: Case, results: Results) -> None:
-        """Compare; raises a VerifyError that names what differs, and the first module that does."""
+    def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
+        """Compare; raises a VerifyError that names what differs, and the first module that does.
+
+        Args:
+            case: The call.
+            results: What it gave for all members.
+            members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
+        """
         after = Held([self._func], self._device)
         self._before.restore()
         left = self._before
         try:
-            for member in _chosen(case):
+            for member in _chosen(case) if members is None else members:
                 self._compare(case, results, member)
             self._oracle.verified.append(self._oracle.calls)
             left = after
