@@ -100,7 +100,8 @@ class Gradients:
 
     def verify(self, state: TrainState, batch: Tree, members: Sequence[int]) -> None:
         """Compare a step with these members alone, once more; raises a VerifyError where it differs."""
-        if (trial := Oracle(True, *self._made_from[::-1])(state.keys, plain(batch))) is not None:
+        model, loss_fn = self._made_from
+        if (trial := Oracle(True, loss_fn, model)(state.keys, plain(batch))) is not None:
             case = self._case(self.tensors(state), batch)
             trial(case, case.again(same, None, False), members)
 

@@ -159,7 +159,7 @@ class TrainStep(Compiled):
         if not self.trainable:
             where = f" in '{options.network}' of {[*dict(model.named_children())]}" if options.network else ""
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
-        self.optimizer, self.options = optimizer, options
+        self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
@@ -175,11 +175,6 @@ class TrainStep(Compiled):
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         return base_of(self.outline) if self.options.share_frozen else {}
-
-    @property
-    def batch_dims(self) -> Tree:
-        """Which parts of a batch have a model axis."""
-        return self.options.batch_dims
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
