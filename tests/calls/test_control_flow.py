@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -386,16 +385,11 @@ def test_parameters_require_grad_as_alone(make: Any, way: str, count: int) -> No
     assert_as_alone(make, rows(), way, count)
 
 
-def in_a_proxy(x: Tensor) -> Any:
-    return {"inner": types.MappingProxyType({"x": x})}
-
-
 REFUSED = {
     "while_loop": (of_while_loop, lambda x: x, "calls torch.while_loop, .*loop a fixed number of times and mask"),
     "to": (lambda model, x: model.layer.to(x.dtype)(x), lambda x: x, r"assigns to .data.*layer.weight.to\(x.dtype\)"),
     "sparse": (of_sparse, lambda x: x, "torch.compile does not support sparse Tensors"),
     "jagged": (of_jagged_constant, lambda x: x, "computes with a nested tensor"),
-    "proxy": (of_map, in_a_proxy, r"the batch holds a mappingproxy, .* pass a dict: dict\(batch\)"),
 }
 
 

@@ -171,7 +171,7 @@ def test_a_counter_of_operations_around_an_evaluation_counts_those_of_the_loop(c
     with FlopCounterMode(display=False) as counter:
         evaluate(stacked, x)
     assert counter.get_total_flops() == expected.get_total_flops() == count * 480
-    inside = hfta.make_eval_step(models[0], counted)
+    inside = hfta.make_eval_step(models[0], counted, verify=False)
     assert inside(stacked, x)["counted"].tolist() == [count * 480.0] * count
 
 

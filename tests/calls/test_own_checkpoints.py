@@ -176,7 +176,7 @@ def test_the_numbers_are_those_without(kind: type[Model], count: int, compiled: 
 def test_noise_is_bit_identical_and_parts_run_twice() -> None:
     for wrap, runs in ((plainly, 3), (checkpoint, 6)):
         Runs.count = 0
-        state = run(OfAClosure, wrap, 3)
+        state = run(OfAClosure, wrap, 3, verify=False)
         assert Runs.count == runs
     expected = run(OfAClosure, plainly, 3)
     assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(expected)))

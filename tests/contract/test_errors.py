@@ -1231,7 +1231,7 @@ MISUSES = {
     "a group without optimizer": (lambda: hfta.partition({"": "a"}, {"a": hfta.sgd}), "group 'a' is sgd"),
     "params that hold buffers too": (
         lambda: _init(params=hfta.stack_params([Net()])),
-        "params is a Stacked; unpack what init_params or stack_params returns: step.init(*stacked, seeds=seeds)",
+        "params is a Stacked; unpack what stack_params returns: step.init(*stacked, seeds=seeds)",
     ),
     "one seed": (lambda: _init(seeds=3), "seeds is 3; pass a list with one integer per model"),
     "words for a number": (lambda: hfta.sgd(lr="0.1"), "lr is '0.1'; give one number, or one per model"),

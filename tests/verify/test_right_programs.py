@@ -19,6 +19,7 @@ from hfta_func.errors import VerifyError
 from hfta_func.verify import Oracle
 from test_faults import Call, M, batch, loss_fn, model_with, operator, start
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 11
 
 
@@ -168,7 +169,12 @@ def test_members_that_fail_or_stand_still_are_no_difference() -> None:
 def test_a_metric_may_be_nan_and_a_leaf_empty() -> None:
     def loss(model: nn.Module, x: Tensor) -> Any:
         value = loss_fn(model, x)
-        return value, {"nan": value.detach() * torch.nan, "none": x[:0], "flag": value.detach() > 0, "count": x.long().sum()}
+        return value, {
+            "nan": value.detach() * torch.nan,
+            "none": x[:0],
+            "flag": value.detach() > 0,
+            "count": x.long().sum(),
+        }
 
     step, state = start(Noisy, loss)
     train(step, state)
@@ -230,7 +236,7 @@ def test_what_pytorch_says_of_one_member_is_said_in_its_words() -> None:
         return op(x)
 
     step, state = start(lambda: model_with(picky))
-    with pytest.raises(RuntimeError, match="^The size of tensor a must match the size of tensor b$"):
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a must match the size of tensor b$"):
         step(state, batch())
 
 
@@ -249,10 +255,10 @@ def test_an_error_leaves_the_state_and_a_run_can_go_on() -> None:
 def test_options() -> None:
     with pytest.raises(ValueError, match="verify is 'last'; it must be 'first', True or False"):
         start(Noisy, verify="last")
-    oracle = Oracle("first", loss_fn)
+    oracle = Oracle("first", loss_fn, model := Noisy())
     keys = torch.zeros(2, dtype=torch.int64)
     assert oracle(keys, batch()) is not None and oracle(keys, batch()) is None
-    assert [Oracle(False, loss_fn)(keys, batch())] * 2 == [None, None]
+    assert [Oracle(False, loss_fn, model)(keys, batch())] * 2 == [None, None]
 
 
 def test_evaluations_and_predictions_count_their_own_calls() -> None:

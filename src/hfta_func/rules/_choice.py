@@ -169,7 +169,13 @@ def is_simple(op: str) -> bool:
 
 
 class Explanation(list[Choice]):
-    """The calls of operators in the order in which they ran; prints as a table."""
+    """The calls of operators in the order in which they ran; prints as a table.
+
+    Attributes:
+        verified: The calls of a step that were compared with members alone.
+    """
+
+    verified: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [("operator", "module", "members", "shapes of one member (* shared)", "lowering", "reason")]
@@ -180,7 +186,8 @@ class Explanation(list[Choice]):
                 if shape is not None
             )
             lines.append((choice.op, choice.module, str(choice.num_models), shapes, choice.lowering, choice.reason))
-        return text_table(lines, "<" * 6)
+        compared = ", ".join(map(str, self.verified))
+        return text_table(lines, "<" * 6) + (f"\ncompared with members alone: calls {compared}" if compared else "")
 
 
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -208,6 +215,7 @@ def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     before, _recorded = _recorded, Explanation()
     try:
         func(*args, **kwargs)
+        _recorded.verified = tuple(getattr(getattr(func, "oracle", None), "verified", ()))
         return _recorded
     finally:
         _recorded = before

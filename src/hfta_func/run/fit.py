@@ -180,6 +180,7 @@ def fit(
             save()
     run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
+    run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
     run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 

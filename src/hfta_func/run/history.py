@@ -56,6 +56,7 @@ class History:
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
         status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
         seconds: How long the last :func:`fit` took.
+        verified: The calls of the step in this process that were compared with members alone, see :func:`make_train_step`.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
@@ -66,6 +67,7 @@ class History:
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted, self.profile, self.status, self.seconds = False, cast(Any, None), "", 0.0
+        self.verified: list[int] = []
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
 from hfta_func.errors import BatchError
@@ -21,8 +19,6 @@ from hfta_func.errors import BatchError
 
 def plain(batch: Tree) -> Tree:
     """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
-    if isinstance(batch, types.MappingProxyType) and torch.compiler.is_dynamo_compiling():
-        _refuse_proxy()
     if isinstance(batch, Mapping):
         return {name: plain(child) for name, child in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -34,11 +30,6 @@ def plain(batch: Tree) -> Tree:
     if _is_record(batch):
         return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     return batch
-
-
-@constant_to_compiler
-def _refuse_proxy() -> None:
-    raise BatchError("the batch holds a mappingproxy, which a compiler cannot read; pass a dict: dict(batch)")
 
 
 def restored(tree: Tree, batch: Tree) -> Any:
@@ -59,9 +50,9 @@ def restored(tree: Tree, batch: Tree) -> Any:
             # A compiler cannot copy it.
             return defaultdict(batch.default_factory, parts)
         if not hasattr(batch, "update"):
-            # One that cannot be changed, such as a MappingProxyType, can be made of a dict.
+            # One that cannot be changed can be made of a dict.
             return type(batch)(parts)  # pyright: ignore[reportCallIssue]
-        filled = copy.copy(batch)
+        filled: Any = copy.copy(batch)
         filled.update(parts)
         return filled
     if isinstance(batch, (tuple, list)):

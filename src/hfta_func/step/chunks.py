@@ -41,15 +41,12 @@ class Chunks:
         self.sizes: dict[Any, int] = {}
         """What ``"auto"`` has found for each shape of batch."""
 
-    def __call__(
-        self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool = False, size: int | None = None
-    ) -> Any:
+    def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool = False, size: Any = None) -> Any:
         """The results of all members; with ``adds`` their first part has no model axis and is added up over the groups."""
         count = members[0].shape[0]
-        if size is None and isinstance(self.size, str):
+        size = size or (count if self.size is None else self.size)
+        if isinstance(size, str):
             size = self._fastest(run, members, batch, count, adds)
-        else:
-            size = size or self.size or count
         with contextlib.nullcontext() if torch.compiler.is_compiling() else as_one_call():
             return self._grouped(run, members, batch, count, adds, size)
 

@@ -61,6 +61,8 @@ class Ensemble(nn.Module):
 
     keys: Tensor
     calls: Tensor
+    _run: Predicting
+    _runs: dict[Any, Predicting]
 
     def __init__(
         self,
@@ -255,7 +257,9 @@ class Ensemble(nn.Module):
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
         (model,) = self._apart(*take((params, buffers), 0))
-        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify)
+        other = Ensemble(
+            model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify
+        )
         other.calls.copy_(calls)
         return other
 
@@ -284,7 +288,7 @@ class Ensemble(nn.Module):
 
     def _choose(self) -> None:
         """Have the code of the modules' present modes run, which is made once for each."""
-        runs = vars(self).setdefault("_runs", {})
+        runs: dict[Any, Predicting] = vars(self).setdefault("_runs", {})
         common = {*self._shared, *self._base}
         named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
         kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base

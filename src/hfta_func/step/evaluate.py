@@ -92,7 +92,7 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self.oracle = Oracle(options.verify, metric_fn)
+        self.oracle = Oracle(options.verify, metric_fn, model)
         self._members = Members(self._rehearse)
 
     def __reduce__(self) -> Any:
@@ -171,7 +171,9 @@ class EvalStep(Compiled):
         def measure(model: nn.Module, member: int, cast: Any) -> Any:
             given = model, of_member(options.batch_dims, batch, member, cast)
             numbers = {name: cast(leaf[member]) for name, leaf in hparams.items()}
-            return None, {"metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))}
+            return None, {
+                "metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))
+            }
 
         def again(cast: Any, watch: Any, judged: bool) -> Any:
             base = {path: leaf.expand(len(keys), *leaf.shape) for path, leaf in cast(self.base).items() if judged}
@@ -182,7 +184,7 @@ class EvalStep(Compiled):
 
         once = self.base | {path: leaf[0] for path, leaf in shared.items()}
         given = model, metric_fn, (params, buffers), once, keys, measure, again
-        return Case(*given, autocast=options.autocast, training=False, counts=getattr(self._metrics, "counts", {}))
+        return Case(*given, autocast=options.autocast, training=False, counts=self._metrics.counts)
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree, judged: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class Gradients:
         loss = with_batch(loss_fn, self.takes_hparams)
         self._loss: Any = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable, self._options, self._made_from = trainable, options, (outline, loss_fn)
-        self.oracle = Oracle(options.verify, loss_fn)
+        self.oracle = Oracle(options.verify, loss_fn, model)
         self.members = Members(self._rehearse)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
@@ -98,6 +98,13 @@ class Gradients:
             results |= {"parameter": outputs.params} if self.rewrites_params else {}
             trial(self._case(self.tensors(state), batch), results)
 
+    def verify(self, state: TrainState, batch: Tree, members: Sequence[int]) -> None:
+        """Compare a step with these members alone, once more; raises a VerifyError where it differs."""
+        model, loss_fn = self._made_from
+        if (trial := Oracle(True, loss_fn, model)(state.keys, plain(batch))) is not None:
+            case = self._case(self.tensors(state), batch)
+            trial(case, case.again(same, None, False), members)
+
     def _rehearse(self, members: Any, batch: Tree) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""
         of_first(self._run, self._options.batch_dims)(members, batch)
@@ -125,7 +132,9 @@ class Gradients:
             with contextlib.nullcontext() if watch is None else self._loss.observed(watch):
                 size = len(keys) if watch is not None else None
                 grads, losses, metrics, after = self.chunks(run, members, cast(plain(batch)), size=size)
-            grads = {path: grad if scale == () else grad * per_model(scale.double().reciprocal(), grad) for path, grad in grads.items()}
+            if isinstance(scale, Tensor):
+                inverse = scale.double().reciprocal()
+                grads = {path: grad * per_model(inverse, grad) for path, grad in grads.items()}
             results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": grads}
             return results | ({"parameter": members[1]} if self.rewrites_params else {})
 
@@ -133,9 +142,9 @@ class Gradients:
         trees = {**trained, **frozen}, buffers
         return Case(
             *(model, loss_fn, trees, once, keys, measure, again, self._trainable | shared.keys()),
-            scale=None if scale == () else scale,
+            scale=scale if isinstance(scale, Tensor) else None,
             autocast=options.autocast,
-            counts=getattr(self._loss, "counts", {}),
+            counts=self._loss.counts,
         )
 
     def tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:

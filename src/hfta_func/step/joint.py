@@ -22,6 +22,7 @@ from hfta_func.step.check import require
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
+from hfta_func.verify import Oracle
 
 # Negative, as all numbers that this package folds into the keys of a state.
 _NOISE = -(2**62) - 2**60
@@ -171,6 +172,11 @@ class JointStep(Compiled):
         calls = {name: steps and steps * self._parts // self._every[name] for name in self._steps}
         twin._steps = {name: step.replayed(calls[name]) for name, step in self._steps.items()}
         return twin
+
+    @property
+    def oracle(self) -> Oracle:
+        """What compares calls of the first network's step with members alone."""
+        return next(iter(self._steps.values())).oracle
 
     @property
     def status(self) -> str:

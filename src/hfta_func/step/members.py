@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Members:
-    """Maps a function of one member over all of them; its first call finds out whether the model writes its parameters.
+    """Maps a function of one member over all of them.
 
     Args:
         rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.

@@ -14,6 +14,15 @@ from hfta_func.optim._base import GradientTransformation, check_transformation
 from hfta_func.step.amp import LossScale
 from hfta_func.verify import Verify
 
+_CHOICES = (
+    ("autocast", (None, torch.bfloat16, torch.float16), "torch.bfloat16, torch.float16, or None"),
+    ("nonfinite", ("skip", "freeze", "raise"), "'skip', 'freeze' or 'raise'"),
+    ("replay", (None, True, False), "True, False, or None for replays in fit only"),
+    ("save", ("all", "less"), "'all' or 'less'"),
+    ("verify", ("first", True, False), "'first', True or False"),
+    *((name, (True, False), "True or False") for name in ("stochastic_rounding", "donate", "share_frozen")),
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
@@ -50,21 +59,13 @@ class Options:
         size: Any = self.chunk_size
         if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1 and size is not True)):
             raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
-        if self.autocast not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
-        if self.nonfinite not in ("skip", "freeze", "raise"):
-            raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
-        if self.replay not in (None, True, False):
-            raise ValueError(f"replay is {self.replay!r}; it must be True, False, or None for replays in fit only")
         if not (self.collect is None or callable(self.collect)):
             raise ValueError(f"collect is {self.collect!r}; it must be a function of a state")
-        if self.verify is not True and self.verify not in ("first", False):
-            raise ValueError(f"verify is {self.verify!r}; it must be 'first', True or False")
-        if self.save not in ("all", "less"):
-            raise ValueError(f"save is {self.save!r}; it must be 'all' or 'less'")
-        for name in ("stochastic_rounding", "donate", "share_frozen"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        for name, known, text in _CHOICES:
+            value = getattr(self, name)
+            # 1 is equal to True, and no choice.
+            if not any(type(value) is type(one) and value == one for one in known):
+                raise ValueError(f"{name} is {value!r}; it must be {text}")
         shared: Any = self.shared_params
         if isinstance(shared, str) or not all(isinstance(path, str) for path in shared):
             raise ValueError(f"shared_params is {shared!r}; it must be a list of paths of parameters or submodules")

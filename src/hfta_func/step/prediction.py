@@ -232,9 +232,11 @@ class Predicting:
         self._model, self._training = model, training
         self._run: Any = bind(model, forward, training=training, share_frozen=share_frozen)
         self._members = Members(self.__call__)
-        self.oracle = Oracle(verify, type(model).forward)
+        self.oracle = Oracle(verify, type(model).forward, model)
 
-    def batches(self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree) -> Prediction:
+    def batches(
+        self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
+    ) -> Prediction:
         """What members predict for batches, see :meth:`Ensemble.predict`."""
         return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
 
@@ -264,9 +266,11 @@ class Predicting:
         shared, base = common
         call = functools.partial(self._together, given, dims, keys)
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
-        outputs = self._members.guard(
-            keys, lambda params, shared: call(params, shared | base, stacked.buffers, tree), stacked.params, shared
-        )
+
+        def together(params: Params, shared: Params) -> Any:
+            return call(params, shared | base, stacked.buffers, tree)
+
+        outputs = self._members.guard(keys, together, stacked.params, shared)
         self._members.has_run(keys)
         if trial is not None:
             case = self._case(call, stacked, shared, base, keys, given, dims, tree)
@@ -288,7 +292,15 @@ class Predicting:
         return run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree)
 
     def _case(
-        self, call: Any, stacked: Stacked, shared: Params, base: Params, keys: Tensor, given: Any, dims: Tree, tree: Tree
+        self,
+        call: Any,
+        stacked: Stacked,
+        shared: Params,
+        base: Params,
+        keys: Tensor,
+        given: Any,
+        dims: Tree,
+        tree: Tree,
     ) -> Case:
         """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
         trained = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
@@ -311,7 +323,9 @@ class Predicting:
             return tree_map(Tensor.detach, results)
 
         given_to = self._model, type(self._model).forward, stacked, shared | base, keys, measure, again
-        return Case(*given_to, trained=frozenset(trained), training=self._training, counts=getattr(self._run, "counts", {}))
+        return Case(
+            *given_to, trained=frozenset(trained), training=self._training, counts=self._run.counts
+        )
 
 
 def _named(outputs: Any) -> Params:

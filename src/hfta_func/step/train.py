@@ -36,7 +36,7 @@ from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState, check_carry
 from hfta_func.step.update import select_update_mode
-from hfta_func.verify import Oracle, Verify
+from hfta_func.verify import Verify
 
 
 def make_train_step(
@@ -159,10 +159,11 @@ class TrainStep(Compiled):
         if not self.trainable:
             where = f" in '{options.network}' of {[*dict(model.named_children())]}" if options.network else ""
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
-        self.optimizer, self.options = optimizer, options
+        self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
+        self.oracle = self._gradients.oracle
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
         self._many, self._loop = ManySteps(self), options.collect and Loop(self)
@@ -171,19 +172,9 @@ class TrainStep(Compiled):
         return TrainStep, self._made_from
 
     @property
-    def oracle(self) -> Oracle:
-        """What compares calls with members alone; :attr:`Oracle.verified` lists them."""
-        return self._gradients.oracle
-
-    @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         return base_of(self.outline) if self.options.share_frozen else {}
-
-    @property
-    def batch_dims(self) -> Tree:
-        """Which parts of a batch have a model axis."""
-        return self.options.batch_dims
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
@@ -272,13 +263,7 @@ class TrainStep(Compiled):
         """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
 
         In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
-
-        Example:
-            >>> step = make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), sgd(lr=0.1))
-            >>> state = step.init(*stack_params([torch.nn.Linear(4, 1) for _ in range(3)]), seeds=[0, 1, 2])
-            >>> state, metrics = step.many(state, torch.ones(5, 3, 8, 4))
-            >>> metrics["loss"].shape, state.step
-            (torch.Size([5, 3]), tensor([5, 5, 5]))
+        Metrics are ``[K, M]``.
         """
         return self._many
 
@@ -319,10 +304,8 @@ class TrainStep(Compiled):
             HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
         if not isinstance(params, Mapping):
-            raise StateError(
-                f"params is a {type(params).__qualname__}; unpack what init_params or stack_params returns: "
-                f"step.init(*stacked, seeds=seeds)"
-            )
+            kind = type(params).__qualname__
+            raise StateError(f"params is a {kind}; unpack what stack_params returns: step.init(*stacked, seeds=seeds)")
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
         count, replaced = num_models((params, buffers)), known & hparams.keys()

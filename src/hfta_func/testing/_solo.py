@@ -28,6 +28,8 @@ def assert_matches_solo(
 ) -> TrainState:
     """Train an array, then train each member alone from the same state on the same batches, and compare the final states.
 
+    First the oracle compares a step with each member in ordinary PyTorch, without this package's rules.
+
     Args:
         step: The step. It also trains each member as an array of one, for which a compiled step compiles once more.
         state: The initial state. It is not written, even if the step was made with ``donate=True``.
@@ -42,6 +44,7 @@ def assert_matches_solo(
 
     Raises:
         AssertionError: if a leaf differs by more; it names the member, the leaf and the difference.
+        VerifyError: if a member computes something else in ordinary PyTorch.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1).double() for _ in range(3)]
@@ -54,9 +57,12 @@ def assert_matches_solo(
     # A wrapped step, such as one that waits for a device, has no batch_dims of its own.
     batches, dims = list(batches), getattr(inspect.unwrap(step), "batch_dims", 0)
     after = tree_map(torch.clone, state)
+    chosen = range(num_models(state)) if members is None else members
+    if isinstance(plain := inspect.unwrap(step), TrainStep) and batches:
+        plain._gradients.verify(state, batches[0], chosen)
     for batch in batches:
         after, _ = (run or step)(after, batch)
-    for member in range(num_models(state)) if members is None else members:
+    for member in chosen:
         solo = take(state, [member])
         for batch in batches:
             solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))

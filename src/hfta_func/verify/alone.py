@@ -85,8 +85,8 @@ class Case(NamedTuple):
             setattr(model.get_submodule(owner), name, number)
         if self.training is not None:
             return model.train(self.training)
-        for path, own in self.paths(member).items():
-            model.get_submodule(own).training = self.model.get_submodule(path).training
+        for path, alone in self.paths(member).items():
+            model.get_submodule(alone).training = self.model.get_submodule(path).training
         return model
 
     def paths(self, member: int) -> dict[str, str]:
@@ -98,11 +98,10 @@ class Case(NamedTuple):
 
     def _gradient(self, model: nn.Module, value: Any, scale: Any) -> Params:
         trained = {path: leaf for path, leaf in model.named_parameters() if leaf.requires_grad}
-        grads = torch.autograd.grad(value * scale, [*trained.values()], allow_unused=True)
-        grads = {path: torch.zeros_like(leaf) if grad is None else grad for (path, leaf), grad in zip(trained.items(), grads)}
+        grads = torch.autograd.grad(value * scale, [*trained.values()], materialize_grads=True)
         # An autograd function may have called autograd itself, which adds to ``.grad``.
-        grads = {path: grad if trained[path].grad is None else grad + trained[path].grad for path, grad in grads.items()}
-        return {path: grad / scale for path, grad in grads.items()}
+        pairs = zip(trained.items(), grads, strict=True)
+        return {path: (grad if leaf.grad is None else grad + leaf.grad) / scale for (path, leaf), grad in pairs}
 
     def of_member(self, results: Results, member: int) -> Results:
         """A member's part of the array's results, in its true size."""

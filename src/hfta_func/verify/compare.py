@@ -37,7 +37,8 @@ class Difference(NamedTuple):
 def difference(array: Results, alone: Results, eps: float) -> Difference | None:
     """The first leaf that differs by more than rounding can."""
     # What comes of a loss that is NaN or infinite is never used.
-    kinds = ("loss",) if has_failed(array) and has_failed(alone) else [kind for kind in _NAMES if kind in array and kind in alone]
+    have_failed = has_failed(array) and has_failed(alone)
+    kinds = ("loss",) if have_failed else [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
         for path, leaf in alone[kind].items():
             if path in array[kind] and not close(array[kind][path], leaf, eps):
@@ -66,7 +67,10 @@ def close(a: Tensor, b: Tensor, eps: float) -> bool:
 def _values(a: Tensor, b: Tensor) -> tuple[str, str]:
     """Both values, of the entry that differs most."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{str(a.dtype).removeprefix('torch.')}{[*a.shape]}", f"{str(b.dtype).removeprefix('torch.')}{[*b.shape]}"
+        return (
+            f"{str(a.dtype).removeprefix('torch.')}{[*a.shape]}",
+            f"{str(b.dtype).removeprefix('torch.')}{[*b.shape]}",
+        )
     a, b = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, b))
     if a.dim() == 0:
         return f"{a.item():.6g}", f"{b.item():.6g}"
@@ -88,7 +92,9 @@ def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths:
     by_path: dict[str, list[Output]] = {}
     for output in array:
         by_path.setdefault(output.path, []).append(output)
-    pairs = [(each, by_path[paths.get(each.path, "")].pop(0)) for each in alone if by_path.get(paths.get(each.path, ""))]
+    pairs = [
+        (each, by_path[paths.get(each.path, "")].pop(0)) for each in alone if by_path.get(paths.get(each.path, ""))
+    ]
     for each, other in pairs:
         if any(not _alike(b[member], a, eps) for a, b in zip(each.values, other.values, strict=False)):
             return _named(each)

@@ -144,4 +144,9 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 def _same(state: Any, other: Any) -> bool:
-    return torch.equal(state, other) if isinstance(state, Tensor) else repr(state) == repr(other)
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict | tuple):
+        parts = (each.values() if isinstance(each, dict) else each for each in (state, other))
+        return all(map(_same, *parts))
+    return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfta_func._torch import device_type, inside_transform, is_walked, num_dispatch_modes
 from hfta_func._tree import leaves
@@ -30,14 +32,15 @@ class Oracle:
     Args:
         verify: True; "first" for the first calls only; False for none.
         func: The user's function.
+        model: The model whose counters go on; it is not kept.
 
     Attributes:
         calls: How many calls there were.
         verified: The numbers of those that were compared.
     """
 
-    def __init__(self, verify: Verify, func: Any):
-        self._func, self._first = func, verify is not False
+    def __init__(self, verify: Verify, func: Any, model: nn.Module):
+        self._func, self._model, self._first = func, weakref.ref(model), verify is not False
         self.calls, self.verified = 0, list[int]()
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
@@ -58,7 +61,7 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        return Trial(self, self._func, keys.device)
+        return Trial(self, (self._func, self._model()), keys.device)
 
     def is_next(self) -> bool:
         """Whether the next call is compared, of whatever kind it is."""
@@ -90,13 +93,19 @@ class Trial:
         self._oracle, self._func, self._device = oracle, func, device
         self._before = Held([func], device)
 
-    def __call__(self, case: Case, results: Results) -> None:
-        """Compare; raises a VerifyError that names what differs, and the first module that does."""
+    def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
+        """Compare; raises a VerifyError that names what differs, and the first module that does.
+
+        Args:
+            case: The call.
+            results: What it gave for all members.
+            members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
+        """
         after = Held([self._func], self._device)
         self._before.restore()
         left = self._before
         try:
-            for member in _chosen(case):
+            for member in _chosen(case) if members is None else members:
                 self._compare(case, results, member)
             self._oracle.verified.append(self._oracle.calls)
             left = after
@@ -127,7 +136,9 @@ class Trial:
         if (met := difference(array, alone, eps)) is None:
             return
         try:
-            judged = self._judged(case, member)
+            # A replayed call must be what the array computes itself.
+            again = case.of_member(self._again(case, same, None, False), member)
+            judged = self._judged(case, member) or difference(array, again, eps)
         except (RuntimeError, ValueError, TypeError, HFTAError):
             # What does not run in float64 gets more room for rounding.
             dtypes = [leaf.dtype for leaf in leaves(case.trees) if leaf.is_floating_point()]
@@ -184,7 +195,7 @@ class Trial:
                 self._alone(case, member, cast, noting(alone), judged)
             except (RuntimeError, ValueError, TypeError, HFTAError):
                 continue
-            paths = {own: path for path, own in case.paths(member).items()}
+            paths = {path: of_array for of_array, path in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
                 return f"the first module that differs, or whose input does, is {name}"
         return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
