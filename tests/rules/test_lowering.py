@@ -69,7 +69,7 @@ def test_a_forced_lowering_is_what_runs(
     monkeypatch.setattr(conv, "_plain", watched)
     monkeypatch.setattr(conv, "_convolution_backward", watched_backward)
     shared = lowering == "wide"
-    x, weight = torch.randn(*(() if shared else (3,)), 2, 4, 5, 5), torch.randn(3, 6, 4, 3, 3, requires_grad=True)
+    x, weight = torch.randn(*(() if shared else (3,)), 2, 4, 5, 5), torch.randn(3, 8, 4, 3, 3, requires_grad=True)
     with hfta.rules.override(conv=lowering) if lowering else contextlib.nullcontext():
         hfta.vmap(torch.conv2d, (None if shared else 0, 0))(x, weight).sum().backward()
     expected = [(groups, lowering == "channels_last")] * convolutions

@@ -22,7 +22,7 @@ from hfta_func._types import LoopWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._check_cases import CASES, Case, Integers
 from hfta_func.rules._lowering import TABLE, Row, always, known_lowerings
-from hfta_func.rules._registry import fingerprint
+from hfta_func.rules._measured import fingerprint
 
 _M = 2
 _TOLERANCE = 1e-8
