@@ -135,10 +135,9 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
         return True
     start = now()
     _began = _began or start
+    costs = (3 * takes + _PREPARATION / 2) * (1 + len(others))
     # Another thread that measures now would disturb this one.
-    if _spent + (3 * takes + _PREPARATION / 2) * (1 + len(others)) > _SHARE * max(
-        _LEAST, start - _began
-    ) or not _lock.acquire(blocking=False):
+    if _spent + costs > _SHARE * max(_LEAST, start - _began) or not _lock.acquire(blocking=False):
         _waiting.add(key)
         return False
     try:
@@ -224,13 +223,6 @@ def adopt(given: Mapping[str, Any], as_worker: bool = True) -> None:
     for key in [key for key in _settled if key[1] in rows]:
         del _settled[key]
     version += 1
-
-
-def like(x: Tensor) -> Tensor:
-    """A tensor of the same layout, without the history and, if it has fractions, without the values."""
-    if not x.is_floating_point():
-        return x.detach()
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(0.5)
 
 
 def _text(case: Case) -> str:

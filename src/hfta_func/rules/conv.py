@@ -134,22 +134,18 @@ def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
     products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
     count = min(one.x[0], max(4, 2**26 // products))
     takes = products * count * 2**-34
-    inputs = models_first(x, dims[0]).narrow(1, 0, count), models_first(weight, dims[1])
-    needs = [torch.is_grad_enabled() and one.requires_grad for one in inputs]
+    x, weight = models_first(x, dims[0]).narrow(1, 0, count), models_first(weight, dims[1])
+    needs = [torch.is_grad_enabled() and one.requires_grad for one in (x, weight)]
 
-    @functools.cache
-    def alike() -> tuple[Tensor, Tensor]:
-        return _measured.like(inputs[0]), _measured.like(inputs[1])
+    def forward(name: str) -> Tensor:
+        return _forward(x, weight, None, *geometry, [name])
 
     @functools.cache
     def gradient() -> Tensor:
-        return _measured.like(forward(choose(cropped).lowering))
-
-    def forward(name: str) -> Tensor:
-        return _forward(*alike(), None, *geometry, [name])
+        return forward(choose(cropped).lowering)
 
     def backward(of: int, name: str) -> Tensor:
-        return cast(Tensor, _gradients(name, gradient(), *alike(), geometry, of == 0, of == 1)[of])
+        return cast(Tensor, _gradients(name, gradient(), x, weight, geometry, of == 0, of == 1)[of])
 
     runs = {"convolution": forward}
     runs |= {
