@@ -149,15 +149,16 @@ def index_select(call: Call, x: Tensor, axis: int, index: Tensor) -> Any:
 def index(call: Call, x: Tensor, indices: Any) -> Any:
     """Rows of one table of all members, where numbers select them along the first axis."""
     first, *others = indices
-    plain = not any(one is not None for one in others) and first is not None and first.dtype == torch.int64
-    if not plain or not _is_worth_it(x, call.dims[0]) or first.dim() - (call.dims[1][0] is not None) != 1:
+    if first is None or first.dtype != torch.int64 or any(one is not None for one in others):
         return NotImplemented
-    size = models_first(x, call.dims[0]).shape[1]
-    first = torch.where(first < 0, first + size, first)
-    return index_select(call._replace(dims=(call.dims[0], None, call.dims[1][0])), x, 0, first)
+    (x_dim, (index_dim, *_)) = call.dims[:2]
+    if not _is_worth_it(x, x_dim) or first.dim() - (index_dim is not None) != 1:
+        return NotImplemented
+    rows = torch.where(first < 0, first + models_first(x, x_dim).shape[1], first)
+    return index_select(call._replace(dims=(x_dim, None, index_dim)), x, 0, rows)
 
 
-def _row_numbers(call: Call, shapes: tuple[Any, ...], axis: int, index: Tensor, index_dim: int | None) -> Any:
+def _row_numbers(shapes: tuple[Any, ...], axis: int, index: Tensor, index_dim: int | None) -> Any:
     """The numbers ``[K]`` or ``[M,K]`` that an index repeats along the other axes, as if it selected rows; or None."""
     index = models_first(index, index_dim)
     lead = 0 if index_dim is None else 1
@@ -181,7 +182,7 @@ def _scatter(name: str) -> Any:
         if not _is_worth_it(source, source_dim):
             return NotImplemented
         shapes = target.shape[1:], models_first(source, source_dim).shape[1:]
-        numbers = _row_numbers(call, shapes, axis, index, index_dim)
+        numbers = _row_numbers(shapes, axis, index, index_dim)
         in_place = operator._schema.is_mutable
         if numbers is None or numbers.shape[-1] != shapes[1][0] or (in_place and not target.is_contiguous()):
             return NotImplemented
