@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hfta_func
-from benchmarks.workloads import WORKLOADS, Job, Run
+from benchmarks.workloads import OWN, WORKLOADS, Job, Run
 from hfta_func.run.kept import graph, options
 
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
@@ -147,6 +147,7 @@ NOT_FOR = {
     "array auto": ("dcgan",),
     REPLAYED[1]: ("dcgan",),
     "serial foreach": ("resnet", "transformer", "bert"),
+    **dict.fromkeys(("JAX", "HFTA"), tuple(name for name in OWN if name != "mlp")),
 }
 """Workloads that a mode is not for: those whose graph takes long to compile, and whose calls are little of a step; a step of
-its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``."""
+its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``; and networks that are not written for the peers."""

@@ -1,19 +1,22 @@
 """Forward and backward pass of single operators, for M members: array, serial loop, and PyTorch's own ``vmap``.
 
 The rows are layers of six workloads (ResNet-18 with the ImageNet stem on 32x32 images, MobileNetV2, PointNet, DCGAN, a
-Transformer language model, BERT-Medium) and small relatives of them, in float32. The loop runs M ordinary calls, each with
-its own tensors; the two arrays run one ``vmap`` over stacked tensors, the gradient taken outside. Data of convolution,
-pooling and batch normalisation lie in memory as they do inside an array of networks, ``[N, M, C, ...]``, and gradients like
-the outputs that they belong to. All rows take turns under the same allocator settings; a ratio is the median over rounds.
-Before it is shown, outputs and gradients are compared.
+Transformer language model, BERT-Medium), small relatives of them, and layers of sizes as people write them ("sized"), in
+float32. The loop runs M ordinary calls, each with its own tensors; the two arrays run one ``vmap`` over stacked tensors, the
+gradient taken outside. Data of convolution, pooling and batch normalisation lie in memory as they do inside an array of
+networks, ``[N, M, C, ...]``, and gradients like the outputs that they belong to. All rows take turns under the same allocator
+settings; a ratio is the median over rounds. Before it is shown, outputs and gradients are compared. Rows below the loop come
+first. ``--filter "M 8, sized"`` runs a part, and ``--threads 2`` uses two threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import multiprocessing
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -196,6 +199,46 @@ def frozen(row: Row) -> Row:
     return row._replace(name=f"{row.name}, shared", frozen=True)
 
 
+def signal(title: str, num_models: int, batch: int, length: int, i: int, o: int, kernel: int) -> Row:
+    """A one-dimensional convolution with as many pixels out as in."""
+    return Row(
+        "conv",
+        f"{title} 1d {i}→{o} of {kernel} on {length}, N {batch}",
+        num_models,
+        lambda x, weight: F.conv1d(x, weight, padding=kernel // 2),
+        lambda: (torch.randn(batch, i, length), *randn((o, i, kernel))()),
+    )
+
+
+def as_people_size_them(num_models: int) -> Iterator[Row]:
+    """Layers whose sizes are no powers of two."""
+    for i, o in ((3, 6), (6, 16), (10, 20), (12, 12), (20, 20), (30, 30), (50, 50), (84, 84)):
+        yield conv("sized", num_models, 32, 14, i, o, 5)
+        yield conv("sized", num_models, 16, 16, i, o, 3, padding=1)
+        yield signal("sized", num_models, 32, 64, i, o, 5)
+    yield conv("sized", num_models, 16, 16, 12, 24, 3, padding=1, stride=2)
+    yield conv("sized", num_models, 16, 16, 12, 12, 3, padding=2, dilation=2)
+    yield conv("sized", num_models, 16, 16, 12, 12, 3, padding=1, groups=3)
+    yield conv_transpose("sized", num_models, 16, 8, 12, 3, stride=2, padding=1)
+    for i, o in ((5, 3), (20, 50), (84, 10), (120, 84), (300, 100)):
+        yield linear("sized", num_models, 32, i, o)
+    for width in (10, 30, 100):
+        yield norm("sized layer norm", num_models, functools.partial(_layer_norm, width), (32, 20, width), width)
+        yield embedding("sized", num_models, (32, 20), 1000, width)
+    yield norm("sized group norm", num_models, lambda x, w, b: F.group_norm(x, 3, w, b), (16, 12, 16, 16), 12)
+    yield batch_norm("sized", num_models, 16, 12, 16, 16)
+    yield attention("sized", num_models, 8, 3, 20, 10)
+    yield plain(
+        "pooling", "sized max pool 2x2 on [32, 6, 28, 28]", num_models, lambda x: F.max_pool2d(x, 2), (32, 6, 28, 28)
+    )
+    for kind in ("lstm", "gru", "rnn_tanh"):
+        yield recurrent(f"sized {kind}", num_models, 20, 12, 10, 50)
+
+
+def _layer_norm(width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (width,), weight, bias)
+
+
 SHARED = (
     linear("small transformer", 16, 64, 32, 128),
     linear("transformer", 8, 256, 128, 512),
@@ -322,19 +365,20 @@ ROWS = (
     plain("activation", "small gelu [4, 16, 128]", 8, F.gelu, (4, 16, 128)),
     plain("activation", "relu [8, 64, 8, 8]", 8, F.relu, (8, 64, 8, 8)),
     plain("activation", "gelu [8, 32, 512]", 8, F.gelu, (8, 32, 512)),
+    *itertools.chain.from_iterable(map(as_people_size_them, (2, 8, 32))),
 )  # fmt: skip
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Times of every row, in seconds by mode, and whether the modes agree."""
-    wanted = [i for i, row in enumerate(ROWS) if args.filter in f"{row.family} {row.name}"]
+    titles = [f"{row.family}: M {row.num_models}, {row.name}" for row in ROWS]
+    wanted = [i for i, row in enumerate(ROWS) if args.filter in f"{titles[i]}; {row.family} {row.name}"]
     run = functools.partial(_measure, quick=args.quick, device=args.device, threads=torch.get_num_threads())
     results = {}
     for i, one in zip(wanted, map(run, wanted) if args.quick else _apart(run, wanted), strict=True):
-        name = f"{ROWS[i].family}: M {ROWS[i].num_models}, {ROWS[i].name}"
-        results[name] = one
+        results[titles[i]] = one
         if args.verbose:
-            print(*_line(name, one), flush=True)
+            print(*_line(titles[i], one), flush=True)
     return results
 
 
@@ -494,12 +538,15 @@ def _line(name: str, one: dict[str, Any]) -> list[str]:
 def show(results: dict[str, Any]) -> str:
     """The table, and geometric means."""
     head = ["operator, ms", "serial", "stock vmap", "array", "chunk", "in chunks", "serial / best", "stock / best"]
-    text = table(head, [_line(name, one) for name, one in results.items()])
+    # Slower than the loop first.
+    order = sorted(results, key=lambda name: results[name]["agrees"] and ratio(results[name], "serial") >= 1)
+    text = table(head, [_line(name, results[name]) for name in order])
     good = {name: one for name, one in results.items() if one["agrees"]}
     groups = {
         "all rows": good,
+        "sizes that are no powers of two": {name: one for name, one in good.items() if ", sized" in name},
         "small rows": {name: one for name, one in good.items() if ", small" in name},
-        "published sizes": {name: one for name, one in good.items() if ", small" not in name},
+        "published sizes": {name: one for name, one in good.items() if not re.search(", (small|sized)", name)},
     }
     for title, group in groups.items():
         for base in ("serial", "stock vmap") if group else ():

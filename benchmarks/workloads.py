@@ -1,7 +1,7 @@
-"""The workloads that are compared: HFTA's six at the published sizes and at small ones, and an MLP.
+"""The workloads that are compared: HFTA's six at the published sizes and at small ones, an MLP, and networks as people start.
 
-Each is an example of ``examples/`` with its model, loss, optimizer and embedded data, in the forms that the ways to train it
-need: one ordinary model, an array, and PyTorch's own ``vmap``.
+Those of HFTA are examples of ``examples/`` with model, loss, optimizer and embedded data, in the forms that the ways to train
+them need: one ordinary model, an array, and PyTorch's own ``vmap``. The others are of one size, on random data.
 """
 
 from __future__ import annotations
@@ -282,17 +282,80 @@ def silent(model: nn.Module) -> nn.Module:
     return model
 
 
-class MLPFlags(AdamFlags):
-    """The flags of an example, for the MLP."""
+class OwnFlags(AdamFlags):
+    """The flags of an example, for a network of this file."""
 
 
-def _mlp(flags: Flags) -> Task:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4096, 64, generator=generator), torch.randint(0, 10, (4096,), generator=generator)
+def mlp() -> nn.Module:
+    """Two hidden layers of 64 units."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    def factory() -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
+def lenet(channels: int = 1, padding: int = 2) -> nn.Module:
+    """LeNet-5 with ReLU (LeCun et al., Proceedings of the IEEE 86(11), 1998), or the network of PyTorch's CIFAR-10 pages."""
+    convolutions = nn.Conv2d(channels, 6, 5, padding=padding), nn.Conv2d(6, 16, 5)
+    layers = (layer for one in convolutions for layer in (one, nn.ReLU(), nn.MaxPool2d(2)))
+    head = nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    return nn.Sequential(*layers, nn.Flatten(), *head)
+
+
+def mnist() -> nn.Module:
+    """The network of PyTorch's first example on MNIST."""
+    convolutions = (
+        nn.Conv2d(1, 10, 5),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(10, 20, 5),
+        nn.Dropout2d(),
+        nn.MaxPool2d(2),
+    )
+    head = nn.Linear(320, 50), nn.ReLU(), nn.Dropout(), nn.Linear(50, 10)
+    return nn.Sequential(*convolutions, nn.ReLU(), nn.Flatten(), *head)
+
+
+class Residual(nn.Module):
+    """Two convolutions of three by three with group norm, and a shortcut."""
+
+    def __init__(self, i: int, o: int, stride: int):
+        super().__init__()
+        first, second = nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.Conv2d(o, o, 3, padding=1, bias=False)
+        self.layers = nn.Sequential(first, nn.GroupNorm(4, o), nn.ReLU(), second, nn.GroupNorm(4, o))
+        self.shortcut = nn.Identity() if i == o else nn.Conv2d(i, o, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, I, H, W] -> [N, O, H / stride, W / stride]``."""
+        return torch.relu(self.layers(x) + self.shortcut(x))
+
+
+def narrow_resnet() -> nn.Module:
+    """A residual network whose first layers have twelve channels."""
+    stem = nn.Conv2d(3, 12, 3, padding=1, bias=False), nn.GroupNorm(4, 12), nn.ReLU()
+    blocks = Residual(12, 12, 1), Residual(12, 24, 2), Residual(24, 48, 2)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10))
+
+
+def sensors() -> nn.Module:
+    """Two convolutions over signals of nine channels."""
+    first, second = nn.Conv1d(9, 30, 5, padding=2), nn.Conv1d(30, 30, 5, padding=2)
+    body = first, nn.ReLU(), nn.MaxPool1d(2), second, nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(30, 6))
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (64,)),
+    "lenet": (lenet, (1, 28, 28)),
+    "mnist": (mnist, (1, 28, 28)),
+    "cifar": (functools.partial(lenet, 3, 0), (3, 32, 32)),
+    "narrow-resnet": (narrow_resnet, (3, 32, 32)),
+    "sensors": (sensors, (9, 128)),
+}
+"""Networks that are in no example: what makes one, and the shape of a sample."""
+
+
+def _own(name: str) -> Task:
+    factory, shape = OWN[name]
+    generator, count = torch.Generator().manual_seed(0), 4096 if len(shape) == 1 else 512
+    rows = torch.randn(count, *shape, generator=generator), torch.randint(0, 6, (count,), generator=generator)
     return Task(factory, cross_entropy, accuracy, "adam", rows, rows)
 
 
@@ -332,6 +395,11 @@ class Workload(NamedTuple):
 
 WORKLOADS = {
     "mlp": Workload("MLP 64-64-64-10", None, {}, (32, 32, 32)),
+    "lenet": Workload("LeNet-5", None, {}, (32, 32, 32)),
+    "mnist": Workload("MNIST tutorial", None, {}, (32, 32, 32)),
+    "cifar": Workload("CIFAR-10 tutorial", None, {}, (32, 32, 32)),
+    "narrow-resnet": Workload("ResNet of width 12", None, {}, (32, 32, 32)),
+    "sensors": Workload("1-D, 9 channels", None, {}, (32, 32, 32)),
     "resnet": Workload("ResNet-18", "resnet", {}, (8, 8, 128)),
     "mobilenet-v2": Workload("MobileNet V2", "mobilenet", {"version": "v2"}, (8, 16, 1024)),
     "mobilenet-v3s": Workload("MobileNet V3-small", "mobilenet", {"version": "v3s"}, (8, 16, 1024)),
@@ -357,7 +425,7 @@ def make(spec: Spec) -> Job:
     """The workload of a spec, with data and without models yet."""
     work, members = WORKLOADS[spec.workload], range(spec.first, spec.first + spec.num_models)
     main = importlib.import_module(f"examples.{work.main}.main") if work.main else None
-    kind = main.Flags if main else MLPFlags
+    kind = main.Flags if main else OwnFlags
     options = dict(work.options)
     if work.main == "pointnet":
         options["points"] = POINTS["small" if spec.size == "small" else spec.device]
@@ -370,7 +438,9 @@ def make(spec: Spec) -> Job:
     )
     if work.main == "dcgan":
         return GANJob(flags, spec.quiet)
-    task = _mlp if main is None else _language(work.main) if work.main in ("transformer", "bert") else main.task
+    if main is None:
+        return TaskJob(_own(spec.workload), flags, spec.quiet)
+    task = _language(work.main) if work.main in ("transformer", "bert") else main.task
     return TaskJob(task(flags), flags, spec.quiet)
 
 

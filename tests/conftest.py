@@ -14,6 +14,8 @@ collect_ignore = ["data/rliable_scores.py"]
 
 # An operator that reaches the slow fallback of vmap raises an error instead.
 torch._C._functorch._set_vmap_fallback_enabled(False)
+# Bits are compared, so lowerings are the table's; tests of measured ones turn this on.
+os.environ["HFTA_FUNC_MEASURE"] = "0"
 # Several processes share the processors.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Shells start what runs in the background with the signal ignored.

@@ -543,7 +543,50 @@ SHAPE = [
     RuleCase("pinv", lambda x, tol: torch.linalg.pinv(x, atol=tol.detach().abs() / 100), _randn((4, 3), ())),
 ]
 
+
+def _along_rows(x: Tensor, index: Tensor, like: Tensor) -> Tensor:
+    return (index.argsort() // 2)[:, None, None].expand_as(like)
+
+
+def _reduced(reduce: str, include: bool) -> Callable[..., Tensor]:
+    return lambda x, i, v: torch.scatter_reduce(x, 0, _along_rows(x, i, v), v, reduce, include_self=include)
+
+
+# Rows of all members in one table, which pays above some thousand numbers.
+ROWS = [
+    RuleCase(
+        "index_add", lambda x, i, v: x.index_add(0, i.argsort() // 2, v, alpha=0.5), _randn((30, 40), (50,), (50, 40))
+    ),
+    RuleCase(
+        "index_add along columns",
+        lambda x, i, v: x.index_add(-1, i.argsort() // 2, v),
+        _randn((40, 30), (50,), (40, 50)),
+    ),
+    RuleCase(
+        "index_add_",
+        lambda x, i, v: (x * 2 + v.mean()).index_add_(0, i.argsort() // 2, v),
+        _randn((30, 40), (50,), (50, 40)),
+    ),
+    RuleCase("index_select", lambda x, i: x.index_select(1, i.argsort() // 2), _randn((6, 30, 10), (50,))),
+    RuleCase("index by numbers", lambda x, i: x[i.argsort() // 2 - 9], _randn((40, 5, 10), (50,))),
+    RuleCase(
+        "scatter_add of rows",
+        lambda x, i, v: x.scatter_add(0, _along_rows(x, i, v), v),
+        _randn((30, 4, 10), (50,), (50, 4, 10)),
+    ),
+    RuleCase(
+        "scatter_add_ of rows",
+        lambda x, i, v: (x * 2 + v.mean()).scatter_add_(0, _along_rows(x, i, v), v),
+        _randn((30, 4, 10), (50,), (50, 4, 10)),
+    ),
+    *(
+        RuleCase(f"scatter_reduce {reduce}", _reduced(reduce, include), _randn((30, 4, 10), (50,), (50, 4, 10)))
+        for reduce, include in (("mean", False), ("amax", False), ("amin", True), ("sum", True))
+    ),
+]
+
 RULE_CASES = [
+    *ROWS,
     *ACTIVATION, *RESAMPLING, *SHAPE, *LINEAR,
     *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT
 ]  # fmt: skip

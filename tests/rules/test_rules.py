@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,21 @@ def test_rows_behind_a_members_groups_are_nobodys() -> None:
         expected = torch.autograd.grad(_grouped(*own, ends[i]).square().sum(), own)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one[i], other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x, i: x.index_add(0, i, x[:50]),
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: x[i],
+        lambda x, i: x.scatter_add(0, i[:, None].expand(-1, 40), x[:50]),
+        lambda x, i: x.scatter_reduce(0, i[:, None].expand(-1, 40), x[:50], "amax"),
+    ],
+)
+@pytest.mark.parametrize("number", [60, 61, -61])
+def test_rows_of_other_members_are_out_of_reach(func: Any, number: int) -> None:
+    x, index = torch.randn(3, 60, 40), torch.arange(50)
+    index[7] = number
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        hfta.vmap(func, (0, None))(x, index)

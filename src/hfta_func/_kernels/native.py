@@ -200,8 +200,9 @@ def _build(command: str, source: str, flags: tuple[str, ...], directory: Path) -
 
 @functools.cache
 def processor() -> str:
-    """What the processor can do."""
+    """The processor's name and what it can do."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+        facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        return " ".join(facts) or platform.machine()
     return platform.platform()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from hfta_func._torch import expected, num_dispatch_modes, original
 from hfta_func._types import text_table
 from hfta_func.calls.body import module_path
-from hfta_func.rules._lowering import FAMILIES, TABLE, Case, known_lowerings, titles
+from hfta_func.rules import _measured
+from hfta_func.rules._lowering import FAMILIES, TABLE, TIMED, Case, Row, candidates, known_lowerings, titles
 
 
 class Override:
@@ -42,7 +45,7 @@ class Override:
 _overrides: tuple[Override, ...] = ()
 
 state: str = ""
-"""The active overrides, as text."""
+"""The active overrides, and choices that are another machine's, as text."""
 
 
 def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) -> Override:
@@ -55,6 +58,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
         modules: Paths of submodules, such as ``"layer4"``, which include the modules below them; None for everywhere.
             Operators of the backward pass belong to no module, except a convolution's gradients. Paths are not checked.
         lowerings: One lowering per family or operator, for example ``conv="loop"``; ``all="loop"`` covers all operators.
+            ``all="table"`` neither measures lowerings nor uses measured ones, for the same choices on every machine.
 
     Returns:
         A handle with ``remove()`` that is also a context manager. If several overrides match, the latest decides.
@@ -78,7 +82,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
             raise ValueError(
                 f"no operator or family is called '{name}'; name an operator, 'all', or one of the families {families}"
             )
-        if lowering not in known:
+        if lowering not in {*known, "table"}:
             raise ValueError(f"'{name}' has no lowering '{lowering}'; choose one of {sorted(known)}")
     if not lowerings:
         raise ValueError("override needs at least one lowering; pass for example conv='loop'")
@@ -91,7 +95,13 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
 def _set(overrides: tuple[Override, ...]) -> None:
     global _overrides, state
     _overrides = overrides
-    state = repr(overrides) if overrides else ""
+    state = _measured.pinned + (repr(overrides) if overrides else "")
+
+
+def adopt(choices: dict[str, Any], as_worker: bool = True) -> None:
+    """Use the measured choices of another process, see :func:`_measured.adopt`."""
+    _measured.adopt(choices, as_worker)
+    _set(_overrides)
 
 
 def is_explaining() -> bool:
@@ -101,9 +111,9 @@ def is_explaining() -> bool:
 
 @contextlib.contextmanager
 def by_table() -> Iterator[None]:
-    """A context without the overrides that are active around it."""
+    """A context without the overrides that are active around it, and without what was measured."""
     before = _overrides
-    _set(())
+    _set((Override({"all": "table"}, None),))
     try:
         yield
     finally:
@@ -127,30 +137,62 @@ _recorded: list[Choice] | None = None
 
 def remembered(decide: Callable[[Case], Any]) -> Callable[[Case], Any]:
     """``decide`` with a cache, which is bypassed while choices are overridden or recorded."""
-    known = functools.lru_cache(maxsize=4096)(decide)
+
+    @functools.lru_cache(maxsize=4096)
+    def known(case: Case, *measured: int) -> Any:
+        return decide(case)
 
     def decided(case: Case) -> Any:
         # Under a dispatch mode the compiler may be tracing with symbolic sizes.
         plain = _overrides or _recorded is not None or num_dispatch_modes()
-        return decide(case) if plain else known(case)
+        return decide(case) if plain else known(case, _measured.version, _measured.threads())
 
     return decided
 
 
-def choose(case: Case) -> Choice:
-    """The lowering for a call, and why."""
-    path = module_path() if _recorded is not None or any(one.modules is not None for one in _overrides) else ""
-    chosen = None
+def _forced(case: Case, path: str) -> str | None:
+    """The lowering that an override asks for, or ``"table"``."""
     for one in reversed(_overrides):
         forced = next((one.lowerings[name] for name in titles(case.op) if name in one.lowerings), None)
-        if forced is not None and one.matches(path) and forced in known_lowerings(case.op):
-            chosen = forced, "overridden"
-            break
-    if chosen is None:
-        # A choice affects speed only, so these comparisons must not add guards to a graph of symbolic sizes.
-        shapes = tuple(shape and tuple(map(expected, shape)) for shape in case.shapes)
-        seen = case._replace(shapes=shapes, num_models=expected(case.num_models))
-        chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(seen))
+        if forced is not None and one.matches(path) and forced in {*known_lowerings(case.op), "table"}:
+            return forced
+    return None
+
+
+def _row(case: Case) -> Row:
+    """The row of the table for a call."""
+    # A choice affects speed only, so these comparisons must not add guards to a graph of symbolic sizes.
+    shapes = tuple(shape and tuple(map(expected, shape)) for shape in case.shapes)
+    seen = case._replace(shapes=shapes, num_models=expected(case.num_models))
+    return next(row for row in TABLE[case.op] if row.when(seen))
+
+
+def _path() -> str:
+    return module_path() if _recorded is not None or any(one.modules is not None for one in _overrides) else ""
+
+
+def measure(case: Case, impossible: Collection[str], run: Callable[[str], Tensor], takes: float) -> bool:
+    """Time the lowerings of a case, see :func:`_measured.measure`; not where one is forced."""
+    if _forced(case, _path()) is not None:
+        return False
+    default = _row(case).lowering
+    names = [name for name in candidates(case) if name not in impossible]
+    return _measured.measure(case, "grouped" if default in impossible else default, names, run, takes)
+
+
+def choose(case: Case) -> Choice:
+    """The lowering for a call, and why."""
+    path = _path()
+    forced = _forced(case, path)
+    if forced not in (None, "table"):
+        chosen = forced, "overridden"
+    else:
+        row, measured = _row(case), None if forced else _measured.chosen(case)
+        # A graph has forms of its own, and takes long to compile a loop.
+        if measured is None or (case.compiling and (row.lowering == "windows" or measured.lowering == "loop")):
+            chosen = row[1:]
+        else:
+            chosen = measured[:2]
     choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
     if _recorded is not None and FAMILIES[case.op] != "shape":
         _recorded.append(choice)
@@ -165,7 +207,7 @@ def lowering(case: Case) -> str:
 
 def is_simple(op: str) -> bool:
     """Whether an operator has a single row, and choices are neither overridden nor recorded."""
-    return len(TABLE[op]) == 1 and not _overrides and _recorded is None
+    return len(TABLE[op]) == 1 and not _overrides and _recorded is None and op not in TIMED
 
 
 class Explanation(list[Choice]):

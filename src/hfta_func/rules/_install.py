@@ -17,8 +17,10 @@ from hfta_func.calls.body import warn
 from hfta_func.errors import LoopWarning
 from hfta_func.rules import _aliasing, _autocast, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._lowering import TABLE, enter, make_case
-from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
+from hfta_func.rules._lowering import TABLE, TIMED, enter, make_case
+from hfta_func.rules._measured import fingerprint
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule
+from hfta_func.rules._trials import time_lowerings
 
 # Names of the marks that keep compiled graphs on disk apart.
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
@@ -283,7 +285,10 @@ def _kernel(
             lowering = only
             if not (chooses or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
-                lowering = _choice.lowering(make_case(op, num_models, values, axes))
+                case = make_case(op, num_models, values, axes)
+                if op in TIMED:
+                    time_lowerings(case, operator, rule, plain, dims, kwargs, named_dims)
+                lowering = _choice.lowering(case)
             if rule is None or lowering == "loop":
                 if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:
                     raise RuntimeError(f"vmap: called random operation while in randomness error mode: {op}")

@@ -1,11 +1,14 @@
-"""Layouts for batching rules: fold and its inverse split; models_first, expand and align; each, for several tensors."""
+"""Layouts for batching rules: fold and its inverse split; models_first, expand and align; each, for several; rows_of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from hfta_func._torch import is_wrapped, num_dispatch_modes
 
 
 def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor:
@@ -49,3 +52,16 @@ def each(verb: Callable[..., Tensor], values: Sequence[Any], dims: Sequence[Any]
     """
     pairs = zip(values, dims[: len(values)], strict=True)
     return [verb(x, dim, *args) if isinstance(x, Tensor) else x for x, dim in pairs]
+
+
+def rows_of(indices: Tensor, size: int) -> Tensor:
+    """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
+    starts = torch.arange(0, len(indices) * size, size, dtype=indices.dtype, device=indices.device)
+    rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
+    # An index outside its member's table must not become a row of another member. Reading values is faster, but a tracing
+    # compiler and outer transforms do not allow it.
+    if indices.device.type == "cpu" and indices.numel() > 0 and not (num_dispatch_modes() or is_wrapped(indices)):
+        least, most = indices.aminmax()
+        if int(least) >= 0 and int(most) < size:
+            return rows
+    return torch.where((indices >= 0) & (indices < size), rows, -1)

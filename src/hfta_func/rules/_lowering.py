@@ -137,21 +137,27 @@ class _Convolution(NamedTuple):
         pixels = self.pixels * math.prod(self.stride) if self.transposed else self.pixels
         return channels <= 4 and len(self.x) > 3 and math.prod(self.weight[2:]) >= 9 and self.x[0] * pixels >= 2**11
 
+    def has_odd_channels(self, most: float = math.inf) -> bool:
+        """Whether the filters have taps, and more than four channels, no multiple of eight, of at most so many."""
+        channels, odd = self.weight[:2], any(size % 8 and size > 4 for size in self.weight[:2])
+        return self.groups == 1 and odd and max(channels) <= most and math.prod(self.weight[2:]) > 1
 
-def _convolution(case: Case) -> _Convolution:
+
+def convolution_of(case: Case) -> _Convolution:
+    """The convolution of one member in a case."""
     return _Convolution(*case.shapes[:2], *case.options[-6:])  # pyright: ignore
 
 
 def _on(device: str, condition: Callable[[_Convolution], bool]) -> Callable[[Case], bool]:
     """A condition on the convolution of one member on a device."""
-    return lambda case: case.device == device and condition(_convolution(case))
+    return lambda case: case.device == device and condition(convolution_of(case))
 
 
 def _is_small(case: Case) -> bool:
     """At most 33 million products of two numbers in all members."""
     if case.device != "cpu" or case.dtype not in (torch.float32, torch.float64):
         return False
-    one = _convolution(case)
+    one = convolution_of(case)
     products = case.num_models * one.x[0] * one.fewer_pixels * math.prod(one.weight)
     return one.groups == 1 and products <= 2**25
 
@@ -160,7 +166,7 @@ def _is_direct(case: Case) -> bool:
     """What PyTorch's kernels are slow at, unless few channels become many, or filters exceed the cache."""
     if case.device != "cpu" or case.tangents or torch.compiler.is_exporting():
         return False
-    one = _convolution(case)
+    one = convolution_of(case)
     is_odd = not one.fills_blocks(block()) and not one.holds(2**17) and (one.group[0] > 4 or one.group[1] < 32)
     return is_odd and program(case.dtype) is not None
 
@@ -180,6 +186,7 @@ _FEW_PIXELS = Row(
     *("matmul", "few pixels: a short product writes the large filters once"),
 )
 _has_large_filters = _on("cpu", lambda one: one.holds(2**17))
+_has_odd_channels = _on("cpu", _Convolution.has_odd_channels)
 # A loop takes long to compile, and then gains nothing.
 _LARGE = Row(
     lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
@@ -188,6 +195,12 @@ _LARGE = Row(
 )
 _FEW = Row(_on("cpu", _Convolution.has_few_channels), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on("cpu", _Convolution.has_few_channels_in), "channels_last", "few channels: pixels are contiguous")
+# oneDNN's kernels for groups are fast where the channels of a group fill blocks of eight.
+_ODD = Row(_on("cpu", lambda one: one.has_odd_channels(24)), "channels_last", "channels that fill no blocks of eight")
+_ODD_LOOP = Row(
+    lambda case: case.num_models > 1 and not case.compiling and _has_odd_channels(case),
+    *("loop", "channels that fill no blocks of eight in groups"),
+)
 # A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
 # An exported program keeps its convolutions, which other runtimes know.
 _WINDOWS = Row(
@@ -195,7 +208,7 @@ _WINDOWS = Row(
     "windows",
     "small, in a graph: one batched product",
 )
-_SMALL = (_DIRECT, _POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
+_SMALL = (_DIRECT, _POINTWISE, _WINDOWS, _FEW, _FEW_IN, _ODD, _ODD_LOOP, _GROUPED)
 
 # cuDNN has fast kernels for a few convolutions in groups only; the others take up to 30 times as long.
 _CUDA_ONE_PIXEL = _ONE_PIXEL._replace(when=_on("cuda", lambda one: one.is_one_pixel and one.holds(2**13)))
@@ -239,12 +252,18 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
     ),
     "convolution_input_grad": (
-        Row(lambda case: _CUDA_ONE_PIXEL.when(case) and not _convolution(case).transposed, *_CUDA_ONE_PIXEL[1:]),
+        Row(lambda case: _CUDA_ONE_PIXEL.when(case) and not convolution_of(case).transposed, *_CUDA_ONE_PIXEL[1:]),
         *(_CUDA_SHRINKS, _CUDA_POINTWISE),
         Row(_on("cuda", lambda one: not one.transposed and one.holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", lambda one: not one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _DIRECT, _POINTWISE, _WINDOWS),
-        *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
+        *(
+            _FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]),
+            _FEW_IN,
+            _ODD,
+            _ODD_LOOP,
+            _GROUPED,
+        ),
     ),
     "convolution_weight_grad": (
         *(_CUDA_ONE_PIXEL, _CUDA_SHRINKS, _CUDA_POINTWISE),
@@ -286,6 +305,25 @@ LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
 )
 LOWERINGS["convolution"] += ("wide",)
 """Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
+
+TIMED = frozenset(
+    {"convolution", "convolution_input_grad", "convolution_weight_grad", "layer_norm"}.union(
+        f"{kind}.{rows}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for rows in ("input", "data")
+    )
+)
+"""Operators whose lowerings are timed where they run."""
+
+
+def candidates(case: Case) -> list[str]:
+    """The lowerings that may be faster for a case than the table's choice: those of its rows, and the loop."""
+    names = [*(row.lowering for row in TABLE[case.op]), "loop"]
+    if not case.op.startswith("convolution"):
+        return names
+    # Members that share nothing; windows are for graphs, and an unfolded image pays for few pixels only.
+    one = convolution_of(case)
+    others = {"folded", "wide", "windows", *(("matmul",) if one.x[0] * one.fewer_pixels > 2**9 else ())}
+    return [name for name in names if name not in others]
+
 
 UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
 """Operators without a loop: they return lengths that members share, while a loop would give each member its own."""

@@ -139,6 +139,30 @@ def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int],
     return products.reshape(*lead, geometry.groups * products.shape[3], *space)
 
 
+def crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tuple[list[int] | None, Geometry]:
+    """Leave out taps at the edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine taps."""
+    if geometry.transposed:
+        return None, geometry
+    padding, cropped, left = list(geometry.padding), [], 1
+    for axis, (size, stride, pad, dilation) in enumerate(zip(space, *geometry[:3], strict=True)):
+        taps = count = weight[2 + axis]
+        first = 0
+        if pad and isinstance(size, int) and size <= pad + dilation * (taps - 1):
+            starts = range(-pad, size + pad - dilation * (taps - 1), stride)
+            used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
+            rest = pad - dilation * used[0] if used else -1
+            # PyTorch pads both sides alike, so the last position of the filter must stay the same.
+            width = dilation * (used[-1] - used[0]) + 1 if used else 0
+            if rest >= 0 and (size + 2 * rest - width) // stride + 1 == len(starts):
+                first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
+        cropped = [-first, first + count - taps, *cropped]
+        left *= count
+    # Cropping copies the remaining taps, which is worth it only if they are few.
+    if 4 * left > math.prod(weight[2:]):
+        return None, geometry
+    return cropped, geometry._replace(padding=padding)
+
+
 def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
     """Whether each output pixel is made of one input pixel."""
     return all(taps == 1 for taps in kernel) and set(geometry.stride) == {1} and not any(geometry.padding)

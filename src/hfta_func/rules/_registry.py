@@ -7,8 +7,6 @@ and backward passes, forward mode, eager execution and graph capture, on every d
 from __future__ import annotations
 
 import functools
-import hashlib
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,12 +120,3 @@ def register_each(family: str, *ops: str) -> Callable[[Rule], Rule]:
         return rule
 
     return add
-
-
-@functools.cache
-def fingerprint() -> str:
-    """A hash of the rules and lowerings of this installation of the package."""
-    digest = hashlib.sha256()
-    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()

@@ -17,9 +17,9 @@ K kernel.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._kernels.convolution import program
 from hfta_func._torch import has_tangents
-from hfta_func.rules import _direct, _products, _windows
-from hfta_func.rules._choice import choose, remembered
+from hfta_func.rules import _direct, _measured, _products, _windows
+from hfta_func.rules._choice import choose, measure, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
-from hfta_func.rules._lowering import Case, make_case
+from hfta_func.rules._lowering import Case, convolution_of, make_case
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
@@ -56,6 +56,9 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
     case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
+    now = _measured.call(case, (x, weight))
+    if _measured.is_open(now, (x, weight)) and _measure(case, x, weight, call.dims):
+        _measured.close(now)
     crop, geometry, lowerings, bias_apart = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and ((weight_dim is None) != (bias_dim is None) or bias_apart)
@@ -122,19 +125,63 @@ _opaque = Operator(
 )
 
 
-@remembered
-def _plan(case: Case) -> Plan:
-    (x, weight), (x_is_shared, weight_is_shared) = case.shapes, case.shared
+def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
+    """Time the lowerings of a convolution, and of the gradients that are needed, on some samples of all members.
+
+    Returns whether there is nothing left to time.
+    """
+    cropped, crop, geometry = _cropped(case)
+    if any(case.shared) or crop is not None:
+        return True
+    one, impossible = convolution_of(cropped), _impossible(cropped, geometry)
+    products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
+    count = min(one.x[0], max(4, 2**26 // products))
+    takes = products * count * 2**-34
+    x, weight = models_first(x, dims[0]).narrow(1, 0, count), models_first(weight, dims[1])
+    needs = [torch.is_grad_enabled() and one.requires_grad for one in (x, weight)]
+
+    def forward(name: str) -> Tensor:
+        return _forward(x, weight, None, *geometry, [name])
+
+    @functools.cache
+    def gradient() -> Tensor:
+        return forward(choose(cropped).lowering)
+
+    def backward(of: int, name: str) -> Tensor:
+        return cast(Tensor, _gradients(name, gradient(), x, weight, geometry, of == 0, of == 1)[of])
+
+    runs = {"convolution": forward}
+    runs |= {
+        f"convolution_{name}_grad": functools.partial(backward, of) for of, name in enumerate(_INPUTS) if needs[of]
+    }
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return all(measure(cropped._replace(op=op), impossible, run, takes) for op, run in runs.items())
+
+
+_INPUTS = "input", "weight"
+
+
+def _cropped(case: Case) -> tuple[Case, list[int] | None, Geometry]:
+    """The case of the filters that are left, see :func:`_products.crop`."""
+    (x, weight), weight_is_shared = case.shapes, case.shared[1]
     assert x is not None and weight is not None
     axes = len(weight) - 2
     # A number for all space axes may be given as a list of one.
     per_axis: Any = ([*opt] * (axes // len(opt)) if isinstance(opt, tuple) else opt for opt in case.options)
-    crop, geometry = (None, Geometry(*per_axis)) if weight_is_shared else _crop(weight, Geometry(*per_axis), x[2:])
+    crop, geometry = (
+        (None, Geometry(*per_axis)) if weight_is_shared else _products.crop(weight, Geometry(*per_axis), x[2:])
+    )
     if crop is not None:
         taps = (size + crop[2 * (axes - 1 - i)] + crop[2 * (axes - 1 - i) + 1] for i, size in enumerate(weight[2:]))
         weight = (*weight[:2], *taps)
     options = tuple(tuple(option) if isinstance(option, list) else option for option in geometry)
-    case = case._replace(shapes=(x, weight), options=options)
+    return case._replace(shapes=(x, weight), options=options), crop, geometry
+
+
+@remembered
+def _plan(case: Case) -> Plan:
+    x_is_shared, weight_is_shared = case.shared
+    case, crop, geometry = _cropped(case)
     forward = choose(case).lowering
     if weight_is_shared or (x_is_shared and forward == "wide"):
         return Plan(crop, geometry, (forward,))
@@ -142,17 +189,26 @@ def _plan(case: Case) -> Plan:
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
+    impossible, x = _impossible(case, geometry), case.shapes[0]
+    lowerings = tuple("grouped" if lowering in impossible else lowering for lowering in lowerings)
+    assert x is not None
+    return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
+
+
+def _impossible(case: Case, geometry: Geometry) -> set[str]:
+    """The lowerings that a convolution cannot have."""
+    weight = case.shapes[1]
+    assert weight is not None
     is_linear = is_pointwise(weight[2:], geometry) and geometry.groups == 1
     # Otherwise filters fit at more positions of the larger image than there are pixels in the smaller one.
     is_exact = all(map(int.__lt__, geometry.output_padding, geometry.stride))
     possible = {
-        "matmul": is_exact and axes <= 2,
+        "matmul": is_exact and len(weight) <= 4,
         "sample_matmul": is_linear,
         "direct": is_exact and _is_direct(case, geometry),
         "windows": is_exact and (set(geometry.stride) == {1} or set(geometry.dilation) == {1}),
     }
-    lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
-    return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
+    return {name for name, is_possible in possible.items() if not is_possible}
 
 
 def _is_direct(case: Case, geometry: Geometry) -> bool:
@@ -169,30 +225,6 @@ def _is_direct(case: Case, geometry: Geometry) -> bool:
         return min(_products.transposed_space(x[2:], weight[2:], geometry)) > 0
     axes = zip(x[2:], weight[2:], geometry.padding, geometry.dilation, strict=True)
     return all(size + 2 * pad > dilation * (taps - 1) for size, taps, pad, dilation in axes)
-
-
-def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tuple[list[int] | None, Geometry]:
-    """Leave out taps at the edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine taps."""
-    if geometry.transposed:
-        return None, geometry
-    padding, cropped, left = list(geometry.padding), [], 1
-    for axis, (size, stride, pad, dilation) in enumerate(zip(space, *geometry[:3], strict=True)):
-        taps = count = weight[2 + axis]
-        first = 0
-        if pad and isinstance(size, int) and size <= pad + dilation * (taps - 1):
-            starts = range(-pad, size + pad - dilation * (taps - 1), stride)
-            used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
-            rest = pad - dilation * used[0] if used else -1
-            # PyTorch pads both sides alike, so the last position of the filter must stay the same.
-            width = dilation * (used[-1] - used[0]) + 1 if used else 0
-            if rest >= 0 and (size + 2 * rest - width) // stride + 1 == len(starts):
-                first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
-        cropped = [-first, first + count - taps, *cropped]
-        left *= count
-    # Cropping copies the remaining taps, which is worth it only if they are few.
-    if 4 * left > math.prod(weight[2:]):
-        return None, geometry
-    return cropped, geometry._replace(padding=padding)
 
 
 def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

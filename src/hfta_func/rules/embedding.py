@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._torch import is_wrapped, num_dispatch_modes
-from hfta_func.rules._layout import each, expand, fold, models_first, split
+from hfta_func.rules._layout import each, expand, fold, models_first, rows_of, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_looped
@@ -29,7 +28,7 @@ def embedding(
     # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so they need a table per member.
     num_models = call.num_models
     table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
-    rows = _rows(indices, table.shape[0] // num_models)
+    rows = rows_of(indices, table.shape[0] // num_models)
     if padding_idx < 0:
         return torch.ops.aten.embedding.default(table, rows, -1, by_freq), 0
     targets = torch.where(indices == padding_idx, padding_idx, rows)
@@ -44,7 +43,7 @@ def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: flo
         torch.ops.aten.embedding_renorm_.default(weight, indices, max_norm, norm_type)
         return weight, None
     table = fold(weight, weight_dim, 0, num_models)
-    rows = _rows(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
+    rows = rows_of(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
     torch.ops.aten.embedding_renorm_.default(table, rows, max_norm, norm_type)
     if not models_first(weight, weight_dim).is_contiguous():
         # Folding had to copy, and the copy was updated.
@@ -81,7 +80,7 @@ def embedding_bag(
     if weight_dim is not None:
         table = fold(weight, weight_dim, 0, num_models)
         size = table.shape[0] // num_models
-        rows = _rows(indices, size)
+        rows = rows_of(indices, size)
         if padding_idx is not None:
             padding_idx %= size
             # Bags leave padding out, so one row can be the padding of every member.
@@ -106,19 +105,6 @@ register_looped(
     *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
     "_embedding_bag_per_sample_weights_backward",
 )
-
-
-def _rows(indices: Tensor, size: int) -> Tensor:
-    """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
-    starts = torch.arange(0, len(indices) * size, size, dtype=indices.dtype, device=indices.device)
-    rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
-    # An index outside its member's table must not become a row of another member. Reading values is faster, but a tracing
-    # compiler and outer transforms do not allow it.
-    if indices.device.type == "cpu" and indices.numel() > 0 and not (num_dispatch_modes() or is_wrapped(indices)):
-        least, most = indices.aminmax()
-        if int(least) >= 0 and int(most) < size:
-            return rows
-    return torch.where((indices >= 0) & (indices < size), rows, -1)
 
 
 def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:

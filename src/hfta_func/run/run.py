@@ -14,6 +14,8 @@ from hfta_func._tree import followed
 from hfta_func.errors import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.rules import _choice
+from hfta_func.rules._measured import choices
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Best, Callback, History, Metrics
@@ -103,7 +105,7 @@ class Run:
         """What a file holds of the run besides the state."""
         position = self.loader.state_dict() if _has_position(self.loader) else None
         held = {"history": self.history.state_dict(), "running": self.running.state_dict(), "loader": position}
-        held["epochs"] = "of each member"
+        held |= {"epochs": "of each member", "lowerings": choices()}
         return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
 
     def load(self, path: PathLike) -> None:
@@ -137,6 +139,8 @@ class Run:
             self.best.load_state_dict(held["best"], self.state)
         if _has_position(self.loader) and held["loader"] is not None:
             self.loader.load_state_dict(held["loader"])
+        # Files of earlier versions have none.
+        _choice.adopt(held.get("lowerings", {"rows": {}}), as_worker=False)
         if isinstance(self.loader, Drawn) or held["loader"] is None or not _has_position(self.loader):
             self.batches = itertools.islice(self.loader, self.running.batches, None)
             return

@@ -323,9 +323,7 @@ class Predicting:
             return tree_map(Tensor.detach, results)
 
         given_to = self._model, type(self._model).forward, stacked, shared | base, keys, measure, again
-        return Case(
-            *given_to, trained=frozenset(trained), training=self._training, counts=self._run.counts
-        )
+        return Case(*given_to, trained=frozenset(trained), training=self._training, counts=self._run.counts)
 
 
 def _named(outputs: Any) -> Params:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from hfta_func.errors import WorkerError
+from hfta_func.rules import _choice
 from hfta_func.rules._extend import adopt, outside_rules
+from hfta_func.rules._measured import choices, lending
 from hfta_func.workers.wire import dumps, loads, one_line_error
 
 TRIES = 3
@@ -48,6 +50,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (outside_rules, adopt),
+    (choices, _choice.adopt),
 )
 """The functions that read and that set each of them."""
 
@@ -64,11 +67,12 @@ def settle(wanted: Mapping[str, Any]) -> None:
 def threads(count: int) -> Iterator[None]:
     """A block in which PyTorch computes with this number of threads, at least one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, count))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with lending():
+        torch.set_num_threads(max(1, count))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def settings() -> dict[str, Any]:

@@ -1,0 +1,343 @@
+"""Lowerings that are timed where they run: what is chosen, what is kept, and where nothing is measured."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import hfta_func as hfta
+from hfta_func import _torch
+from hfta_func._kernels import native
+from hfta_func.rules import _choice, _measured, conv
+from hfta_func.workers.process import settings, settle
+
+GROUPED, LAST, LOOP = "grouped", "channels_last", "loop"
+
+
+class Machine:
+    """A machine on which every lowering takes a known time, and its processes, one after another."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: pathlib.Path):
+        self._patch, self.costs, self.time, self.calls = patch, {GROUPED: 1e-3, LAST: 1e-3, LOOP: 1e-3}, 0.0, []
+        self.noise: Callable[[], float] = lambda: 1.0
+        patch.setenv("HFTA_FUNC_CACHE", str(folder))
+        patch.delenv("HFTA_FUNC_MEASURE")
+        for name in ("now", "seconds"):
+            patch.setattr(_measured, name, lambda: self.time)
+        forward, gradients = conv._forward, conv._gradients
+        patch.setattr(conv, "_forward", lambda *args: self._ran(args[-1][0]) or forward(*args))
+        patch.setattr(conv, "_gradients", lambda *args: self._ran(args[0]) or gradients(*args))
+        self.process()
+
+    def _ran(self, lowering: str) -> None:
+        self.calls.append(lowering)
+        self.time += self.costs.get(lowering, 9e-3) * self.noise()
+
+    def process(self) -> None:
+        """Begin a new process."""
+        for name in ("_settled", "_given"):
+            self._patch.setattr(_measured, name, {})
+        for name in ("_waiting", "_closed"):
+            self._patch.setattr(_measured, name, set())
+        for name, value in {"_began": 0.0, "_spent": 0.0, "_lent": None, "pinned": ""}.items():
+            self._patch.setattr(_measured, name, value)
+        _measured._kept.cache_clear()
+        _measured.version += 1
+        _choice._set(())
+        self.calls.clear()
+
+    def chosen(self, size: int = 16, op: str = "convolution", channels: int = 8) -> tuple[str, str]:
+        """The lowering of a convolution that is trained, after one eager call, and the reason."""
+        x, weight = torch.randn(3, 4, channels, size, size), torch.randn(3, 8, channels, 3, 3, requires_grad=True)
+        explained = hfta.rules.explain(hfta.vmap(torch.conv2d), x.requires_grad_(), weight)
+        return next((choice.lowering, choice.reason) for choice in explained if choice.op == op)
+
+    def measured(self) -> bool:
+        """Whether anything was timed since the process began, or since this was asked."""
+        calls, self.calls = self.calls, []
+        return bool(calls)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[Machine]:
+    yield Machine(monkeypatch, tmp_path)
+    _measured.version += 1
+    _measured._kept.cache_clear()
+    monkeypatch.undo()
+    _choice._set(())
+
+
+def test_the_fastest_wins_and_says_why(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    assert machine.chosen() == (LAST, "measured here: 2.0x of grouped")
+    assert machine.chosen(op="convolution_weight_grad") == (LAST, "measured here: 2.0x of grouped")
+    machine.process()
+    assert machine.chosen() == (LAST, "measured here: 2.0x of grouped")
+    assert not machine.measured()
+
+
+def test_a_choice_stays_for_the_process(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    assert machine.chosen()[0] == LAST
+    machine.costs[LOOP] = 0.1e-3
+    assert machine.chosen()[0] == LAST
+
+
+def test_a_close_choice_is_the_tables_and_is_made_once_more(machine: Machine) -> None:
+    machine.costs |= {LAST: 0.95e-3, LOOP: 2e-3}
+    assert machine.chosen()[0] == GROUPED and machine.measured()
+    machine.process()
+    machine.costs[LAST] = 0.92e-3
+    assert machine.chosen()[0] == GROUPED and machine.measured()
+    machine.process()
+    machine.costs[LAST] = 0.1e-3
+    assert machine.chosen()[0] == GROUPED and not machine.measured()
+
+
+def test_a_second_measurement_of_a_close_choice_decides(machine: Machine) -> None:
+    machine.costs |= {LAST: 0.95e-3, LOOP: 2e-3}
+    machine.chosen()
+    machine.process()
+    machine.costs[LAST] = 0.5e-3
+    assert machine.chosen()[0] == LAST
+    machine.process()
+    assert machine.chosen()[0] == LAST and not machine.measured()
+
+
+def test_on_a_busy_machine_the_table_decides(machine: Machine, tmp_path: pathlib.Path) -> None:
+    machine.costs[LAST] = 0.5e-3
+    durations = iter([1.0, 9.0, 3.0, 1.0] * 100)
+    machine.noise = lambda: next(durations)
+    assert machine.chosen() == (GROUPED, "one group per member")
+    machine.process()
+    machine.noise = lambda: 1.0
+    assert machine.chosen()[0] == LAST
+
+
+def test_measuring_takes_a_small_share_of_the_time(machine: Machine) -> None:
+    machine.costs = {GROUPED: 4e-3, LAST: 2e-3, LOOP: 9e-3}
+    machine.time = 100.0
+    lowerings = [machine.chosen(size)[0] for size in range(16, 22)]
+    assert GROUPED in lowerings and LAST in lowerings
+    assert 0 < _measured._spent <= 0.05 + 2 * sum(machine.costs.values()) * 2
+    machine.time = 200.0
+    assert [machine.chosen(size)[0] for size in range(16, 22)] == [LAST] * 6
+
+
+def test_a_damaged_file_is_measured_again(machine: Machine, tmp_path: pathlib.Path) -> None:
+    machine.costs[LAST] = 0.5e-3
+    machine.chosen()
+    (file,) = (tmp_path / "lowerings").iterdir()
+    whole = file.read_bytes()
+    for damaged in (b"\x00\xff\nnull\n[1]\n{}\n", whole[: len(whole) // 6], whole.replace(LAST.encode(), b"fastest")):
+        file.write_bytes(damaged)
+        machine.process()
+        machine.costs = {GROUPED: 1e-3, LAST: 1e-3, LOOP: 0.5e-3}
+        if b"fastest" in damaged:
+            # A lowering that there is not: of a file that nobody has written.
+            assert machine.chosen()[0] == GROUPED
+        else:
+            assert machine.chosen()[0] == LOOP
+            machine.process()
+            assert machine.chosen()[0] == LOOP and not machine.measured()
+
+
+def test_a_folder_that_cannot_be_written(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "file"))
+    machine.costs[LAST] = 0.5e-3
+    assert machine.chosen()[0] == LAST and machine.measured()
+    assert machine.chosen()[0] == LAST and not machine.measured()
+
+
+def test_two_processes_that_measure_at_once_keep_what_both_found(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    other = dict(_measured._kept(_measured.threads()))
+    machine.chosen(18)
+    # The other one has read the file before.
+    _measured._kept(_measured.threads()).clear()
+    _measured._kept(_measured.threads()).update(other)
+    machine.chosen(17)
+    machine.process()
+    assert machine.chosen(18)[0] == machine.chosen(17)[0] == LAST
+    assert not machine.calls
+
+
+@pytest.mark.parametrize("change", ["threads", "processor", "release"])
+def test_choices_are_those_of_the_machine(machine: Machine, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.costs[LAST] = 0.5e-3
+    machine.chosen()
+    machine.process()
+    machine.costs = {GROUPED: 1e-3, LAST: 1e-3, LOOP: 0.5e-3}
+    before = torch.get_num_threads()
+    try:
+        if change == "threads":
+            torch.set_num_threads(before + 1)
+        elif change == "processor":
+            monkeypatch.setattr(native, "processor", lambda: "another")
+        else:
+            monkeypatch.setattr(torch, "__version__", "9.9")
+        assert machine.chosen()[0] == LOOP
+    finally:
+        torch.set_num_threads(before)
+    if change == "threads":
+        assert machine.chosen()[0] == LAST
+
+
+def test_threads_that_are_lent_change_no_choice(machine: Machine) -> None:
+    from hfta_func.workers.process import threads
+
+    machine.costs[LAST] = 0.5e-3
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        machine.chosen()
+        machine.measured()
+        with threads(1):
+            assert machine.chosen()[0] == LAST and machine.chosen(17)[0] == GROUPED and not machine.calls
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_records_measure_nothing_and_choices_stay_as_recorded(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    x, weight = torch.randn(3, 4, 8, 17, 17), torch.randn(3, 8, 8, 3, 3)
+    with _torch.Recorder([x, weight]):
+        hfta.vmap(torch.conv2d)(x, weight)
+    assert machine.chosen(17)[0] == GROUPED and not machine.calls
+    # A record takes what was measured before.
+    assert machine.chosen(16)[0] == LAST
+    machine.calls.clear()
+    x = x[..., :16, :16].contiguous()
+    recorder = _torch.Recorder([x, weight])
+    with recorder:
+        hfta.vmap(torch.conv2d)(x, weight)
+    assert not machine.calls and f"'{LAST}'" in str(recorder.calls)
+
+
+def test_compilers_measure_nothing_and_take_what_is_known(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    x, weight = torch.randn(3, 8, 8, 32, 32), torch.randn(3, 64, 8, 3, 3)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph
+
+    def compiled() -> str:
+        torch.compiler.reset()
+        torch.compile(hfta.vmap(torch.conv2d), backend=aot_autograd(fw_compiler=backend), fullgraph=True)(x, weight)
+        return graphs[-1]
+
+    before = compiled()
+    assert not machine.calls
+    hfta.vmap(torch.conv2d)(x, weight)
+    assert machine.measured()
+    after = compiled()
+    assert not machine.calls
+    # Channels are moved to the end.
+    assert "[0, 2, 3, 1]" in after and "[0, 2, 3, 1]" not in before
+
+
+def test_an_override_wins_and_the_table_can_be_asked_for(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    with hfta.rules.override(conv="loop"):
+        assert machine.chosen() == (LOOP, "overridden") and not machine.measured()
+    with hfta.rules.override(all="table"):
+        assert machine.chosen() == (GROUPED, "one group per member") and not machine.measured()
+    assert machine.chosen()[0] == LAST
+    with hfta.rules.override(conv="table"):
+        assert machine.chosen() == (GROUPED, "one group per member")
+
+
+def test_a_worker_takes_the_choices_of_its_parent(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    machine.chosen()
+    sent = settings()
+    machine.process()
+    machine.costs = {GROUPED: 1e-3, LAST: 1e-3, LOOP: 0.5e-3}
+    settle(sent)
+    assert machine.chosen()[0] == LAST and machine.chosen(17)[0] == GROUPED and not machine.calls
+
+
+def _run(path: pathlib.Path, epochs: int) -> Any:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(make, range(3)), seeds=range(3))
+    data = torch.randn(8, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    loader = hfta.ArrayLoader(data, 4, seeds=range(3))
+    return hfta.fit(step, state, loader, epochs=epochs, resume=path, progress=False).state.params
+
+
+def test_a_resumed_run_keeps_its_choices(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    machine.costs[LAST] = 0.5e-3
+    whole = _run(tmp_path / "whole", 2)
+    machine.process()
+    _run(tmp_path / "half", 1)
+    machine.process()
+    # Another machine, on which another lowering is faster.
+    monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "other"))
+    machine.costs = {GROUPED: 1e-3, LAST: 1e-3, LOOP: 0.1e-3}
+    before = _choice.state
+    resumed = _run(tmp_path / "half", 2)
+    assert all(torch.equal(resumed[path], leaf) for path, leaf in whole.items())
+    assert LOOP not in machine.calls and _choice.state != before
+
+
+def test_a_file_of_a_run_decides_what_waits(machine: Machine) -> None:
+    machine.costs[LAST] = 0.5e-3
+    _measured._spent = 1.0
+    assert machine.chosen()[0] == GROUPED
+    held = _measured.choices()
+    _measured._spent = 0.0
+    assert machine.chosen()[0] == GROUPED
+    machine.process()
+    _choice.adopt(held, as_worker=False)
+    assert machine.chosen()[0] == GROUPED and not machine.measured()
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "lstm"])
+def test_layers_are_timed_with_their_backward_pass(machine: Machine, kind: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    op, other = ("layer_norm", "folded") if kind == "layer norm" else ("lstm.input", "batched")
+    from hfta_func.rules import _trials
+
+    loop = _trials.one_by_one
+    # A rule's own time passes; the loop takes none.
+    monkeypatch.setattr(_measured, "seconds", lambda: machine.time)
+    monkeypatch.setattr(
+        _trials, "one_by_one", lambda *args: setattr(machine, "time", machine.time - 1e-3) or loop(*args)
+    )
+    grad = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *args, **kw: setattr(machine, "time", machine.time + 2e-3) or grad(*args, **kw)
+    )
+    shapes = ((4, 8), (8,), (8,)) if kind == "layer norm" else ((5, 2, 4), (12, 4), (12, 3), (12,), (12,))
+    inputs = [torch.randn(3, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def func(x: Tensor, *weights: Tensor) -> Tensor:
+        if kind == "layer norm":
+            return F.layer_norm(x, (8,), *weights)
+        zeros = torch.zeros(1, 2, 3, dtype=x.dtype)
+        return torch.lstm(x, (zeros, zeros), list(weights), True, 1, 0.0, True, False, False)[0]
+
+    generator = torch.get_rng_state()
+    explained = hfta.rules.explain(hfta.vmap(func), *inputs)
+    assert torch.equal(torch.get_rng_state(), generator)
+    chosen = {choice.op: (choice.lowering, choice.reason) for choice in explained}
+    assert chosen[op] == ("loop", f"measured here: 2.0x of {other}")
+    with hfta.rules.override(all="table"):
+        expected = hfta.vmap(func)(*inputs)
+    torch.testing.assert_close(hfta.vmap(func)(*inputs), expected, rtol=1e-12, atol=1e-12)
+    assert all(x.grad is None for x in inputs)
