@@ -413,7 +413,7 @@ def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatc
     options: dict[str, Any] = STUDY | {"max_models": 4}
     with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2, executor=crew)
-    with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
+    with pytest.raises(ValueError, match="there are workers and an executor"):
         tune.run(build, SPACE, workers=2, executor=crew, **options)
     for count, match in ((0, "workers is 0; it must be"), (999, "workers is 999, more than the .* processors")):
         with pytest.raises(ValueError, match=match):

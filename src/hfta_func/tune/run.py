@@ -200,12 +200,7 @@ def run(
         ),
         *(seed, enqueue, keep, retry, timeout),
     )
-    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
-    most = configurations(sampler, space, enqueue, limit)
-    if workers is not None and executor is not None:
-        raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
-    if storage is not None and name is None:
-        raise ValueError("a storage keeps studies by name; pass name='...'")
+    most = _checked(options, sampler, workers is None or executor is None, storage is None or name is not None)
     with contextlib.ExitStack() as stack:
         # Until there is a study to return, Ctrl-C waits.
         setting_up = stack.enter_context(contextlib.ExitStack())
@@ -253,3 +248,13 @@ def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) ->
         bar.update(len(study.trials) - study.counts["running"] - bar.n)
         for callback in callbacks if has_trained else ():
             notify(callback, study)
+
+
+def _checked(options: StudyOptions, sampler: Any, has_one_executor: bool, is_named: bool) -> int | None:
+    """The number of configurations that the sampler has; raises a ValueError for arguments that contradict each other."""
+    if not has_one_executor:
+        raise ValueError("there are workers and an executor, which has its own; pass one of both")
+    if not is_named:
+        raise ValueError("a storage keeps studies by name; pass name='...'")
+    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
+    return configurations(sampler, options.space, options.enqueue, limit)
