@@ -50,7 +50,6 @@ FILES_IN = {
         "scalar_args",
         "captured",
         "made",
-        "as_alone",
     ],
     "rules": [
         *(
