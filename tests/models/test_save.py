@@ -35,7 +35,8 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv1d(DIM, DIM, 1), nn.Conv1d(DIM, DIM, 1)
+        # A bias before a normalisation has rounding as its gradient.
+        self.first, self.second = (nn.Conv1d(DIM, DIM, 1, bias=False) for _ in range(2))
         self.norm, self.relu, self.drop = nn.BatchNorm1d(DIM), nn.ReLU(inplace=True), nn.Dropout1d(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +50,8 @@ class Largest(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Conv1d(DIM, 4 * DIM, 1), nn.BatchNorm1d(4 * DIM), nn.Linear(4 * DIM, 3)
+        self.first, self.norm = nn.Conv1d(DIM, 4 * DIM, 1, bias=False), nn.BatchNorm1d(4 * DIM)
+        self.last = nn.Linear(4 * DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x.mT)).relu().amax(-1))

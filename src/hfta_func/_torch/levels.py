@@ -20,7 +20,6 @@ pytree = private("torch.utils", "_pytree")
 # Enters a level of vmap: ``with vmap_level(num_models, randomness) as level``.
 vmap_level = private(_VMAP, "vmap_increment_nesting")
 # A plain tensor as one that a level of vmap maps over, and back.
-batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 add_batch_dim = private(_FUNCTORCH, "_add_batch_dim")
 # The same for tracing by the compiler, and the removal of a tensor's wrapper at a level of derivatives.
 traced_add_batch_dim = private(_VMAP, "_add_batch_dim")
@@ -39,7 +38,7 @@ is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
 # The number of a tensor's outermost level.
 level_of = private(_FUNCTORCH, "maybe_get_level")
 # The model axis at the outermost level, below 0 where there is none.
-_batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
+batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
 peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
 interpreters = private(_FUNCTORCH, "get_interpreter_stack")
@@ -124,7 +123,7 @@ def first_member(tensor: Tensor) -> Tensor:
     """The plain tensor of the first member at every level of ``vmap`` that maps over a tensor."""
     dims = []
     while is_wrapped(tensor):
-        dims.append(_batch_dim(tensor))
+        dims.append(batch_dim(tensor))
         tensor = get_unwrapped(tensor)
     # The innermost wrapper counts the axes of the plain tensor.
     for dim in reversed(dims):

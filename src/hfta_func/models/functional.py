@@ -265,7 +265,9 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        before = [*map(writes, numbers.values())]
+        # A compiler counts no writes.
+        written = (lambda number: 0) if torch.compiler.is_compiling() else writes
+        before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
@@ -278,7 +280,7 @@ class Bound:
         if self._base is not None:
             self._base.check_kept(given, tensors, "model.")
         for (path, number), version in zip(numbers.items(), before, strict=True):
-            if tensors[f"model.{path}"] is not number or writes(number) != version:
+            if tensors[f"model.{path}"] is not number or written(number) != version:
                 raise changed(path)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 

@@ -93,7 +93,9 @@ class Gradients:
     def compare(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
-            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": outputs.buffers}
+            # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
+            buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
+            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": buffers}
             results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
             results |= {"parameter": outputs.params} if self.rewrites_params else {}
             trial(self._case(self.tensors(state), batch), results)

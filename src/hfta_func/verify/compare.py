@@ -34,14 +34,18 @@ class Difference(NamedTuple):
         return f"{_NAMES[self.kind].format(self.path)} is {self.array} in the array and {self.alone} alone"
 
 
-def difference(array: Results, alone: Results, eps: float) -> Difference | None:
-    """The first leaf that differs by more than rounding can."""
+def difference(array: Results, alone: Results, eps: float, judged: bool = True) -> Difference | None:
+    """The first leaf that differs by more than rounding can.
+
+    Without a judge, gradients are held to the largest of all: that of a bias before a batch norm is rounding alone.
+    """
     # What comes of a loss that is NaN or infinite is never used.
     have_failed = has_failed(array) and has_failed(alone)
     kinds = ("loss",) if have_failed else [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
+        floor = 1e-3 if judged or kind != "gradient" else max([1e-3, *map(_largest, alone[kind].values())])
         for path, leaf in alone[kind].items():
-            if path in array[kind] and not close(array[kind][path], leaf, eps):
+            if path in array[kind] and not close(array[kind][path], leaf, eps, floor):
                 return Difference(kind, path, *_values(array[kind][path], leaf))
     return None
 
@@ -51,17 +55,26 @@ def has_failed(results: Results) -> bool:
     return any(not bool(leaf.isfinite().all()) for leaf in results.get("loss", {}).values())
 
 
-def close(a: Tensor, b: Tensor, eps: float) -> bool:
-    """Whether two results agree; numbers within the square root of their precision, or of ``eps`` if that is coarser."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+def close(a: Tensor, b: Tensor, eps: float, floor: float = 1e-3) -> bool:
+    """Whether two results agree: numbers within the square root of their precision, or of ``eps`` if that is coarser."""
+    if a.shape != b.shape or _is_inexact(a) != _is_inexact(b):
         return False
-    a, b = (x.to_dense() if x.layout != torch.strided else x for x in (a, b))
-    if not (a.is_floating_point() or a.is_complex()):
+    a, b = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, b))
+    if not _is_inexact(a):
         return bool(torch.equal(a, b))
-    share = max(torch.finfo(a.dtype).eps, eps) ** 0.5
-    a, b = (x.detach() for x in (a, b))
-    scale = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
-    return bool(torch.allclose(a, b, share, share * max(scale, 1e-3), equal_nan=True))
+    # A number of a member's own takes the precision of what it meets, alone it may raise that.
+    share = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps, eps) ** 0.5
+    common = torch.promote_types(a.dtype, b.dtype)
+    return bool(torch.allclose(a.to(common), b.to(common), share, share * max(_largest(b), floor), equal_nan=True))
+
+
+def _is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _largest(x: Tensor) -> float:
+    x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
+    return float(x.nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
 
 
 def _values(a: Tensor, b: Tensor) -> tuple[str, str]:
