@@ -34,7 +34,7 @@ from hfta_func.models.sizes import (
     signature_of,
     sizes_in,
     tensors_by_path,
-)
+)  # fmt: skip
 from hfta_func.models.structure import check_materialised
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
