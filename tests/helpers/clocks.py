@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hfta_func._torch import VmapInterpreter, peek_interpreter
-from hfta_func._torch.levels import TransformType
 from hfta_func.step import chunks
 
 
@@ -36,11 +35,8 @@ class CallClock:
     def call(self) -> None:
         """What the timed function calls once for each group."""
         interpreter = peek_interpreter()
-        # Before one member runs alone for the first time, it runs as an array of one; and members that are compared with
-        # what each is alone run by a gradient that belongs to no group.
-        if interpreter is None or (
-            interpreter.key() == TransformType.Vmap and VmapInterpreter(interpreter).batchSize() > 1
-        ):
+        # Before one member runs alone for the first time, it runs as an array of one.
+        if interpreter is None or VmapInterpreter(interpreter).batchSize() > 1:
             self._calls += 1
 
     def _now(self, device: torch.device) -> float:

@@ -133,10 +133,8 @@ class Padding:
     def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
         """For each member, the model of its size, and its parameters and buffers as an array of one."""
         for index, number in enumerate(buffers[SIZE].tolist()):
-            alone = [
-                self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)
-            ]
-            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in alone]
+            trees = ({path: leaf[index] for path, leaf in tree.items()} for tree in (params, buffers))
+            stacked = [{path: leaf[None] for path, leaf in self.true(number, tree).items()} for tree in trees]
             yield self.sizes[number].model, stacked[0], stacked[1]
 
 
