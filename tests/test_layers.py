@@ -58,6 +58,7 @@ FILES_IN = {
             "_affine",
             "_products",
             "_windows",
+            "_convolution",
             "_lowering",
             "_loop",
             "_measured",
@@ -300,7 +301,7 @@ def test_the_table_forbids(file, other):
 
 def test_no_file_is_two_rooms():
     lengths = {file: len(path.read_text().splitlines()) for file, path in FILES.items()}
-    assert not {file: length for file, length in lengths.items() if length > 352}
+    assert not {file: length for file, length in lengths.items() if length > 350}
 
 
 LONG = {"leafwise": "functions that share twelve options, each shorter than a page; apart, they would hand these on"}

@@ -50,9 +50,19 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[_lowering.Case]:
 
 
 IMPLEMENTED = {
-    "convolution": {"folded", "wide", "grouped", "matmul", "sample_matmul", "windows", "channels_last", "loop"},
-    "convolution_input_grad": {"grouped", "matmul", "sample_matmul", "windows", "channels_last", "loop"},
-    "convolution_weight_grad": {"grouped", "matmul", "sample_matmul", "windows", "channels_last", "loop"},
+    "convolution": {
+        "folded",
+        "wide",
+        "grouped",
+        "matmul",
+        "sample_matmul",
+        "windows",
+        "direct",
+        "channels_last",
+        "loop",
+    },
+    "convolution_input_grad": {"grouped", "matmul", "sample_matmul", "windows", "direct", "channels_last", "loop"},
+    "convolution_weight_grad": {"grouped", "matmul", "sample_matmul", "windows", "direct", "channels_last", "loop"},
 }
 """The lowerings that code of rules asks for by name. An unknown one would run as another."""
 

@@ -221,7 +221,6 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:aten..histc has no batching rule:hfta_func.errors.LoopWarning")
 def test_the_loss_of_routers_which_models_collect_by_hooks() -> None:
     """Reported by users of Qwen-3-MoE and Mixtral: the first call registers hooks and leaves them."""
     for name in ("mixtral", "qwen3_moe"):

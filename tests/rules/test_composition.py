@@ -20,6 +20,7 @@ from rule_cases import (
     POOLING,
     RECURRENT,
     RESAMPLING,
+    ROWS,
     RULE_CASES,
     SHAPE,
     RuleCase,
@@ -42,6 +43,7 @@ FAMILIES = {
     "attention": ATTENTION,
     "embedding": EMBEDDING,
     "recurrent": RECURRENT,
+    "rows": ROWS,
 }
 BY_NAME = {case.name: case for case in RULE_CASES}
 BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AXES.items()]

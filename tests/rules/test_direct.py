@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,77 @@ def test_without_a_compiler_the_table_chooses_others() -> None:
         environment = {**os.environ, "HFTA_FUNC_NATIVE": native_kernels}
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
         assert ("direct" in run.stdout) is is_direct, run.stdout
+
+
+# Allocations fail from the n-th on that `fail_after(n)` counts.
+_FAILING = """
+#include <stdlib.h>
+static long left = -1;
+void fail_after(long n) { left = n; }
+static int fails(void) { return left >= 0 && left-- <= 0 ? (left = 0, 1) : 0; }
+#define malloc(n) (fails() ? NULL : malloc(n))
+#define calloc(n, m) (fails() ? NULL : calloc(n, m))
+#define aligned_alloc(a, n) (fails() ? NULL : aligned_alloc(a, n))
+"""
+_SANITIZED = """
+import sys, torch
+import torch.nn.functional as F
+from hfta_func._kernels import convolution, native
+native._FLAGS += ("-O1", "-fsanitize=address", "-include", sys.argv[1])
+library = convolution.program(torch.float32)
+torch.set_num_threads(1)
+for x, weight, stride, pad, dilation in (
+    ((1, 5, 37, 6), (7, 5, 3, 3), 1, 1, 1), ((35, 2, 6, 5), (3, 2, 2, 3), 2, 0, 1), ((2, 4, 70, 70), (9, 4, 3, 3), 1, 2, 2),
+    ((20, 2, 8, 8), (3, 2, 2, 2), 5, 0, 1), ((2, 1, 30, 30), (1, 1, 1, 1), 4, 3, 1), ((3, 3, 9, 40), (5, 3, 5, 2), 3, 4, 1),
+    # Rows behind the last filter, more than buffers are longer than needed.
+    ((32, 1, 40, 40), (2, 1, 3, 3), 30, 0, 1),
+):
+    images, filters = torch.randn(2, *x), torch.randn(2, *weight)
+    window = [[each] * 2 for each in (stride, pad, dilation)]
+    with torch.enable_grad():
+        pairs = [(one.clone().requires_grad_(), other.clone().requires_grad_()) for one, other in zip(images, filters)]
+        expected = torch.stack([F.conv2d(*pair, None, stride, pad, dilation) for pair in pairs])
+    torch.manual_seed(0)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    calls = (
+        (lambda: convolution.convolve(images, filters, None, expected.shape[3:], window, 1, False), expected.detach()),
+        (lambda: convolution.convolve(grad, filters, None, x[2:], window, 1, True), torch.stack([a.grad for a, _ in pairs])),
+        (lambda: convolution.correlate(grad, images, weight[2:], window, 1), torch.stack([b.grad for _, b in pairs])),
+    )
+    for call, result in calls:
+        allocations, found = 0, None
+        while found is None:
+            library.fail_after(allocations)
+            try:
+                found = call()
+            except MemoryError:
+                allocations += 1 + allocations // 8
+            finally:
+                library.fail_after(-1)
+        assert allocations >= 9, allocations
+        torch.testing.assert_close(found, result, rtol=1e-4, atol=1e-3)
+print("as expected")
+"""
+
+
+def test_memory_that_is_missing_or_not_the_kernels(tmp_path: Path) -> None:
+    sanitizer = _gcc("-print-file-name=libasan.so")
+    if not os.path.isabs(sanitizer):
+        pytest.skip("there is no gcc with an address sanitizer")
+    (tmp_path / "failing.h").write_text(_FAILING)
+    environment = {
+        **{**os.environ, "CC": "gcc", "HFTA_FUNC_CACHE": str(tmp_path), "LD_PRELOAD": sanitizer},
+        **{"ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},
+    }
+    command = [sys.executable, "-c", _SANITIZED, str(tmp_path / "failing.h")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0 and run.stdout == "as expected\n", run.stderr[-3000:]
+
+
+def _gcc(option: str) -> str:
+    found = shutil.which("gcc")
+    return "" if found is None else subprocess.run([found, option], capture_output=True, text=True).stdout.strip()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -258,6 +258,8 @@ static copied copied_windows(const geometry *g, const layout *l)
     c.total = channels * c.image;
     c.length = whole ? c.total : w[g->axis].size * c.slab;
     c.places = numbers(c.length);
+    if (!c.places)
+        return c;
     count sizes[3], skipped[3];
     for (int a = 0; a < 3; a++) {
         const int is_cut = a == g->axis && !whole;
@@ -288,7 +290,7 @@ static copied copied_outputs(const geometry *g, const layout *l)
     c.total = channels * c.image;
     c.length = whole ? c.total : l->out_pixels;
     c.places = numbers(c.length);
-    for (count j = 0; j < c.length; j++)
+    for (count j = 0; j < c.length && c.places; j++)
         c.places[j] = j * LANES;
     return c;
 }
@@ -313,6 +315,11 @@ typedef struct {
     count *origin, *target;  // of each pixel: places in the buffers
 } phase;
 
+static int is_whole(const phase *p)
+{
+    return p->from && p->weight && p->origin && p->target;
+}
+
 static phase make_phase(const geometry *g, const layout *l, const count *first)
 {
     const window *w = l->axes;
@@ -328,6 +335,8 @@ static phase make_phase(const geometry *g, const layout *l, const count *first)
     p.weight = numbers(all * g->ins);
     p.origin = numbers(p.pixels);
     p.target = numbers(p.pixels);
+    if (!is_whole(&p))
+        return p;
     for (count k = 0; k < all; k++) {
         const count tap[3] = {k / g->taps[2] / g->taps[1], k / g->taps[2] % g->taps[1], k % g->taps[2]};
         count place = 0, at = 0, exists = 1;
@@ -436,26 +445,34 @@ INLINE count block(count channels, count o)
 // What is read again soon should still be in the first-level cache.
 #define PIXELS_AT_ONCE 48
 
-// Out of inputs [M,N,GI,in] and filters the outputs [M,N,GO,out], which are contiguous.
-void convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *bias, REAL *y, count threads)
+// Out of inputs [M,N,GI,in] and filters the outputs [M,N,GO,out], which are contiguous. Returns whether memory is missing.
+int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *bias, REAL *y, count threads)
 {
     const layout l = best_layout(g);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
     const count *s = g->stride, phases = g->scatters ? s[0] * s[1] * s[2] : 1;
     const count filters = g->groups * g->ins * g->outs * g->taps[0] * g->taps[1] * g->taps[2];
     const count group_of_filters = filters / g->groups;
-    phase *all = malloc(sizeof(phase) * phases);
-    for (count i = 0; i < phases; i++)
+    phase *all = calloc(phases, sizeof(phase));
+    int missing = !in.places || !out.places || !all;
+    for (count i = 0; i < phases && !missing; i++) {
         all[i] = make_phase(g, &l, (count[]){i / s[2] / s[1], i / s[2] % s[1], i % s[2]});
+        missing = !is_whole(&all[i]);
+    }
 #pragma omp parallel num_threads(threads) if (g->models * l.chunks > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
         REAL *images = buffer(in_vectors), *results = buffer(g->groups * g->outs * l.out_pixels);
         REAL *packed = malloc(sizeof(REAL) * AT_LEAST(filters, 1));
         count last = -1;
-        memset(images, 0, in_vectors * BYTES);
+        if (!images || !results || !packed) {
+#pragma omp atomic write
+            missing = 1;
+        } else
+            memset(images, 0, in_vectors * BYTES);
+#pragma omp barrier
 #pragma omp for schedule(static)
-        for (count item = 0; item < g->models * l.chunks; item++) {
+        for (count item = 0; item < (missing ? 0 : g->models * l.chunks); item++) {
             const count model = item / l.chunks, chunk = item % l.chunks;
             const lanes from = input_lanes(chunk, g, &l, &in), to = output_lanes(chunk, g, &l, &out, out.total);
             copy_in(x + model * g->in_model, &from, &in, images);
@@ -488,11 +505,12 @@ void convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *
         free(results);
         free(packed);
     }
-    for (count i = 0; i < phases; i++)
+    for (count i = 0; i < phases && all; i++)
         free_phase(&all[i]);
     free(all);
     free(in.places);
     free(out.places);
+    return missing;
 }
 
 // Sums over lanes.
@@ -513,9 +531,9 @@ static void reduce(const REAL *from, count length, REAL *into)
 // Batches are summed in at most so many parts, whatever the number of threads.
 #define PARTS 8
 
-// Out of big images, as inputs, and small ones [M,N,GO,out] the gradient of the filters.
-void correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
-               count threads)
+// Out of big images, as inputs, and small ones [M,N,GO,out] the gradient of the filters. Returns whether memory is missing.
+int correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
+              count threads)
 {
     const layout l = best_layout(g);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
@@ -523,13 +541,19 @@ void correlate(const geometry *g, const REAL *big, const REAL *small, count smal
     const count group_of_filters = g->outs * g->ins * g->taps[0] * g->taps[1] * g->taps[2], filters = g->groups * group_of_filters;
     phase p = make_phase(g, &l, (count[]){0, 0, 0});
     REAL *sums_of_parts = parts == 1 ? gradient : malloc(sizeof(REAL) * g->models * parts * filters);
+    int missing = !in.places || !out.places || !is_whole(&p) || !sums_of_parts;
 #pragma omp parallel num_threads(threads) if (g->models * parts > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
         REAL *images = buffer(in_vectors), *dense = buffer(g->groups * g->outs * l.out_pixels), *into = buffer(filters);
-        memset(images, 0, in_vectors * BYTES);
+        if (!images || !dense || !into) {
+#pragma omp atomic write
+            missing = 1;
+        } else
+            memset(images, 0, in_vectors * BYTES);
+#pragma omp barrier
 #pragma omp for schedule(static)
-        for (count item = 0; item < g->models * parts; item++) {
+        for (count item = 0; item < (missing ? 0 : g->models * parts); item++) {
             const count model = item / parts, part = item % parts;
             memset(into, 0, filters * BYTES);
             for (count chunk = l.chunks * part / parts; chunk < l.chunks * (part + 1) / parts; chunk++) {
@@ -553,7 +577,7 @@ void correlate(const geometry *g, const REAL *big, const REAL *small, count smal
         free(into);
     }
     if (parts > 1) {
-        for (count model = 0; model < g->models; model++)
+        for (count model = 0; model < g->models && !missing; model++)
             for (count i = 0; i < filters; i++) {
                 REAL sum = 0;
                 for (count part = 0; part < parts; part++)
@@ -565,4 +589,5 @@ void correlate(const geometry *g, const REAL *big, const REAL *small, count smal
     free_phase(&p);
     free(in.places);
     free(out.places);
+    return missing;
 }

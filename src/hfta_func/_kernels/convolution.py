@@ -51,7 +51,7 @@ def convolve(
     geometry = _geometry(image, groups, channels, strides, scatters, space, weight.shape[3:], window)
     bias = None if bias is None else bias.contiguous()
     pointers = image.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads())
+    _check(program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads()))
     return y
 
 
@@ -65,8 +65,16 @@ def correlate(
     gradient = image.new_empty((*lead, channels.shape[2], sides[0], *taps))
     geometry = _geometry(image, groups, sides, (0, 0), False, channels.shape[3:], taps, window)
     pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2], gradient.data_ptr()
-    program(image.dtype).correlate(geometry, *pointers, torch.get_num_threads())
+    _check(program(image.dtype).correlate(geometry, *pointers, torch.get_num_threads()))
     return gradient
+
+
+def _check(is_memory_missing: int) -> None:
+    if is_memory_missing:
+        raise MemoryError(
+            "there is no memory left for the buffers of a convolution; run fewer members at a time (chunk_size=), or "
+            "rules.override(conv='grouped')"
+        )
 
 
 def _flat(x: Tensor, axes: int) -> Tensor:

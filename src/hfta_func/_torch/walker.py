@@ -88,8 +88,11 @@ class Walker(_Mode):
             if result is not NotImplemented:
                 return result
         before = self.bytes
-        with self._fake:
-            result = func(*args, **kwargs)
+        try:
+            with self._fake:
+                result = func(*args, **kwargs)
+        except private(_FAKE, "DynamicOutputShapeException") as error:
+            raise NotWalkableError(f"it makes a tensor whose shape depends on values, by {error}") from None
         if func not in _UNSEEN:
             for leaf in levels.pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):

@@ -34,7 +34,7 @@ from hfta_func.models.sizes import (
     signature_of,
     sizes_in,
     tensors_by_path,
-)
+)  # fmt: skip
 from hfta_func.models.structure import check_materialised
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
@@ -133,10 +133,8 @@ class Padding:
     def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
         """For each member, the model of its size, and its parameters and buffers as an array of one."""
         for index, number in enumerate(buffers[SIZE].tolist()):
-            alone = [
-                self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)
-            ]
-            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in alone]
+            trees = ({path: leaf[index] for path, leaf in tree.items()} for tree in (params, buffers))
+            stacked = [{path: leaf[None] for path, leaf in self.true(number, tree).items()} for tree in trees]
             yield self.sizes[number].model, stacked[0], stacked[1]
 
 

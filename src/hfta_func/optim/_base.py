@@ -226,8 +226,7 @@ class Hyperparams:
     """
 
     def __init__(self, owner: type, /, **specs: PerModel):
-        self.owner = owner
-        self.specs = specs
+        self.owner, self.specs = owner, specs
         _shorten(owner)
         for name, spec in specs.items():
             check(name, spec, range_of(owner, name))

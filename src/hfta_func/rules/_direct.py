@@ -6,6 +6,7 @@ consist of. Dimension letters as in :mod:`hfta_func.rules.conv`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ def _fake_sum(x: Tensor, weight: Tensor, bias: Tensor | None, space: Any, *optio
     )
 
 
+def _flops_of_sum(x: Tensor, weight: Tensor, bias: Any, space: Any, *options: Any, out_val: Tensor) -> int:
+    small = x if options[-1] else out_val
+    return 2 * small.numel() * math.prod(weight.shape[-len(space) - 1 :])
+
+
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _, space, *ctx.options = inputs
     ctx.axes = len(space)
@@ -82,6 +88,10 @@ def _fake_product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> 
     return image.new_empty((*lead, channels.shape[side], image.shape[side] // options[-1], *taps))
 
 
+def _flops_of_product(channels: Tensor, image: Tensor, taps: Any, *options: Any, out_val: Tensor) -> int:
+    return 2 * channels.numel() * math.prod(out_val.shape[-len(taps) - 1 :])
+
+
 def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     channels, image, _, *ctx.options = inputs
     ctx.save_for_backward(channels, image)
@@ -102,9 +112,11 @@ _sums = Operator(
     f"direct_sums(Tensor x, Tensor weight, Tensor? bias, SymInt[] space, {_WINDOW}, bool scatters) -> Tensor",
     *(_sum, _keep_sum, _backward_of_sum, _fake_sum),
     batched=members_in_front(lambda *args: _sums(*args)),
+    flops=_flops_of_sum,
 )
 _products = Operator(
     f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> Tensor",
     *(_product, _keep_product, _backward_of_product, _fake_product),
     batched=members_in_front(lambda *args: _products(*args)),
+    flops=_flops_of_product,
 )

@@ -45,6 +45,8 @@ _settled: dict[tuple[int, str], Measured] = {}
 _given: dict[str, Measured] = {}
 _waiting: set[tuple[int, str]] = set()
 _closed: set[tuple[Any, ...]] = set()
+_costs: dict[tuple[int, str], float] = {}
+"""The seconds that a measurement may take which was given up: more than it had."""
 _lock = threading.Lock()
 _began = 0.0
 _spent = 0.0
@@ -124,7 +126,8 @@ def close(call: tuple[Any, ...]) -> None:
 def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str], Tensor], takes: float) -> bool:
     """Settle a case by timing ``run`` of the table's choice and of other lowerings; whether there was time for that.
 
-    A run is expected to take so many seconds.
+    A run is expected to take so many seconds. If runs take longer, measuring ends as soon as its share of the time is spent,
+    and begins again when there is twice as much; until then the table decides.
     """
     global _spent, _began
     key = threads(), _text(case)
@@ -135,13 +138,18 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
         return True
     start = now()
     _began = _began or start
-    costs = (3 * takes + _PREPARATION / 2) * (1 + len(others))
+    costs = _costs.get(key, (3 * takes + _PREPARATION / 2) * (1 + len(others)))
+    left = _SHARE * max(_LEAST, start - _began) - _spent
     # Another thread that measures now would disturb this one.
-    if _spent + costs > _SHARE * max(_LEAST, start - _began) or not _lock.acquire(blocking=False):
+    if costs > left or not _lock.acquire(blocking=False):
         _waiting.add(key)
         return False
     try:
-        times = _times([default, *others], run)
+        times = _times([default, *others], run, start + left)
+    except TimeoutError:
+        _costs[key] = 2 * max(costs, now() - start)
+        _waiting.add(key)
+        return False
     finally:
         _lock.release()
         _spent += now() - start
@@ -161,12 +169,14 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
     return True
 
 
-def _times(names: list[str], run: Callable[[str], Tensor]) -> dict[str, float]:
-    """The least seconds of each that is not given up; nothing if they are too noisy."""
+def _times(names: list[str], run: Callable[[str], Tensor], until: float) -> dict[str, float]:
+    """The least seconds of each that is not given up; nothing if they are too noisy. No run begins after ``until``."""
     layout: Tensor | None = None
 
     def timed(name: str) -> float:
         nonlocal layout
+        if now() > until:
+            raise TimeoutError
         start = seconds()
         result = run(name)
         # What follows is used to the layout that the table's choice makes.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from hfta_func._kernels.operators import DEFINITIONS, define_operator, with_backward
 from hfta_func._torch import has_tangents
@@ -34,6 +35,8 @@ class Operator:
     fake: Callable[..., Any] | None = None
     # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
+    # Floating-point operations of a call, ``flops(*args, out_val=output)``, for PyTorch's counter.
+    flops: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         DEFINITIONS.append((f"{self.schema.partition('(')[0]}_", lambda: self._op))
@@ -66,4 +69,6 @@ class Operator:
         schema = f"{title}_{fingerprint()[:8]}({signature}"
         decomposition = forward if self.fake is None else None
         op = define_operator(schema, kernels, fake=self.fake, decomposition=decomposition)
+        if self.flops is not None:
+            flop_registry[op.overloadpacket] = self.flops
         return op

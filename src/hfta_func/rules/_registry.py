@@ -105,7 +105,7 @@ def register(
 
 
 def register_looped(family: str, *ops: str) -> None:
-    """Run rare operators for one member after another: those that only gradients inside ``vmap`` call."""
+    """Run rare operators for one member after another without a warning: of few numbers, or in gradients inside ``vmap``."""
     for op in ops:
         RULES[op] = Entry(None, BATCHED, None, False)
         enter(op, family, "rare: one member after another", "loop")

@@ -17,8 +17,6 @@ K kernel.
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,12 +27,13 @@ from hfta_func import _torch
 from hfta_func._kernels.convolution import program
 from hfta_func._torch import has_tangents
 from hfta_func.rules import _direct, _measured, _products, _windows
-from hfta_func.rules._choice import choose, measure, remembered
+from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
-from hfta_func.rules._lowering import Case, convolution_of, make_case
+from hfta_func.rules._lowering import Case, make_case
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._trials import CONVOLUTION_GRADS, time_convolution
 
 _plain: Any = torch.convolution
 _convolution_backward = _torch.operator("convolution_backward")
@@ -126,39 +125,19 @@ _opaque = Operator(
 
 
 def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
-    """Time the lowerings of a convolution, and of the gradients that are needed, on some samples of all members.
-
-    Returns whether there is nothing left to time.
-    """
+    """Time the lowerings of a convolution, and of its gradients; whether there is nothing left to time."""
     cropped, crop, geometry = _cropped(case)
     if any(case.shared) or crop is not None:
         return True
-    one, impossible = convolution_of(cropped), _impossible(cropped, geometry)
-    products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
-    count = min(one.x[0], max(4, 2**26 // products))
-    takes = products * count * 2**-34
-    x, weight = models_first(x, dims[0]).narrow(1, 0, count), models_first(weight, dims[1])
-    needs = [torch.is_grad_enabled() and one.requires_grad for one in (x, weight)]
 
-    def forward(name: str) -> Tensor:
+    def forward(name: str, x: Tensor, weight: Tensor) -> Tensor:
         return _forward(x, weight, None, *geometry, [name])
 
-    @functools.cache
-    def gradient() -> Tensor:
-        return forward(choose(cropped).lowering)
+    def backward(of: int, name: str, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, _gradients(name, grad, x, weight, geometry, of == 0, of == 1)[of])
 
-    def backward(of: int, name: str) -> Tensor:
-        return cast(Tensor, _gradients(name, gradient(), x, weight, geometry, of == 0, of == 1)[of])
-
-    runs = {"convolution": forward}
-    runs |= {
-        f"convolution_{name}_grad": functools.partial(backward, of) for of, name in enumerate(_INPUTS) if needs[of]
-    }
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return all(measure(cropped._replace(op=op), impossible, run, takes) for op, run in runs.items())
-
-
-_INPUTS = "input", "weight"
+    pair = models_first(x, dims[0]), models_first(weight, dims[1])
+    return time_convolution(cropped, _impossible(cropped, geometry), *pair, forward, backward)
 
 
 def _cropped(case: Case) -> tuple[Case, list[int] | None, Geometry]:
@@ -188,7 +167,7 @@ def _plan(case: Case) -> Plan:
     if forward == "wide":
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
-    lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
+    lowerings = forward, *(choose(case._replace(op=op)).lowering for op in CONVOLUTION_GRADS)
     impossible, x = _impossible(case, geometry), case.shapes[0]
     lowerings = tuple("grouped" if lowering in impossible else lowering for lowering in lowerings)
     assert x is not None

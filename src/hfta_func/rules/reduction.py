@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import Call, Result, register_each
+from hfta_func.rules._registry import Call, Result, register_each, register_looped
 
 
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -47,3 +47,7 @@ def extreme(operator: Any, call: Call, x: Tensor, dim: Sequence[int] = (), keepd
     axes = [axis + (axis >= model_dim) for axis in member_axes]
     dim_after = model_dim if keepdim else model_dim - sum(axis < model_dim for axis in axes)
     return _OPERATORS[operator](x, axes, keepdim), dim_after
+
+
+# A histogram of each member has edges of its own.
+register_looped("reduction", "histc")

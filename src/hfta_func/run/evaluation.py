@@ -14,8 +14,9 @@ from hfta_func._torch import original
 from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import Metrics, mean_in, summed_in
+from hfta_func.run.history import Metrics
 from hfta_func.run.row_sampling import array_of, is_dataset
+from hfta_func.run.running import mean_in, summed_in
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional

@@ -283,18 +283,6 @@ def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, columns, value)
 
 
-def summed_in(value: Tensor) -> torch.dtype:
-    """The type in which a metric is summed: halves would come to a stop, and floats hold no large integers."""
-    if not value.is_floating_point():
-        return torch.int64
-    return torch.float32 if value.device.type == "mps" else torch.float64
-
-
-def mean_in(value: Tensor) -> torch.dtype:
-    """The type of a metric's mean: its own, float32 at least."""
-    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float32
-
-
 Callback = Callable[[TrainState, History], "TrainState | None"]
 """A function that :func:`fit` calls after each epoch; a state that it returns replaces the current one."""
 

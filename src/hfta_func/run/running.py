@@ -10,8 +10,20 @@ from torch import Tensor
 
 from hfta_func._tree import tree_map
 from hfta_func._types import ROWS
-from hfta_func.run.history import FailedStep, History, Metrics, mean_in, summed_in, widened
+from hfta_func.run.history import FailedStep, History, Metrics, widened
 from hfta_func.step.failures import Failure
+
+
+def summed_in(value: Tensor) -> torch.dtype:
+    """The type in which a metric is summed: halves would come to a stop, and floats hold no large integers."""
+    if not value.is_floating_point():
+        return torch.int64
+    return torch.float32 if value.device.type == "mps" else torch.float64
+
+
+def mean_in(value: Tensor) -> torch.dtype:
+    """The type of a metric's mean: its own, float32 at least."""
+    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float32
 
 
 class Running:

@@ -80,7 +80,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _flops(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a product or a convolution."""
     name = call._schema.name.rpartition("::")[2].replace("_for_cpu", "")
-    formula: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
+    formula: Any = flop_registry.get(getattr(torch.ops.aten, name, call.overloadpacket))
     if formula is None:
         return 0
     if name != "convolution_backward":

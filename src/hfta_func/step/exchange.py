@@ -281,8 +281,8 @@ def to_torch(
     calls = [_call_of(group) for group in call["groups"].values()]
     kind, *others = {_CLASSES.get(make) for make, _ in calls}
     if kind is None or others:
-        known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
-        raise StackError(f"{known}; of a chain, pass that part and its state")
+        known = f"one of {', '.join(_NAMES)}, or a partition with groups of one of them"
+        raise StackError(f"to_torch takes {known}; of a chain, pass that part and its state")
     options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
     counted, made = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",), []
     for member, leaves in enumerate(named):
@@ -341,8 +341,7 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
 def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
     """A copy of a scheduler that follows an optimizer, after a number of steps."""
     present = [{**group} for group in optimizer.param_groups]
-    # A scheduler of any kind makes the optimizer note that it steps.
-    LambdaLR(optimizer, lambda epoch: 1.0)
+    LambdaLR(optimizer, lambda epoch: 1.0)  # One of any kind makes the optimizer note that it steps.
     for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
         group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
     *_, follower = itertools.islice(_steps_of(scheduler, optimizer), steps + 1)
