@@ -1203,6 +1203,11 @@ PLANTED = [
         "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
     ),
     Planted(
+        "members that lack a block count its draws",
+        *("models/blocks.py", "        mode.skipped = joined[-1]\n", "        pass\n"),
+        "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
+    ),
+    Planted(
         "the rows that a padded look-up table has shortened are forgotten",
         *("models/functional.py", "if self._renorms and params is not whole:", "if False:"),
         "test_blocks.py::test_members_are_their_models_alone[any order-max_norm]",
