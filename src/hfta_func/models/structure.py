@@ -151,9 +151,10 @@ def hook_difference(
 ) -> tuple[str, Any, Any] | None:
     """As :func:`setting_difference`, but lists and dicts may hold what hooks leave there, such as a layer's outputs."""
     if len(hooks) != len(others):
-        return path, *(
+        names, other_names = (
             [getattr(hook, "__name__", type(hook).__name__) for hook in each.values()] for each in (hooks, others)
         )
+        return path, names, other_names
     held = [parts for hook in (*hooks.values(), *others.values()) if isinstance(parts := _parts(hook), dict)]
     left = {id(part) for parts in held for part in parts.values() if isinstance(part, list | dict)}
     return setting_difference([*hooks.values()], [*others.values()], path, {*known, *left})
