@@ -1,5 +1,7 @@
 """What the examples in docstrings take for granted: torch, and the public names of the package and its rooms."""
 
+import types
+
 import pytest
 import torch
 
@@ -22,5 +24,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace):
     rooms = hfta.callbacks, hfta.files, hfta.models, hfta.run, hfta.step, hfta.workers, hfta
-    public = {name: value for room in rooms for name, value in vars(room).items() if not name.startswith("_")}
+    named = [item for room in rooms for item in vars(room).items() if not isinstance(item[1], types.ModuleType)]
+    public = {name: value for name, value in named if not name.startswith("_")}
     doctest_namespace.update(public, torch=torch, hfta=hfta)

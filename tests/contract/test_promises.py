@@ -268,7 +268,7 @@ def test_forward_hooks_that_hold_other_values_are_refused() -> None:
         return model
 
     hfta.stack_params([build(2), build(2)])
-    with pytest.raises(hfta.errors.StackError, match=r"model 1: the forward_hooks of '0' are not those of model 0"):
+    with pytest.raises(hfta.errors.StackError, match=r"'0._forward_hooks\[0\].factor' is 3 but in model 0 it is 2"):
         hfta.stack_params([build(2), build(3)])
 
 

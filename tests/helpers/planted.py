@@ -71,18 +71,13 @@ PLANTED = [
     ),
     Planted(
         "what is written through a view is lost",
-        *("rules/vmap.py", "            if is_split:", "            if False:"),
+        *("rules/vmap.py", "if known.models_first or not copies.is_written():", "if True:"),
         "test_promises.py::test_promise",
     ),
     Planted(
         "the first call writes the parameters of its caller",
         *("step/members.py", "            params = copied(params)", "            pass"),
         "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",
-    ),
-    Planted(
-        "one member may do what many may not",
-        *("rules/vmap.py", "if not known.mapped and (rehearsing.get() or not known.reads):", "if False:"),
-        "test_promises.py::test_what_many_members_cannot_do_is_refused_for_one",
     ),
     Planted(
         "one mask for all samples of an inner vmap",
@@ -317,15 +312,19 @@ PLANTED = [
     ),
     Planted(
         "gradients stay scaled",
-        *("step/gradients.py", "grad * per_model(inverse, grad)", "grad"),
+        *(
+            "step/gradients.py",
+            "            inverse = state.loss_scale.scale.double().reciprocal()\n",
+            "            inverse = torch.ones_like(state.loss_scale.scale)\n",
+        ),
         "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
     ),
     Planted(
         "evaluation without autocast",
         *(
             "step/evaluate.py",
-            "autocasting(keys.device, self.options.autocast)",
-            "autocasting(keys.device, None)",
+            "None if judged else self.options.autocast",
+            "None",
         ),
         "test_evaluate.py::test_autocast_in_groups",
     ),
@@ -333,8 +332,8 @@ PLANTED = [
         "evaluation accepts float64 for autocast",
         *(
             "step/evaluate.py",
-            "Options(batch_dims, chunk_size, autocast, share",
-            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast, share",
+            "Options(batch_dims, chunk_size, autocast, **kept)",
+            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast, **kept)",
         ),
         "test_evaluate.py::test_training_and_evaluation_take_the_same_options",
     ),
@@ -771,7 +770,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble predicts in train mode",
-        *("step/prediction.py", "bind(model, forward, training=False, ", "bind(model, forward, "),
+        *("step/prediction.py", "bind(model, forward, training=training, ", "bind(model, forward, "),
         "test_ensemble.py::test_predictions_are_those_of_the_members",
     ),
     Planted(
@@ -1066,18 +1065,13 @@ PLANTED = [
     ),
     Planted(
         "a parameter in evaluation does not require grad",
-        *("calls/autodiff.py", "    return trained\n", "    return False\n"),
+        *("step/evaluate.py", "x.detach().requires_grad_() if path in trained else x for", "x.detach() for"),
         "test_control_flow.py::test_parameters_require_grad_as_alone",
     ),
     Planted(
         "a record is used though a value of Python has changed",
         *("step/records.py", "for one in self.tapes if one.reads.hold()", "for one in self.tapes"),
         "test_replay.py::test_what_functions_read_from_python[a closure]",
-    ),
-    Planted(
-        "a model goes on behind a write that only members that run as one do not have",
-        *("rules/vmap.py", "if errors.of_write is not None and not known.made.is_seeking():", "if False:"),
-        "test_made.py::test_as_alone[guarded-each-3-together]",
     ),
     Planted(
         "a record is used for tensors of another kind",
@@ -1193,14 +1187,14 @@ PLANTED = [
         "test_padding.py::test_members_are_their_models_alone[mlp]",
     ),
     Planted(
-        "a padded model is refused for rounding",
-        *("models/padding_check.py", "self._compare(*given, torch.float64)", "raise error"),
-        "test_padding.py::test_rounding_is_no_difference",
-    ),
-    Planted(
         "a step is replayed for members of other sizes",
         *("step/replay.py", "*(tuple(leaf.tolist()) for leaf in member_sizes(state))", "*()"),
         "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
+    ),
+    Planted(
+        "members that lack a block count its draws",
+        *("models/blocks.py", "        mode.skipped = joined[-1]\n", "        pass\n"),
+        "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
     ),
     Planted(
         "the rows that a padded look-up table has shortened are forgotten",

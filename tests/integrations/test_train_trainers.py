@@ -201,6 +201,9 @@ class Callback(transformers.TrainerCallback):
     [
         ([{"max_steps": 5}] * 2, "max_steps is 5, which has no effect on an array"),
         ([{"eval_strategy": "steps", "eval_steps": 2}] * 2, "eval_strategy is 'steps'"),
+        ([{"eval_on_start": True}] * 2, "eval_on_start is True, which has no effect on an array"),
+        ([{"eval_delay": 2}] * 2, "eval_delay is 2, which has no effect on an array"),
+        ([{"bf16_full_eval": True}] * 2, "bf16_full_eval is True"),
         ([{"num_train_epochs": 1.5}] * 2, "num_train_epochs is 1.5"),
         (
             [{"gradient_accumulation_steps": 2}] * 2,

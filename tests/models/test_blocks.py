@@ -1,6 +1,7 @@
-"""Blocks of a padded model that some members lack."""
+"""Blocks of a padded model run for the members that have them, wherever it is known which these are."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
+from hfta_func._torch import inside_vmap
 from hfta_func.step import records
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
@@ -24,14 +26,24 @@ class Block(nn.Module):
         return x + h if scale is None else x + h * scale
 
 
+class Counted(Block):
+    """A block that notes for how many members it runs."""
+
+    rows: ClassVar[list[int]] = []
+
+    def forward(self, x):
+        Counted.rows.append(inside_vmap(x).numel() // x.numel())
+        return super().forward(x)
+
+
 class Model(nn.Module):
     """Blocks that get what a mode says from the rest of the model."""
 
     def __init__(self, width, depth, mode):
         super().__init__()
         self.first, self.head, self.mode = nn.Linear(5, width), nn.Linear(width, 2), mode
-        rate = 0.0 if mode in ("quiet", "from elsewhere") else 0.3
-        self.blocks = nn.ModuleList([Block(width, rate, 0.1 if mode == "max_norm" else None) for _ in range(depth)])
+        kind, rate = (Counted, 0.0) if mode in ("quiet", "from elsewhere") else (Block, 0.3)
+        self.blocks = nn.ModuleList([kind(width, rate, 0.1 if mode == "max_norm" else None) for _ in range(depth)])
         self.scale, self.last = nn.Parameter(torch.ones(())), nn.Dropout(0.2)
 
     def forward(self, x):
@@ -92,6 +104,26 @@ ORDERS = {
 def test_members_are_their_models_alone(order, mode):
     models = models_of(ORDERS[order], mode)
     assert_alone(models, trained(models, hfta.padded([*models, *models_of([(6, 3)], mode)])))
+
+
+def test_blocks_run_for_the_members_that_have_them():
+    models = models_of(ORDERS["any order"], "quiet")
+    model = hfta.padded(models)
+    step, (_, state) = hfta.make_eval_step(model, loss, batch_dims=None), prepared(models, model)
+    for _ in range(2):
+        Counted.rows.clear()
+        losses = step(state, X)["loss"]
+    assert Counted.rows == [3, 2, 1]
+    assert_trees_close({"loss": losses}, {"loss": torch.stack([loss(one.eval(), X) for one in models]).detach()}, 1e-10)
+
+
+def test_blocks_that_use_what_all_members_have_run_for_all():
+    models = models_of(ORDERS["any order"], "from elsewhere")
+    model = hfta.padded(models)
+    Counted.rows.clear()
+    found = trained(models, model)
+    assert Counted.rows[-3:] == [4, 4, 4]
+    assert_alone(models, found)
 
 
 def test_replays_are_for_members_of_the_same_sizes(monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import hfta_func as hfta
 from ways import WAYS, assert_as_alone, loss
@@ -176,6 +177,27 @@ class Settings:
 def test_structures_that_differ_are_refused(first, second, names):
     with pytest.raises(hfta.errors.StackError, match=f"model 1.*'{names}"):
         hfta.stack_params([Model(first), Model(second)])
+
+
+def pruned(model):
+    prune.random_unstructured(model.layer, "weight", amount=0.2 + 0.5 * torch.rand(()).item())
+
+
+def normed(model):
+    model.layer = nn.utils.spectral_norm(nn.Linear(4, 4))
+
+
+def noting_hook(model):
+    noted = {}
+    model.layer.register_forward_hook(lambda module, args, output: noted.update(layer=output.detach()))
+    model(torch.randn(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.parametrize("way", ["together", "evaluated"])
+@pytest.mark.parametrize("build", [pruned, normed, noting_hook])
+def test_hooks_whose_tensors_are_the_members_own(build, way):
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way)
 
 
 def test_what_cannot_be_stacked_is_refused():
@@ -337,7 +359,7 @@ def test_what_refers_to_them_compiled(build):
 
 
 def test_where_they_cannot_be_replaced_they_are_refused():
-    with pytest.raises(Exception, match=r"copies tensors or modules \(copy\.deepcopy\), which a compiler cannot"):
+    with pytest.raises(Exception, match=r"Attempted to copy\.deepcopy a tensor"):
         assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")
 
 

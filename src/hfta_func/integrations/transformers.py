@@ -35,6 +35,8 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     **dict(max_steps=(-1, 0), eval_strategy=("no", "epoch"), train_sampling_strategy=("random", "sequential")),
     **dict.fromkeys(("neftune_noise_alpha", "fsdp", "deepspeed"), (None, "", [], False)),
     **dict.fromkeys(("gradient_checkpointing", "torch_compile", "auto_find_batch_size"), (False,)),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval", "eval_on_start", "batch_eval_metrics"), (False,)),
+    "eval_delay": (None, 0),
 }
 """Arguments that only have an effect on one Trainer, and the values that an array takes."""
 _OVERRIDDEN = (

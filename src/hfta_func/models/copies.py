@@ -68,6 +68,11 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
     return made
 
 
+def mark(tensor: Tensor, like: Tensor) -> None:
+    """Give a tensor the attributes of another one that are no tensors, such as ``weight.no_decay = True``."""
+    vars(tensor).update((name, held) for name, held in vars(like).items() if not isinstance(held, Tensor | nn.Module))
+
+
 @contextlib.contextmanager
 def _copying_functions(held: Any) -> Iterator[None]:
     """A block in which ``copy.deepcopy`` also copies functions and weak references that reach something of a model."""

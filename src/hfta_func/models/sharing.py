@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import parts, places_of, tensors_of, writes
+from hfta_func._torch import is_captured, is_wrapped, parts, places_of, tensors_of, writes
 from hfta_func.errors import StackError, StateError
 
 
@@ -91,8 +91,12 @@ class Base:
                 )
 
     @contextlib.contextmanager
-    def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
+    def reading(self, given: Mapping[str, Tensor], is_first: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
+
+        The first block also looks at the values of buffers, as kernels write statistics without counting it, and after an
+        error puts these back.
+        """
         tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
@@ -101,10 +105,21 @@ class Base:
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
         every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
-        yield tensors
-        for path, part, count in every:
-            if writes(part) != count:
-                raise _written(path)
+        looked_at = {path: tensors[path].detach() for path in self.buffers if is_first and _has_values(tensors[path])}
+        before = {path: tensor.clone() for path, tensor in looked_at.items()}
+        try:
+            yield tensors
+            for path, part, count in every:
+                if writes(part) != count:
+                    raise _written(path)
+            for path, tensor in looked_at.items():
+                if not bool(_same(tensor, before[path]).all()):
+                    raise _written(path)
+        except BaseException:
+            for path, tensor in looked_at.items():
+                if not bool(_same(tensor, before[path]).all()):
+                    tensor.copy_(before[path])
+            raise
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward pass has replaced buffers of the base."""
@@ -118,6 +133,10 @@ def _written(path: str) -> StateError:
         f"the model writes '{path}', which all members share with share_frozen=True; put the module that does so in eval "
         f"mode, or leave out share_frozen"
     )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or is_wrapped(tensor) or is_captured([tensor]))
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:

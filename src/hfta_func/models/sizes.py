@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import is_number
-from hfta_func.models.structure import check_same_class, setting_difference, settings_of
+from hfta_func.models.structure import (
+    FORWARD_HOOKS,
+    check_same_class,
+    compared_apart,
+    hook_difference,
+    setting_difference,
+    settings_of,
+)
 
 SIZE, PRESENT = "padded_size", "padded_present"
 """The buffers that tell a member's size, and whether it has a block."""
@@ -53,7 +60,7 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
             align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(inner, name))
 
     align(model, base, "", "")
-    known = {id(tensor) for each in (model, base) for tensor in (*each.parameters(), *each.buffers())}
+    known = compared_apart(model, base)
     for path, inner in aligned.items():
         _check_settings(model.get_submodule(inner), base.get_submodule(path), path, known, member, other)
     return aligned
@@ -88,6 +95,12 @@ def _check_settings(module: nn.Module, like: nn.Module, path: str, known: set[in
             raise StackError(
                 f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
                 f"integers, which are sizes, and floats, but share every other setting"
+            )
+    for name in FORWARD_HOOKS:
+        if different := hook_difference(vars(module)[name], vars(like)[name], joined(path, name), known):
+            raise StackError(
+                f"model {member}: the hook '{different[0]}' is another one than in {other}; models of different size must "
+                f"share the functions that are hooks"
             )
     tensors, likes = _named({"": module})[""], _named({"": like})[""]
     for name, leaf in tensors.items():

@@ -13,7 +13,7 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.copies import copied_module
+from hfta_func.models.copies import copied_module, mark
 from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
@@ -273,6 +273,8 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
         memo[id(leaf)] = shared.get(path, made)
     for path, leaf in model.named_buffers():
         memo[id(leaf)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, leaf)
+    for leaf in (*model.parameters(), *model.buffers()):
+        mark(memo[id(leaf)], leaf)
     for leaf in model.modules():
         memo |= {id(tensor): tensor.detach().clone() for tensor in computed(leaf).values()}
     member = copied_module(model, memo)

@@ -1,7 +1,8 @@
 """Compares models beyond the values of their parameters: classes, modes, ties and plain settings.
 
-An array runs the *first* model's code for every member. So plain values, such as a stride or the name of an activation, and
-constant tensors must be equal in all of them. Caches, helpers and hooks are those of the first.
+An array runs the *first* model's code for every member. So plain values, such as a stride or the name of an activation,
+constant tensors and functions, which forward hooks may be, must be equal in all of them. Caches and helpers are those of the
+first, and hooks that are objects, such as those of pruning, whose tensors are each member's own buffers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import dis
 import enum
 import functools
+import os
 import textwrap
 import types
 from argparse import Namespace
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
 from hfta_func.calls.captured import contents
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import may_differ
@@ -29,6 +31,7 @@ from hfta_func.models.scalar_attributes import may_differ
 T = TypeVar("T")
 
 _BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
+FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
     *(torch.dtype, types.BuiltinFunctionType, types.CodeType),
@@ -48,23 +51,26 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    known = {id(tensor) for each in (model, first) for tensor in (*each.parameters(), *each.buffers())}
+    known = compared_apart(model, first)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     for path, module, other in pairs(modules, first_modules, member, "module "):
         check_same_class(module, other, path, f"model {member}", "model 0")
-        for name in [] if is_compiled(module) else sorted(settings_of(module) & settings_of(other)):
+        for name in [] if is_compiled(module) else [*sorted(settings_of(module) & settings_of(other)), *FORWARD_HOOKS]:
             a, b, label = vars(module)[name], vars(other)[name], f"{path}.{name}".lstrip(".")
-            different = setting_difference(a, b, label, known)
+            different = (hook_difference if name in FORWARD_HOOKS else setting_difference)(a, b, label, known)
             # Integers may be sizes, which must be equal.
             is_real = isinstance(a, float) or isinstance(b, float) or label in varied
             if different and is_real and may_differ(module, name) and may_differ(other, name):
                 numbers[label] = a, b
             elif different:
-                path, one, other = different
+                where, one, first_one = different
                 free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
+                if _is_constant(one):
+                    free = "; register it as a parameter or a buffer, which may differ, and modules in an nn.ModuleList"
+                    where, one, first_one = _entry(where, one, first_one)
                 raise StackError(
-                    f"model {member}: '{path}' is {_shown(one)} but in model 0 it is {_shown(other)}; models in one array "
-                    f"must share every setting, but for floats that are attributes of a module (self.lr){free}"
+                    f"model {member}: '{where}' is {_shown(one)} but in model 0 it is {_shown(first_one)}; models in one "
+                    f"array must share every setting, but for floats that are attributes of a module (self.lr){free}"
                 )
     tied, first_tied = ties(model), ties(first)
     for path in {**first_tied, **tied}:
@@ -117,11 +123,12 @@ def setting_difference(
 ) -> tuple[str, Any, Any] | None:
     """The first plain values or constant tensors in which two settings differ, in containers too, with their path.
 
-    ``known`` are the identities of tensors that are compared elsewhere.
+    ``known`` are the identities of tensors and modules that are compared elsewhere.
     """
+    if id(a) in known and id(b) in known:
+        return None
     if _is_constant(a) and _is_constant(b):
-        same = a.shape == b.shape and a.dtype == b.dtype and not bool(((a != b) & (a == a)).any())
-        return None if same or (id(a) in known and id(b) in known) else (path, a, b)
+        return (path, a, b) if _kind(a) != _kind(b) or bool(_differ(a, b).any()) else None
     if type(a) is not type(b) and callable(a) and callable(b):
         return path, a, b
     a, b = _parts(a), _parts(b)
@@ -132,6 +139,41 @@ def setting_difference(
     if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
         return None
     return path, a, b
+
+
+def compared_apart(*models: nn.Module) -> set[int]:
+    """The identities of the tensors and modules of models, which settings may refer to."""
+    return {id(part) for each in models for part in (*each.parameters(), *each.buffers(), *each.modules())}
+
+
+def hook_difference(
+    hooks: Mapping[Any, Any], others: Mapping[Any, Any], path: str, known: Collection[int]
+) -> tuple[str, Any, Any] | None:
+    """As :func:`setting_difference`, but lists and dicts may hold what hooks leave there, such as a layer's outputs."""
+    if len(hooks) != len(others):
+        names, other_names = (
+            [getattr(hook, "__name__", type(hook).__name__) for hook in each.values()] for each in (hooks, others)
+        )
+        return path, names, other_names
+    held = [parts for hook in (*hooks.values(), *others.values()) if isinstance(parts := _parts(hook), dict)]
+    left = {id(part) for parts in held for part in parts.values() if isinstance(part, list | dict)}
+    return setting_difference([*hooks.values()], [*others.values()], path, {*known, *left})
+
+
+def _kind(constant: Any) -> tuple[Any, ...]:
+    return constant.shape, constant.dtype, getattr(constant, "device", None)
+
+
+def _differ(a: Any, b: Any) -> Any:
+    return (a != b) & ((a == a) | (b == b))
+
+
+def _entry(path: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """The first entries in which two constants of a kind differ, with their path."""
+    if _kind(a) != _kind(b):
+        return path, a, b
+    at = tuple(torch.as_tensor(_differ(a, b)).nonzero()[0].tolist())
+    return f"{path}{[*at] if at else ''}", a[at].item(), b[at].item()
 
 
 def _is_plain(value: Any) -> bool:
@@ -154,7 +196,12 @@ def _parts(value: Any) -> Any:
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     if isinstance(func := getattr(value, "__func__", value), types.FunctionType):
         cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
-        return {"": func.__code__, ".__defaults__": func.__defaults__} | {f".{name}": held for name, held in cells}
+        values = {f".{name}": held[0] for name, held in cells if held}
+        return {"": func.__code__, ".__defaults__": func.__defaults__, ".__kwdefaults__": func.__kwdefaults__} | values
+    if isinstance(value, nn.Module):
+        settings = {f".{name}": vars(value)[name] for name in settings_of(value)}
+        children = {f".{name}": child for name, child in value.named_children()}
+        return settings | {f".{name}": tensor for name, tensor in tensors_of(value).items()} | children
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f".{field.name}": getattr(value, field.name, None) for field in dataclasses.fields(value) if field.compare
@@ -166,8 +213,10 @@ def _parts(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     if _is_constant(value):
-        return f"a constant {[*value.shape]} of {value.dtype}, no parameter or buffer,"
-    return getattr(value, "co_name", None) or getattr(value, "__name__", None) or textwrap.shorten(repr(value), 60)
+        return f"a constant {[*value.shape]} of {value.dtype} on {getattr(value, 'device', 'cpu')}"
+    if isinstance(value, types.CodeType):
+        return f"{value.co_name} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
+    return getattr(value, "__name__", None) or textwrap.shorten(repr(value), 60)
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
