@@ -27,7 +27,7 @@ from hfta_func.rules._lowering import TIMED, Case, known_lowerings
 
 _CLEAR, _MARGIN, _NOISE, _HOPELESS = 1.25, 1.1, 2.0, 3.0
 """How much faster than the table's choice another must be, within what a choice is close, how far two timings of one may be
-apart, and how much slower than the best a first call may be, beside the preparation of kernels in it, before it is given up."""
+apart, and how much slower than the best a first call may be, kernels prepared, before it is left out."""
 _PREPARATION = 0.002
 _SHARE, _LEAST = 0.05, 1.0
 """The share of the time since measuring began that it may take, and the seconds that this is at least a share of."""
