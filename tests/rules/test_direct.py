@@ -197,13 +197,14 @@ for x, weight, stride, pad, dilation in (
     ((1, 5, 37, 6), (7, 5, 3, 3), 1, 1, 1), ((35, 2, 6, 5), (3, 2, 2, 3), 2, 0, 1), ((2, 4, 70, 70), (9, 4, 3, 3), 1, 2, 2),
     ((20, 2, 8, 8), (3, 2, 2, 2), 5, 0, 1), ((2, 1, 30, 30), (1, 1, 1, 1), 4, 3, 1), ((3, 3, 9, 40), (5, 3, 5, 2), 3, 4, 1),
     # Rows behind the last filter, more than buffers are longer than needed.
-    ((32, 1, 40, 40), (2, 1, 3, 3), 30, 0, 1),
+    ((16, 1, 3, 40, 40), (2, 1, 3, 3, 3), (1, 20, 1), 0, 1),
 ):
     images, filters = torch.randn(2, *x), torch.randn(2, *weight)
-    window = [[each] * 2 for each in (stride, pad, dilation)]
+    axes, conv = len(x) - 2, F.conv2d if len(x) == 4 else F.conv3d
+    window = [[*each] if isinstance(each, tuple) else [each] * axes for each in (stride, pad, dilation)]
     with torch.enable_grad():
         pairs = [(one.clone().requires_grad_(), other.clone().requires_grad_()) for one, other in zip(images, filters)]
-        expected = torch.stack([F.conv2d(*pair, None, stride, pad, dilation) for pair in pairs])
+        expected = torch.stack([conv(*pair, None, stride, pad, dilation) for pair in pairs])
     torch.manual_seed(0)
     grad = torch.randn_like(expected)
     expected.backward(grad)
@@ -219,7 +220,7 @@ for x, weight, stride, pad, dilation in (
             try:
                 found = call()
             except MemoryError:
-                allocations += 1 + allocations // 8
+                allocations += 1 + allocations // 16
             finally:
                 library.fail_after(-1)
         assert allocations >= 9, allocations
