@@ -94,8 +94,8 @@ class Base:
     def reading(self, given: Mapping[str, Tensor], is_first: bool = False) -> Iterator[Mapping[str, Tensor]]:
         """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
 
-        The first block also looks at the values of buffers, as kernels write statistics without counting it, and after an
-        error puts these back.
+        The first block also looks at the values of buffers ``[C]``, as kernels write statistics without counting it, and
+        after an error puts these back. Other buffers may be as large as weights.
         """
         tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
@@ -105,7 +105,7 @@ class Base:
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
         every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
-        looked_at = {path: tensors[path].detach() for path in self.buffers if is_first and _has_values(tensors[path])}
+        looked_at = {path: tensors[path].detach() for path in self.buffers if is_first and _is_looked_at(tensors[path])}
         before = {path: tensor.clone() for path, tensor in looked_at.items()}
         try:
             yield tensors
@@ -135,8 +135,8 @@ def _written(path: str) -> StateError:
     )
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or is_wrapped(tensor) or is_captured([tensor]))
+def _is_looked_at(tensor: Tensor) -> bool:
+    return tensor.dim() <= 1 and not (tensor.is_meta or is_wrapped(tensor) or is_captured([tensor]))
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:

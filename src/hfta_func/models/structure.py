@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import os
+import sysconfig
 import textwrap
 import types
 from argparse import Namespace
@@ -31,6 +32,7 @@ from hfta_func.models.scalar_attributes import may_differ
 T = TypeVar("T")
 
 _BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
@@ -150,14 +152,21 @@ def hook_difference(
     hooks: Mapping[Any, Any], others: Mapping[Any, Any], path: str, known: Collection[int]
 ) -> tuple[str, Any, Any] | None:
     """As :func:`setting_difference`, but lists and dicts may hold what hooks leave there, such as a layer's outputs."""
-    if len(hooks) != len(others):
-        names, other_names = (
-            [getattr(hook, "__name__", type(hook).__name__) for hook in each.values()] for each in (hooks, others)
-        )
-        return path, names, other_names
-    held = [parts for hook in (*hooks.values(), *others.values()) if isinstance(parts := _parts(hook), dict)]
+    given, like = [*hooks.values()], [*others.values()]
+    if len(given) != len(like):
+        # Libraries add some when a model is called or changed, as transformers does to note outputs of layers.
+        given, like = ([hook for hook in each if not _is_of_library(hook)] for each in (given, like))
+    if len(given) != len(like):
+        return path, [_shown(hook) for hook in given], [_shown(hook) for hook in like]
+    held = [parts for hook in (*given, *like) if isinstance(parts := _parts(hook), dict)]
     left = {id(part) for parts in held for part in parts.values() if isinstance(part, list | dict)}
-    return setting_difference([*hooks.values()], [*others.values()], path, {*known, *left})
+    return setting_difference(given, like, path, {*known, *left})
+
+
+def _is_of_library(hook: Any) -> bool:
+    func = hook.func if isinstance(hook, functools.partial) else hook
+    code = getattr(getattr(func, "__func__", func), "__code__", None)
+    return code is None or code.co_filename.startswith(_LIBRARIES)
 
 
 def _kind(constant: Any) -> tuple[Any, ...]:
