@@ -268,8 +268,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        # A compiler counts no writes.
-        written = (lambda number: 0) if torch.compiler.is_compiling() else writes
+        written = (lambda number: 0) if torch.compiler.is_compiling() else writes  # which a compiler does not count
         before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
