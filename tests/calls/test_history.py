@@ -100,11 +100,6 @@ def test_answers_are_those_of_one_model(kind: type[Layers], way: str, count: int
 
 
 @pytest.mark.exhaustive
-def test_the_compiler_is_told() -> None:
-    """Short, because it is the only quick one of the compiled."""
-    assert_as_alone(lambda: History().double(), torch.randn(3, 5, 4).double(), "compiled", 2)
-
-
 def train(use: Callable[..., Any], count: int) -> Any:
     class Model(Layers):
         def use(self, y, x):

@@ -90,7 +90,7 @@ def cached(m: Any, x: Tensor) -> Tensor:
 ITEM, DRAWS = "asks for the value of a tensor (.item()", "draws from PyTorch's global generator"
 Call = Callable[[Any, Tensor], Any]
 REFUSED: dict[str, tuple[str, Call]] = {
-    "inner vmap": (ITEM, lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),
+    "inner vmap": ("the value of a tensor", lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),
     "generator": ("all members would share", lambda m, x: x + torch.rand(4, generator=torch.Generator())),
     "poisson": (DRAWS, lambda m, x: x + torch.poisson(x.detach().abs())),
     "random_": (DRAWS, lambda m, x: x + torch.empty(4).random_(3)),

@@ -167,6 +167,7 @@ def test_functional(op: OpInfo, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("run", [lambda apply: apply, lambda apply: torch.compile(apply, backend="eager")])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_a_name_that_the_model_does_not_know(run):
     apply = hfta.functional(torch.nn.Linear(2, 2))
     with pytest.raises(Exception, match="no parameter or buffer 'wieght'"):

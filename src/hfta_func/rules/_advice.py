@@ -57,7 +57,7 @@ _OTHERWISE = (
 )
 
 
-def advice(error: RuntimeError) -> Exception | None:
+def advice(error: Exception) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
     # What an operator cannot run on ends with a list of all that PyTorch knows.
     text, where = str(error).partition("is only available for these backends")[0], user_code_location(error)

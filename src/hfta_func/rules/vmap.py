@@ -116,7 +116,8 @@ def _vmap(
             return known.made.retried(lambda: run(args, kwargs, is_written), is_written)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        # Nested tensors refuse by a ValueError.
+        except (RuntimeError, ValueError) as error:
             if routed and isinstance(error, Diverged):
                 raise
             failure = advice(error) or error
@@ -134,7 +135,7 @@ def _vmap(
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
-def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> RuntimeError | None:
+def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
     """The error of the first member alone, in PyTorch's words; None if it has none."""
     dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
@@ -142,7 +143,7 @@ def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Runtim
         first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
         func(*optree.tree_unflatten(spec, first))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return error
     return None
 
