@@ -26,4 +26,5 @@ def _names(doctest_namespace):
     rooms = hfta.callbacks, hfta.files, hfta.models, hfta.run, hfta.step, hfta.workers, hfta
     named = [item for room in rooms for item in vars(room).items() if not isinstance(item[1], types.ModuleType)]
     public = {name: value for name, value in named if not name.startswith("_")}
-    doctest_namespace.update(public, torch=torch, hfta=hfta)
+    modules = {name: getattr(hfta, name) for name in ("callbacks", "optim", "random", "rules", "schedules")}
+    doctest_namespace.update(modules | public, torch=torch, hfta=hfta, mixing=hfta.step.mixing)

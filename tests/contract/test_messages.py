@@ -87,7 +87,7 @@ def cached(m: Any, x: Tensor) -> Tensor:
     return x + m.cache
 
 
-ITEM, DRAWS = "asks for the value of a tensor (.item()", "draws from PyTorch's global generator"
+DRAWS = "draws from PyTorch's global generator"
 Call = Callable[[Any, Tensor], Any]
 REFUSED: dict[str, tuple[str, Call]] = {
     "inner vmap": ("the value of a tensor", lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),

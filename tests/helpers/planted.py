@@ -1015,7 +1015,7 @@ PLANTED = [
     ),
     Planted(
         "a model that writes its number in place goes unnoticed",
-        *("models/functional.py", " or writes(number) != version:", ":"),
+        *("models/functional.py", " or written(number) != version:", ":"),
         "test_numbers.py::test_a_model_that_changes_its_number_is_refused",
     ),
     Planted(
