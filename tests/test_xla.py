@@ -43,6 +43,10 @@ NOT_ON_XLA = {
     **dict.fromkeys(["kl_div", "kl_div of logarithms"], "no kernel for gradients of kl_div"),
     "max_unpool3d of one volume": "its output has one axis too many",
     "smooth_l1_loss": "beta is ignored",
+    **dict.fromkeys(
+        ["scatter_reduce mean", "scatter_reduce amax"],
+        "no gradient without the row itself if there are more numbers than rows",
+    ),
 }
 """Rows of RULE_CASES that torch_xla does not compute for one model either, and why."""
 
