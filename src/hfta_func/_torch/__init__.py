@@ -27,7 +27,7 @@ from hfta_func._torch.dispatcher import below_batching, counter, decompositions,
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries
-from hfta_func._torch.dispatcher import operator, operators_without, out_of_place, out_of_sight, parts, refusing_writes
+from hfta_func._torch.dispatcher import operator, operators_without, out_of_place, out_of_sight, parts
 from hfta_func._torch.dispatcher import set_fallback_enabled, single_level_functions, taken_apart, why_not_looped
 from hfta_func._torch.dispatcher import without_views, writes, written_by
 from hfta_func._torch.inductor import may_change, quick_compiler, replaced

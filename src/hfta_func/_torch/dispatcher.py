@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -212,28 +212,6 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside a tensor of another class, such as a quantised one; a plain tensor itself."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [part for name in flatten()[0] for part in parts(getattr(tensor, name))]
-
-
-class refusing_writes(_TorchDispatchMode):
-    """A context in which an operator raises ``error(path)`` if its schema says that it writes one of the tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str], Exception]):
-        super().__init__()
-        self._paths = {
-            part.untyped_storage().data_ptr(): path
-            for path, tensor in tensors.items()
-            for part in parts(tensor)
-            if part.numel()
-        }
-        self._error = error
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for key in written_by(func)[0]:
-            one: Any = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
-            if type(one) in (Tensor, torch.nn.Parameter) and one.untyped_storage().data_ptr() in self._paths:
-                raise self._error(self._paths[one.untyped_storage().data_ptr()])
-        return func(*args, **kwargs)
 
 
 def has_native_lstm(dtype: torch.dtype) -> bool:

@@ -34,8 +34,7 @@ class Body(nn.Module):
         self.training = model.training
         self.places: dict[str, Any] = {}
         self.fixed: frozenset[tuple[int, str]] = frozenset()
-        # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some; or a dict
-        # or a set, KEYS, and a tuple of its keys.
+        # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some.
         self.aliases: list[tuple[Any, Any, Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,13 +73,7 @@ def _current(source: Any) -> Any:
 
 
 def _put(holder: Any, key: Any, value: Any) -> Any:
-    """Put a value into a container, an object or a cell of a function, or other keys; returns what was there."""
-    if key is KEYS:
-        before = holder.copy()
-        is_keys = isinstance(value, tuple) and isinstance(holder, dict)
-        holder.clear()
-        holder.update(zip(value, before.values(), strict=True) if is_keys else value)
-        return before
+    """Put a value into a container, an object or a cell of a function; returns what was there."""
     if isinstance(holder, types.CellType):
         before, holder.cell_contents = holder.cell_contents, value
         return before
@@ -93,8 +86,6 @@ def _put(holder: Any, key: Any, value: Any) -> Any:
 
 
 _CONTAINERS = (dict, list, collections.deque)
-KEYS = object()
-"""In place of a key: all keys of a dict or elements of a set."""
 
 
 def module_path() -> str:

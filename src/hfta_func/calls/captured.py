@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, pytree
@@ -87,12 +85,3 @@ def _parts(leaf: Any) -> Any:
 
 def _cells(func: types.FunctionType) -> tuple[types.CellType, ...]:
     return tuple(types.CellType() for _ in func.__closure__ or ())
-
-
-def drawn_state(value: Any) -> Any:
-    """The state of a generator of random numbers of PyTorch, Python or NumPy; None for anything else."""
-    if isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random"):
-        names = "get_state", "getstate", "bit_generator", "state"
-        state = next((getattr(value, name) for name in names if hasattr(value, name)), None)
-        return state() if callable(state) else getattr(state, "state", state)
-    return None
