@@ -346,3 +346,20 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path, module: bool) -> Non
     order = [sys.executable, *(["-m", "script"] if module else [str(tmp_path / "script.py")])]
     done = subprocess.run(order, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("runs\n9\n27\n", "")
+
+
+THREADS = """
+import hfta_func as hfta, torch
+step = hfta.make_train_step(torch.nn.Linear(512, 64), lambda m, x: m(x).square().mean(), hfta.sgd(lr=0.1))
+state = step.init(*hfta.init_params(lambda: torch.nn.Linear(512, 64), [0, 1]), seeds=[0, 1])
+with hfta.workers.WorkerPool(1) as pool:
+    hfta.fit(step, state, [torch.randn(2, 512, 512)] * 2, epochs=1, progress=False, executor=pool)
+print("trained")
+"""
+
+
+def test_workers_compute_with_threads_of_their_own() -> None:
+    """The server that they are forked from has none, whose locks they would wait for."""
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "trained\n", done.stderr

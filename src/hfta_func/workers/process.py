@@ -107,13 +107,23 @@ class FunctionServer:
 
 
 _servers: dict[int, forkserver.ForkServer] = {}
+_SINGLE = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
+"""Threads do not survive a fork, so the server must have none; the processes that it forks start theirs."""
 
 
 def _server() -> Any:
     """The fork server of this process; one that is forked from this one gets its own."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["torch", "hfta_func"])
-    return _servers.setdefault(os.getpid(), server)
+    server = _servers.setdefault(os.getpid(), server)
+    before = {name: os.environ.get(name) for name in _SINGLE}
+    os.environ |= dict.fromkeys(_SINGLE, "1")
+    try:
+        server.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return server
 
 
 class _Popen(popen_forkserver.Popen):
