@@ -75,7 +75,7 @@ def test(wheel: Path, python: str, torch: str | None) -> None:
         run(*install, wheel, *TOOLS)
         if (ROOT / ".git").exists():
             # As from the address of a repository.
-            run(*install, "--no-deps", "--target", folder / "cloned", f"hfta_func @ git+{ROOT.as_uri()}")
+            run(*install, "--no-deps", "--target", folder / "cloned", f"git+{ROOT.as_uri()}")
             if not (folder / "cloned" / "hfta_func" / "py.typed").exists():
                 raise SystemExit("pip installs no package from the repository")
 
