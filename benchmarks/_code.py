@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks._measure import ROOT
 
 PACKAGE = ROOT / "src" / "hfta_func"
-UPDATE = ("optim/_adadelta", "optim/_adam", "optim/_sgd", "schedules")
+UPDATE = ("optim/_adam", "optim/_adaptive", "optim/_momentum", "schedules")
 """The files where an update of the workloads begins; it runs through them and all that they import."""
 STEP = ("step/train", "models/stack", "rules/__init__", *UPDATE)
 """Those where a step begins."""

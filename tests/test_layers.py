@@ -264,7 +264,7 @@ def test_there_are_few_rooms_and_few_ways_between_them():
 def test_the_walk_sees_every_way_to_import():
     source = """
 import hfta_func
-import hfta_func.optim._sgd
+import hfta_func.optim._momentum
 from hfta_func import random, take
 from hfta_func.rules._registry import install
 def late():
@@ -272,7 +272,7 @@ def late():
     from hfta_func.optim import adam as other
 """
     assert set(imports("example", source)) == {
-        *("__init__", "optim/_sgd", "random", "rules/_registry", "rules/__init__", "optim/__init__"),
+        *("__init__", "optim/_momentum", "random", "rules/_registry", "rules/__init__", "optim/__init__"),
     }
 
 
@@ -280,7 +280,7 @@ def late():
     ("file", "other"),
     [
         ("rules/conv", "rules/norm"),
-        ("optim/_adam", "optim/_sgd"),
+        ("optim/_adam", "optim/_momentum"),
         ("optim/_base", "rules/_layout"),
         ("optim/_base", "optim/_leafwise"),
         ("optim/_adam", "optim/__init__"),

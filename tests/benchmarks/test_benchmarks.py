@@ -332,7 +332,7 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
         "rules/conv.py",
         "step/gradients.py",
     }
-    assert not found & {"optim/_lion.py", "run/fit.py", "__init__.py", "run/compiler.py"}
+    assert not found & {"optim/_matrices.py", "run/fit.py", "__init__.py", "run/compiler.py"}
 
     def git(*order):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)

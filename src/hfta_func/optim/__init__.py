@@ -3,23 +3,23 @@
 Optimizers have the names of ``torch.optim`` and compute the same; the other functions wrap or precede them.
 """
 
-from hfta_func.optim._adadelta import adadelta as adadelta
-from hfta_func.optim._adagrad import adagrad as adagrad
 from hfta_func.optim._adam import adam as adam
+from hfta_func.optim._adam import adamax as adamax
 from hfta_func.optim._adam import adamw as adamw
-from hfta_func.optim._adamax import adamax as adamax
-from hfta_func.optim._ademamix import ademamix as ademamix
+from hfta_func.optim._adam import nadam as nadam
+from hfta_func.optim._adam import radam as radam
+from hfta_func.optim._adaptive import adadelta as adadelta
+from hfta_func.optim._adaptive import adagrad as adagrad
+from hfta_func.optim._adaptive import rmsprop as rmsprop
 from hfta_func.optim._base import GradientTransformation as GradientTransformation
 from hfta_func.optim._base import apply_updates as apply_updates
 from hfta_func.optim._base import update_ as update_
 from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
-from hfta_func.optim._lamb import lamb as lamb
-from hfta_func.optim._lion import lion as lion
-from hfta_func.optim._muon import muon as muon
-from hfta_func.optim._nadam import nadam as nadam
-from hfta_func.optim._radam import radam as radam
-from hfta_func.optim._rmsprop import rmsprop as rmsprop
-from hfta_func.optim._sgd import sgd as sgd
+from hfta_func.optim._matrices import lamb as lamb
+from hfta_func.optim._matrices import muon as muon
+from hfta_func.optim._momentum import ademamix as ademamix
+from hfta_func.optim._momentum import lion as lion
+from hfta_func.optim._momentum import sgd as sgd
 from hfta_func.optim._transforms import accumulate as accumulate
 from hfta_func.optim._transforms import add_decayed_weights as add_decayed_weights
 from hfta_func.optim._transforms import chain as chain
