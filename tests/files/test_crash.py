@@ -47,7 +47,7 @@ def data():
 class Training:
     """One and the same training, as often as wanted."""
 
-    leaves = ("best", "run")  # patterns of what it may leave in its folder
+    leaves = ("best", "run", "best.*.tmp")  # patterns of what it may leave in its folder
     saves = "."  # where it saves
 
     def __init__(self):

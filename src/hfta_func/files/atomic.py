@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and locks of files.
+"""Files that are replaced as a whole, and runs that hold their file.
 
 A file is written under a temporary name in the same folder, synchronised and renamed, so a process may be killed at any
 moment, and several may write at once. Locks are the kernel's, which releases them when their process ends.
@@ -7,14 +7,15 @@ moment, and several may write at once. Locks are the kernel's, which releases th
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
-import re
 import secrets
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Iterator
-from typing import IO, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from hfta_func.errors import CheckpointError
 
@@ -23,8 +24,6 @@ if sys.platform != "win32":
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
-_TEMPORARY = re.compile(r"hfta-[0-9a-f]{16}\.tmp")
-
 
 @contextlib.contextmanager
 def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
@@ -32,22 +31,24 @@ def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
 
     If it is ``durable``, the disk has it at the end, so that it is there after the machine fails, too.
     """
-    with _writing(path), _beside(path) as file:
-        yield file
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-        if sys.platform == "win32":
-            # Only closed files can be renamed there; elsewhere the file stays locked until it has its final name.
-            file.close()
-        os.replace(file.name, path)
-    if durable and os.name == "posix":
-        # A rename is durable once its directory is synchronised.
-        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    with _writing(path), contextlib.ExitStack() as stack:
+        _remove_temporary(path, 3600.0)
+        name = f"{os.path.abspath(path)}.{secrets.token_hex(8)}.tmp"
+        with open(name, "xb") as file:
+            # Without effect once it has its final name.
+            stack.callback(lambda: os.path.lexists(name) and os.unlink(name))
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(name, path)
+        if durable and os.name == "posix":
+            # A rename is durable once its directory is synchronised.
+            directory = os.open(os.path.dirname(name), os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
 
 def write(path: PathLike, content: bytes, durable: bool = True) -> None:
@@ -58,30 +59,52 @@ def write(path: PathLike, content: bytes, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def holding(path: PathLike) -> Iterator[None]:
-    """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse."""
+    """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse.
+
+    The kernel releases the lock when the process ends, even if it is killed.
+    """
     with _writing(path):
         name = f"{os.path.abspath(path)}.hfta-lock"
-        file = _locked(name, "ab")
-        if file is None:
-            raise CheckpointError(
-                f"{path} belongs to a run that has not ended; wait until it has, or pass another file (the run holds {name})"
-            )
+        file = _locked(name, path)
+        _remove_temporary(path, 0.0)
     if hasattr(os, "register_at_fork"):
         # A lock lasts as long as any process has the file open, and workers of a loader may outlive a killed run.
         os.register_at_fork(after_in_child=file.close)
     with file:
         try:
-            if lock(file) is None:
-                # Training there is possible all the same.
-                warnings.warn(
-                    f"the file system of {path} has no locks; start no second run with this file", stacklevel=5
-                )
             yield
         finally:
             # Removed while it is locked, so that the lock of another run stays.
             with contextlib.suppress(OSError):
                 if _is_at_its_name(file):
                     os.unlink(name)
+
+
+def _locked(name: str, path: PathLike) -> BinaryIO:
+    while True:
+        file = open(name, "ab")
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise CheckpointError(
+                f"{path} belongs to a run that has not ended; wait until it has, or pass another file (the run holds {name})"
+            ) from None
+        except OSError:
+            # As on some file systems of clusters.
+            warnings.warn(f"the file system of {path} has no locks; start no second run with this file", stacklevel=6)
+        # The run that had locked it before may have removed it.
+        if _is_at_its_name(file):
+            return file
+        file.close()
+
+
+def _is_at_its_name(file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -107,63 +130,9 @@ def _writing(path: PathLike) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _beside(path: PathLike) -> Iterator[BinaryIO]:
-    """A new file in the same folder, removed at the end if it still has its name."""
-    folder = os.path.dirname(path) or "."
-    _remove_stale(folder)
-    while (file := _locked(os.path.join(folder, f"hfta-{secrets.token_hex(8)}.tmp"), "xb")) is None:
-        pass
-    try:
-        with file:
-            yield file
-    finally:
+def _remove_temporary(path: PathLike, seconds: float) -> None:
+    """Remove temporary files of a path that nobody has written for some seconds: killed processes left them."""
+    for name in glob.glob(f"{glob.escape(os.path.abspath(path))}.????????????????.tmp"):
         with contextlib.suppress(OSError):
-            os.unlink(file.name)
-
-
-def _remove_stale(folder: str) -> None:
-    """Remove what killed processes left in a folder: temporary files that no process has locked."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if _TEMPORARY.fullmatch(entry.name):
-                with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
-                    if lock(file):
-                        os.unlink(entry.path)
-
-
-def _locked(name: str, mode: str) -> BinaryIO | None:
-    """A file, open and locked; None if another process has locked it."""
-    while True:
-        file: BinaryIO = open(name, mode, opener=_open)  # pyright: ignore[reportAssignmentType]
-        if lock(file) is False:
-            file.close()
-            return None
-        # The process that had locked it before may have removed it.
-        if _is_at_its_name(file):
-            return file
-        file.close()
-
-
-def _open(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def lock(file: IO[bytes]) -> bool | None:
-    """Lock an open file for writers until it is closed; False if another process has, None where there are no locks."""
-    if sys.platform == "win32":
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_at_its_name(file: BinaryIO) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except FileNotFoundError:
-        return False
+            if time.time() - os.lstat(name).st_mtime > seconds:
+                os.unlink(name)

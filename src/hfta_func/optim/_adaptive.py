@@ -1,0 +1,169 @@
+"""Optimizers with a rate for every element, from squares of gradients: Adagrad, Adadelta, RMSprop."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import per_model
+from hfta_func._types import PerModel, recorded
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check, per_member, restrict
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
+
+AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
+"""Sums of the squared gradients."""
+restrict(AdagradState, lr_decay=Range.NONNEGATIVE)
+
+
+@recorded
+def adagrad(
+    lr: PerModel = 1e-2,
+    lr_decay: PerModel = 0.0,
+    weight_decay: PerModel = 0.0,
+    initial_accumulator_value: PerModel = 0.0,
+    eps: PerModel = 1e-10,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adagrad, as ``torch.optim.Adagrad`` computes it.
+
+    With gradient g at update t: ``s += g^2``; ``p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)``.
+
+    Args:
+        lr: Learning rate.
+        lr_decay: How fast the learning rate decays.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        initial_accumulator_value: Initial value of the sums. It is not part of the state.
+        eps: Added to the denominator.
+        maximize: Maximize instead of minimize.
+
+    Example:
+        >>> optimizer, params, grads = adagrad(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic optimization", JMLR 2011.
+    """
+    hyperparams = Hyperparams(AdagradState, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    check("initial_accumulator_value", initial_accumulator_value, Range.NONNEGATIVE)
+
+    def start(path: str, param: Tensor) -> Tensor:
+        name, allowed = "initial_accumulator_value", Range.NONNEGATIVE
+        values = per_member(name, initial_accumulator_value, param.shape[0], param.device, allowed)
+        values = torch.complex(values, values) if param.is_complex() else values
+        return torch.zeros_like(param) + per_model(values, param)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["step"] = -at["lr"] / (1 + (count - 1) * at["lr_decay"])
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], total: Tensor) -> Tensor:
+        total.add_(grad * grad)
+        return grad / total.sqrt().add_(k["eps"])
+
+    return leafwise(
+        AdagradState, hyperparams.without_zeros("weight_decay"), rule, prepare, start=start, maximize=maximize
+    )
+
+
+AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"])
+"""Averages of the squared gradients and of the squared updates."""
+restrict(AdadeltaState, rho=Range.DECAY)
+
+
+@recorded
+def adadelta(
+    lr: PerModel = 1.0,
+    rho: PerModel = 0.9,
+    eps: PerModel = 1e-6,
+    weight_decay: PerModel = 0.0,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adadelta, as ``torch.optim.Adadelta`` computes it.
+
+    With gradient g: ``v = rho * v + (1 - rho) * g^2``; ``d = sqrt(u + eps) / sqrt(v + eps) * g``;
+    ``u = rho * u + (1 - rho) * d^2``; ``p -= lr * d``.
+
+    Args:
+        lr: Learning rate.
+        rho: Decay rate of the two averages.
+        eps: Added under both roots.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        maximize: Maximize instead of minimize.
+
+    Example:
+        >>> optimizer, params, grads = adadelta(lr=[1.0, 10.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        tensor([-0.0032, -0.0316])
+
+    References:
+        Zeiler, "Adadelta: an adaptive learning rate method", arXiv:1212.5701, 2012.
+    """
+    hyperparams = Hyperparams(AdadeltaState, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, deltas: Tensor) -> Tensor:
+        decay_square(square, k["rho"], grad, k["1-rho"])
+        delta = (deltas + k["eps"]).sqrt_().div_((square + k["eps"]).sqrt_()).mul_(grad)
+        decay_square(deltas, k["rho"], delta, k["1-rho"])
+        return delta
+
+    return leafwise(AdadeltaState, hyperparams.without_zeros("weight_decay"), rule, maximize=maximize)
+
+
+RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "momentum"])
+"""Averages of the squared gradients and, with ``centered``, of the gradients; momentum buffers if there is momentum."""
+restrict(RMSpropState, alpha=Range.DECAY)
+
+
+@recorded
+def rmsprop(
+    lr: PerModel = 1e-2,
+    alpha: PerModel = 0.99,
+    eps: PerModel = 1e-8,
+    weight_decay: PerModel = 0.0,
+    momentum: PerModel = 0.0,
+    centered: bool = False,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RMSprop, as ``torch.optim.RMSprop`` computes it.
+
+    With gradient g: ``v = alpha * v + (1 - alpha) * g^2``; ``b = momentum * b + g / (sqrt(v) + eps)``; ``p -= lr * b``. With
+    ``centered``, the square of an average of the gradients is subtracted from v under the root.
+
+    Args:
+        lr: Learning rate.
+        alpha: Decay rate of the averages.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        momentum: Momentum factor. The plain number 0 removes the term from the program.
+        centered: Divide by an estimate of the standard deviation instead.
+        maximize: Maximize instead of minimize.
+
+    Example:
+        >>> optimizer, params, grads = rmsprop(lr=[0.01, 0.1]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Tieleman and Hinton, "Lecture 6.5: RMSProp", Coursera, 2012.
+        Graves, "Generating sequences with recurrent neural networks", arXiv:1308.0850, 2013 (``centered``).
+    """
+    hyperparams = Hyperparams(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    hyperparams = hyperparams.without_zeros("weight_decay", "momentum")
+    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in hyperparams else ("momentum",))
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:
+        decay_square(square, k["alpha"], grad, k["1-alpha"])
+        variance = square
+        if centered:
+            mean = decay_mean(others[0], grad, k["1-alpha"])
+            variance = torch.addcmul(square, mean, mean, value=-1)
+        scaled = grad / variance.sqrt().add_(k["eps"])
+        return others[-1].mul_(k["momentum"]).add_(scaled) if "momentum" in k else scaled
+
+    return leafwise(RMSpropState, hyperparams, rule, unused=unused, maximize=maximize)

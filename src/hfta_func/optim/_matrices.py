@@ -1,0 +1,185 @@
+"""Optimizers that look at a parameter as a whole: LAMB, Muon."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import per_model
+from hfta_func._types import Params, PerModel, recorded
+from hfta_func.errors import HyperparameterError
+from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, renew, true_sizes
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
+
+LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
+"""Averages of the gradients and of their squares."""
+
+
+@recorded
+def lamb(
+    lr: PerModel = 1e-3,
+    betas: tuple[PerModel, PerModel] = (0.9, 0.999),
+    eps: PerModel = 1e-6,
+    weight_decay: PerModel = 1e-2,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """LAMB: Adam with each parameter's step scaled to the norm of the parameter.
+
+    With Adam's averages m and v at update t: ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p``;
+    ``p -= lr * |p| / |u| * u``, with L2 norms over each member's parameter. Where a norm is 0, their ratio counts as 1.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay rates of the two averages, ``beta1`` and ``beta2`` in the state.
+        eps: Added to the denominator.
+        weight_decay: Decay rate, part of the step that is scaled.
+        maximize: Maximize instead of minimize.
+
+    Example:
+        >>> optimizer, params, grads = lamb(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
+    """
+    hyperparams = Hyperparams(LambState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count
+        # Renamed, because it counts towards the norm, so leafwise must not apply it.
+        at["inner decay"] = at.pop("weight_decay")
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        direction = (
+            (mean / k["left1"]).div_((square / k["left2"]).sqrt_().add_(k["eps"])).add_(param * k["inner decay"])
+        )
+        length, step = (torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1) for x in (param, direction))
+        ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
+        return direction.mul_(per_model(ratio, param))
+
+    return leafwise(LambState, hyperparams, rule, prepare, maximize=maximize, elementwise=False)
+
+
+MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
+"""Momentum buffers."""
+SizedMuonState = namedtuple("SizedMuonState", [*MuonState._fields, "scale"])
+"""The same of a padded model, and the scale of each member's own matrices, ``[M, 1, 1]``."""
+
+
+@recorded
+def muon(
+    lr: PerModel = 1e-3,
+    weight_decay: PerModel = 0.1,
+    momentum: PerModel = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+    *,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Momentum with nearly orthogonal updates of matrices, as ``torch.optim.Muon`` computes it.
+
+    With gradient g and momentum buffer b: ``b = momentum * b + (1 - momentum) * g``; the update is b, or with ``nesterov``
+    ``momentum * b + (1 - momentum) * g``, divided by its norm, followed by ``ns_steps`` Newton-Schulz
+    iterations ``x = a x + (b x x^T + c (x x^T)^2) x``; ``p -= lr * (scale * x + weight_decay * p)``.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
+        momentum: Momentum factor.
+        nesterov: Use Nesterov momentum.
+        ns_coefficients: a, b and c.
+        eps: Lower bound of the norm in the division.
+        ns_steps: Number of iterations.
+        adjust_lr_fn: Scale of the update of a matrix [A, B]: ``sqrt(max(1, A / B))``, or ``0.2 * sqrt(max(A, B))``, which
+            suits learning rates tuned for AdamW.
+        ns_dtype: The dtype of the iterations.
+        maximize: Maximize instead of minimize.
+
+    Raises:
+        HyperparameterError: if a parameter is not a matrix (use another optimizer for it, with :func:`partition`), or
+            ``adjust_lr_fn`` is unknown.
+
+    Example:
+        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
+        >>> params, grads = {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        tensor([-0.0696, -0.6964])
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+        Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
+    """
+    check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
+    hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros(
+        "weight_decay"
+    )
+
+    def start(path: str, param: Tensor) -> Tensor:
+        if param.dim() != 3 or param.is_complex():
+            kind = "complex " if param.is_complex() else ""
+            raise HyperparameterError(
+                f"muon takes only real matrices, but '{path}' of one model is {kind}{list(param.shape[1:])}; use "
+                f"partition(...) to give it another optimizer"
+            )
+        return torch.zeros_like(param)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-momentum"] = 1 - at["momentum"]
+
+    def scale_of(rows: Tensor, columns: Tensor) -> Tensor:
+        rows = rows.double()
+        if adjust_lr_fn == "original":
+            return (rows / columns).nan_to_num(1.0).clamp(min=1).sqrt()
+        return 0.2 * torch.maximum(rows, columns).sqrt()
+
+    def rule(
+        grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, true_scale: Tensor | None = None
+    ) -> Tensor:
+        decay_mean(buffer, grad, k["1-momentum"])
+        update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
+        rows, columns = param.shape[1:]
+        scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
+        direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
+        return (scale if true_scale is None else true_scale) * direction.to(param.dtype)
+
+    plain, sized = (
+        leafwise(kind, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
+        for kind in (MuonState, SizedMuonState)
+    )
+
+    def init(params: Params) -> Any:
+        state, sizes = plain.init(params), true_sizes.get()
+        if sizes is None:
+            return state
+        scales = {path: scale_of(*sizes[path]).to(param)[:, None, None] for path, param in params.items()}
+        return SizedMuonState(*state, scale=scales)
+
+    def run(grads: Params, state: Any, params: Params, *how: Any) -> Any:
+        keep, donate, apply = how
+        chosen = sized if isinstance(state, SizedMuonState) else plain
+        return renew(chosen, grads, state, params, keep, donate=donate, apply=apply)
+
+    return by_renew(init, run)
+
+
+def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """``[M, A, B]`` with the same singular vectors and singular values near one."""
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
+    x = x.transpose(1, 2) if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.transpose(1, 2) if tall else x
