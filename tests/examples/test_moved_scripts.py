@@ -1,18 +1,25 @@
 """Scripts before and after a move: how few lines are written, and that results are those of the script for each seed."""
 
-import difflib
 import importlib
+import math
 import pathlib
 import re
 import warnings
 
 import pytest
 import torch
+from examples.scripts.__main__ import changes
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
 PAGE = ROOT / "docs" / "howto" / "move-a-script.md"
 MOST = 15
+OF_EXAMPLES = {
+    **{name: () for name in ("vae", "word_model", "siamese", "super_resolution", "dcgan", "forward_forward")},
+    **{name: () for name in ("regression", "gpt")},
+    **{name: ("--dropout", "0") for name in ("digits_cnn", "gcn")},
+}
+"""Scripts in the structure of PyTorch's examples, and arguments that leave out noise."""
 KINDS = {
     "lightning_module": ["--epochs", "3"],
     "text_classifier": ["--epochs", "3", "--rows", "96", "--dropout", "0"],
@@ -25,26 +32,15 @@ EXACT = {"lightning_module", "text_classifier", "tabular"}
 """Scripts whose members see the batches of the unmoved script, and draw no noise."""
 
 
-def changes(kind):
-    """How many lines of the script are written anew or changed, and how many of it are gone."""
-    before, after = (
-        [line for line in (SCRIPTS / kind / f"{name}.py").read_text().splitlines() if line.strip()]
-        for name in ("before", "after")
-    )
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    apart = [code for code in codes if code[0] != "equal"]
-    return sum(end - start for *_, start, end in apart), sum(end - start for _, start, end, *_ in apart)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OF_EXAMPLES])
 def test_few_lines_change(kind):
     written, gone = changes(kind)
-    assert 0 < written <= MOST
+    assert 0 < written <= (12 if kind in OF_EXAMPLES else MOST)
     assert re.search(rf"scripts/{kind}/after.py\).* \| {written} \| {gone} \|", PAGE.read_text()), (written, gone)
 
 
 def test_every_kind_is_counted():
-    assert {path.parent.name for path in SCRIPTS.glob("*/before.py")} == {*KINDS}
+    assert {path.parent.name for path in SCRIPTS.glob("*/before.py")} == {*KINDS, *OF_EXAMPLES}
 
 
 @pytest.mark.exhaustive
@@ -70,3 +66,26 @@ def test_results_are_those_of_the_script_for_each_seed(kind, tmp_path, monkeypat
     else:
         error = (expected.var() / len(expected) + results.var() / len(results)).sqrt()
         assert abs(results.mean() - expected.mean()) <= 3 * error + 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", OF_EXAMPLES)
+@pytest.mark.usefixtures("one_thread")
+def test_parameters_and_buffers_are_those_of_the_script_for_each_seed(kind, monkeypatch):
+    before, after = (importlib.import_module(f"examples.scripts.{kind}.{name}").main for name in ("before", "after"))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    # Members draw their noise by keys, a script by the process's generator.
+    if kind in ("vae", "dcgan"):
+        monkeypatch.setattr(torch, "randn_like", lambda x: torch.linspace(-2, 2, x.numel()).sin().reshape(x.shape))
+        monkeypatch.setattr(torch, "randn", lambda *shape: torch.linspace(-2, 2, math.prod(shape)).sin().reshape(shape))
+    try:
+        alone, members = (main(["--seeds", "3", *OF_EXAMPLES[kind]]) for main in (before, after))
+    finally:
+        torch.set_default_dtype(default)
+    for one, member in zip(alone, members, strict=True):
+        found = member.state_dict()
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
