@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -247,3 +248,14 @@ def test_rows_of_other_members_are_out_of_reach(func: Any, number: int) -> None:
     index[7] = number
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         hfta.vmap(func, (0, None))(x, index)
+
+
+@pytest.mark.parametrize("product", [torch.sparse.mm, torch.mm, torch.matmul])
+def test_a_sparse_matrix_that_members_share(product: Any) -> None:
+    links = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0], [0.0, 3.0, 4.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    x = torch.randn(5, 3, 2, dtype=torch.float64)
+    # Sparse tensors cannot be compared with those of other members, so the laws of rules do not apply.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hfta.errors.LoopWarning)
+        grad = hfta.vmap(torch.func.grad(lambda x: product(links.to_sparse(), x).square().sum()))(x)
+    torch.testing.assert_close(grad, 2 * links.T @ links @ x)

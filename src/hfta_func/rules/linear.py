@@ -93,6 +93,7 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 @register("mm", "linear")
+@register("_sparse_mm", "linear")
 def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
     """``x @ weight``."""
     num_models, (x_dim, weight_dim) = call.num_models, call.dims
@@ -106,6 +107,7 @@ def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
 
 
 @register("addmm", "linear")
+@register("_sparse_addmm", "linear")
 def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Result:
     """``beta * bias + alpha * x @ weight``; the bias is ``[O]``, or anything that broadcasts to ``[P,O]``."""
     bias_dim, x_dim, weight_dim = call.dims
