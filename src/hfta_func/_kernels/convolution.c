@@ -528,24 +528,40 @@ static void reduce(const REAL *from, count length, REAL *into)
     }
 }
 
+// Sums over pixels of dense images, added to what was there.
+static void add_up(const REAL *images, count channels, count pixels, REAL *into)
+{
+    for (count channel = 0; channel < channels; channel++, images += pixels * LANES) {
+        vec sum[8] = {{0}};
+        for (count q = 0; q < pixels; q += 8)
+            UNROLLED for (int i = 0; i < 8; i++)
+                if (q + i < pixels)
+                    sum[i] += *(const vec *)(images + (q + i) * LANES);
+        vec *all = (vec *)(into + channel * LANES);
+        UNROLLED for (int i = 0; i < 8; i++)
+            *all += sum[i];
+    }
+}
+
 // Batches are summed in at most so many parts, whatever the number of threads.
 #define PARTS 8
 
-// Out of big images, as inputs, and small ones [M,N,GO,out] the gradient of the filters. Returns whether memory is missing.
+// Out of big images, as inputs, and small ones [M,N,GO,out] the gradients of the filters, and of a bias of the small ones.
+// Returns whether memory is missing.
 int correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
-              count threads)
+              REAL *of_bias, count threads)
 {
     const layout l = best_layout(g);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
-    const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2));
+    const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2)), biases = g->groups * g->outs;
     const count group_of_filters = g->outs * g->ins * g->taps[0] * g->taps[1] * g->taps[2], filters = g->groups * group_of_filters;
     phase p = make_phase(g, &l, (count[]){0, 0, 0});
-    REAL *sums_of_parts = parts == 1 ? gradient : malloc(sizeof(REAL) * g->models * parts * filters);
+    REAL *sums_of_parts = malloc(sizeof(REAL) * AT_LEAST(g->models * parts * (filters + biases), 1));
     int missing = !in.places || !out.places || !is_whole(&p) || !sums_of_parts;
 #pragma omp parallel num_threads(threads) if (g->models * parts > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
-        REAL *images = buffer(in_vectors), *dense = buffer(g->groups * g->outs * l.out_pixels), *into = buffer(filters);
+        REAL *images = buffer(in_vectors), *dense = buffer(biases * l.out_pixels), *into = buffer(filters + biases);
         if (!images || !dense || !into) {
 #pragma omp atomic write
             missing = 1;
@@ -555,11 +571,12 @@ int correlate(const geometry *g, const REAL *big, const REAL *small, count small
 #pragma omp for schedule(static)
         for (count item = 0; item < (missing ? 0 : g->models * parts); item++) {
             const count model = item / parts, part = item % parts;
-            memset(into, 0, filters * BYTES);
+            memset(into, 0, (filters + biases) * BYTES);
             for (count chunk = l.chunks * part / parts; chunk < l.chunks * (part + 1) / parts; chunk++) {
                 const lanes of_big = input_lanes(chunk, g, &l, &in), of_small = output_lanes(chunk, g, &l, &out, small_sample);
                 copy_in(big + model * g->in_model, &of_big, &in, images);
                 copy_in(small + model * small_model, &of_small, &out, dense);
+                add_up(dense, biases, l.out_pixels, into + filters * LANES);
                 for (count group = 0; group < g->groups; group++)
                     for (count q = 0; q < p.pixels; q += PIXELS_AT_ONCE)
                         for (count o = 0, size; o < g->outs; o += size) {
@@ -570,22 +587,20 @@ int correlate(const geometry *g, const REAL *big, const REAL *small, count small
                                                into + (group * group_of_filters + o * p.terms) * LANES);
                         }
             }
-            reduce(into, filters, sums_of_parts + item * filters);
+            reduce(into, filters + biases, sums_of_parts + item * (filters + biases));
         }
         free(images);
         free(dense);
         free(into);
     }
-    if (parts > 1) {
-        for (count model = 0; model < g->models && !missing; model++)
-            for (count i = 0; i < filters; i++) {
-                REAL sum = 0;
-                for (count part = 0; part < parts; part++)
-                    sum += sums_of_parts[(model * parts + part) * filters + i];
-                gradient[model * filters + i] = sum;
-            }
-        free(sums_of_parts);
-    }
+    for (count model = 0; model < g->models && !missing; model++)
+        for (count i = 0; i < filters + biases; i++) {
+            REAL sum = 0;
+            for (count part = 0; part < parts; part++)
+                sum += sums_of_parts[(model * parts + part) * (filters + biases) + i];
+            *(i < filters ? gradient + model * filters + i : of_bias + model * biases + i - filters) = sum;
+        }
+    free(sums_of_parts);
     free_phase(&p);
     free(in.places);
     free(out.places);

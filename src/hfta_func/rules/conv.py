@@ -276,41 +276,51 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, for_x, for_weight = ctx.lowerings
     # Kernels that compute both gradients do so in one call.
     both = needs_x and needs_weight and for_x == for_weight
-    dx, dweight = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
+    dx, dweight, dbias = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
     if needs_weight and not both:
-        _, dweight = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
-    dbias = grad.flatten(3).sum((1, 3)) if needs_bias else None
-    return dx, dweight, dbias, *(None,) * (len(Geometry._fields) + 1)
+        _, dweight, dbias = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
+    if needs_bias and dbias is None:
+        dbias = grad.flatten(3).sum((1, 3))
+    return dx, dweight, dbias if needs_bias else None, *(None,) * (len(Geometry._fields) + 1)
 
 
 def _gradients(
     lowering: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, for_x: bool, for_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed."""
-    dx = dweight = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed.
+
+    The third is the bias's, where the filters' comes with it.
+    """
+    dx = dweight = dbias = None
     lowering = _differentiable(lowering)
     if lowering in _PRODUCTS:
         big, small = (x, grad) if geometry.transposed else (grad, x)
         if lowering == "sample_matmul":
             dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
             dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
-            return dx, dweight
+            return dx, dweight, None
         if for_x and geometry.transposed:
             dx = _PRODUCTS[lowering].gather(grad, weight, geometry)
         elif for_x:
             dx = _PRODUCTS[lowering].scatter(grad, weight, geometry, x.shape[3:])
-        return dx, _PRODUCTS[lowering].correlate(big, small, weight, geometry) if for_weight else None
+        if for_weight:
+            dweight = _PRODUCTS[lowering].correlate(big, small, weight, geometry)
+        if for_weight and lowering == "direct":
+            dweight, of_small = cast(Any, dweight)
+            dbias = None if geometry.transposed else of_small
+        return dx, dweight, dbias
     mask = [for_x, for_weight, False]
     if not any(mask):
-        return None, None
+        return None, None, None
     if lowering == "loop":
         members = zip(grad.unbind(), x.unbind(), weight.unbind(), strict=True)
         pairs = [_convolution_backward(*member, None, *geometry, mask)[:2] for member in members]
         of_x, of_weight = zip(*pairs, strict=True)
-        return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None
+        return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None, None
     folded = _fold_members(lowering, grad, weight, x)
     dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
-    return (_unfold_members(dx, x) if for_x else None, dweight.unflatten(0, weight.shape[:2]) if for_weight else None)
+    dweight = dweight.unflatten(0, weight.shape[:2]) if for_weight else None
+    return _unfold_members(dx, x) if for_x else None, dweight, None
 
 
 def _fold_members(lowering: str, image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
