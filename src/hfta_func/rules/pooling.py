@@ -65,6 +65,11 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, None
 
 
+def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (places,) = ctx.saved_tensors
+    return grad.flatten(-2).gather(-1, places.flatten(-2)).view_as(places), None, None
+
+
 _max_pool = Operator(
     "max_pool2d(Tensor x, int[] taps, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)",
     *(pooling.max_pool, _keep, _backward),
@@ -75,7 +80,7 @@ _max_pool_backward = Operator(
     "max_pool2d_backward(Tensor grad, Tensor places, int[] space) -> Tensor",
     pooling.max_pool_backward,
     lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-    lambda ctx, grad: (grad.flatten(-2).gather(-1, ctx.saved_tensors[0].flatten(-2)).view_as(ctx.saved_tensors[0]), None, None),
+    _backward_of_backward,
     fake=lambda grad, places, space: grad.new_empty((*grad.shape[:-2], *space)),
     batched=members_in_front(lambda *args: _max_pool_backward(*args)),
 )
