@@ -56,13 +56,11 @@ IMPLEMENTED = {
         "grouped",
         "matmul",
         "sample_matmul",
-        "windows",
         "direct",
-        "channels_last",
         "loop",
     },
-    "convolution_input_grad": {"grouped", "matmul", "sample_matmul", "windows", "direct", "channels_last", "loop"},
-    "convolution_weight_grad": {"grouped", "matmul", "sample_matmul", "windows", "direct", "channels_last", "loop"},
+    "convolution_input_grad": {"grouped", "matmul", "sample_matmul", "direct", "loop"},
+    "convolution_weight_grad": {"grouped", "matmul", "sample_matmul", "direct", "loop"},
 }
 """The lowerings that code of rules asks for by name. An unknown one would run as another."""
 

@@ -211,7 +211,7 @@ for x, weight, stride, pad, dilation in (
     calls = (
         (lambda: convolution.convolve(images, filters, None, expected.shape[3:], window, 1, False), expected.detach()),
         (lambda: convolution.convolve(grad, filters, None, x[2:], window, 1, True), torch.stack([a.grad for a, _ in pairs])),
-        (lambda: convolution.correlate(grad, images, weight[2:], window, 1), torch.stack([b.grad for _, b in pairs])),
+        (lambda: convolution.correlate(grad, images, weight[2:], window, 1)[0], torch.stack([b.grad for _, b in pairs])),
     )
     for call, result in calls:
         allocations, found = 0, None

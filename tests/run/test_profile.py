@@ -201,7 +201,7 @@ def test_advice_is_for_the_largest_part() -> None:
     assert "donate=True" in advice("eager", "", ("update", "", "", "", 9.0, 1.0), kernels)
     assert "try it without" in advice("eager", "overridden", kernels)
     assert "hfta_func.rules.register" in advice("eager", "no batching rule: one member after another", kernels)
-    assert "rules.override(modules='a', convolution='channels_last')" in advice("eager", "large", kernels)
+    assert "rules.override(modules='a', convolution='direct')" in advice("eager", "large", kernels)
     linear = ("forward", "b", "linear", "folded", 5.0, 4.0)
     assert "kernels are the limit" in advice("eager", "", linear)
     assert "kernels are the limit" in advice("eager", "", ("loss", "", "exp", "", 5.0, 4.0))

@@ -205,6 +205,8 @@ static void copy_in(const REAL *restrict from, const lanes *s, const copied *c, 
             vec rows[LANES];
             for (int i = 0; i < LANES; i++) {
                 const count at = run * c->image + j, low = s->low[i], high = s->high[i];
+                // So many streams are more than a processor foresees.
+                __builtin_prefetch(from + s->at[i] + at + 8 * LANES);
                 rows[i] = (vec){0};
                 if (j >= low && end <= high && at + LANES <= s->room[i])
                     rows[i] = (vec) * (const loose *)(from + s->at[i] + at);
@@ -308,7 +310,8 @@ static lanes output_lanes(count chunk, const geometry *g, const layout *l, const
     return lanes_of(chunk, l, g->batch, sample, g->groups * g->outs, c->image, c->slab, 0, rows, rows, g->out[g->axis]);
 }
 
-// Outputs with the same taps: all, or if a strided filter scatters, every stride-th.
+// Outputs with the same taps: all, or if a strided filter scatters, every stride-th; of rows with the same taps inside the image,
+// if that saves a quarter of the products, as for the input of filters without padding.
 typedef struct {
     count terms, pixels;     // of a sum over input channels and taps; of the output
     count *from, *weight;    // of each term: its place in the buffer, and of its filter
@@ -320,16 +323,47 @@ static int is_whole(const phase *p)
     return p->from && p->weight && p->origin && p->target;
 }
 
-static phase make_phase(const geometry *g, const layout *l, const count *first)
+static int is_inside(const geometry *g, count q, count tap)
+{
+    count at;
+    return under(g, g->axis, q, tap, &at) && at >= 0 && at < g->in[g->axis];
+}
+
+static int skips_edges(const geometry *g, const layout *l)
+{
+    count inside = 0;
+    for (count q = 0; q < g->out[g->axis]; q++)
+        for (count k = 0; k < g->taps[g->axis]; k++)
+            inside += is_inside(g, q, k);
+    const int has_phases = g->scatters && g->stride[0] * g->stride[1] * g->stride[2] > 1;
+    return l->bands == 1 && g->axis < 2 && !has_phases && 4 * inside < 3 * g->out[g->axis] * g->taps[g->axis];
+}
+
+// The first row behind `row` with other taps.
+static count next_row(const geometry *g, count row)
+{
+    for (count next = row + 1; next < g->out[g->axis]; next++)
+        for (count k = 0; k < g->taps[g->axis]; k++)
+            if (is_inside(g, next, k) != is_inside(g, row, k))
+                return next;
+    return g->out[g->axis];
+}
+
+// The phase of outputs `first` and so on by the stride, or of the rows from `rows[0]` to `rows[1]`.
+static phase make_phase(const geometry *g, const layout *l, const count *first, const count *rows)
 {
     const window *w = l->axes;
-    count outs[3], steps[3], taps = 0;
+    count outs[3], steps[3], starts[3] = {0}, taps = 0;
     phase p = {0, 1, 0, 0, 0, 0};
     for (int a = 0; a < 3; a++) {
         steps[a] = g->scatters ? g->stride[a] : 1;
         outs[a] = first[a] < w[a].outs ? (w[a].outs - first[a] + steps[a] - 1) / steps[a] : 0;
-        p.pixels *= outs[a];
+        if (rows && a == g->axis) {
+            starts[a] = rows[0];
+            outs[a] = rows[1] - rows[0];
+        }
     }
+    p.pixels = outs[0] * outs[1] * outs[2];
     const count all = g->taps[0] * g->taps[1] * g->taps[2];
     p.from = numbers(all * g->ins);
     p.weight = numbers(all * g->ins);
@@ -344,7 +378,7 @@ static phase make_phase(const geometry *g, const layout *l, const count *first)
             exists &= under(g, a, first[a], tap[a], &at);
             place = place * w[a].size + at - w[a].low;
         }
-        if (exists) {
+        if (exists && (!rows || is_inside(g, rows[0], tap[g->axis]))) {
             p.from[taps] = place * LANES;
             p.weight[taps++] = k;
         }
@@ -359,9 +393,10 @@ static phase make_phase(const geometry *g, const layout *l, const count *first)
     for (count i = 0; i < outs[0]; i++)
         for (count j = 0; j < outs[1]; j++)
             for (count k = 0; k < outs[2]; k++, q++) {
-                p.origin[q] = ((i * jump[0] * w[1].size + j * jump[1]) * w[2].size + k * jump[2]) * LANES;
-                const count pixel = ((first[0] + i * steps[0]) * w[1].outs + first[1] + j * steps[1]) * w[2].outs;
-                p.target[q] = (pixel + first[2] + k * steps[2]) * LANES;
+                const count at[3] = {starts[0] + i, starts[1] + j, k};
+                p.origin[q] = ((at[0] * jump[0] * w[1].size + at[1] * jump[1]) * w[2].size + at[2] * jump[2]) * LANES;
+                const count pixel = ((first[0] + at[0] * steps[0]) * w[1].outs + first[1] + at[1] * steps[1]) * w[2].outs;
+                p.target[q] = (pixel + first[2] + at[2] * steps[2]) * LANES;
             }
     return p;
 }
@@ -450,20 +485,26 @@ int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *b
 {
     const layout l = best_layout(g);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
-    const count *s = g->stride, phases = g->scatters ? s[0] * s[1] * s[2] : 1;
+    const count *s = g->stride, strides = g->scatters ? s[0] * s[1] * s[2] : 1;
     const count filters = g->groups * g->ins * g->outs * g->taps[0] * g->taps[1] * g->taps[2];
     const count group_of_filters = filters / g->groups;
-    phase *all = calloc(phases, sizeof(phase));
+    const int skips = skips_edges(g, &l);
+    phase *all = calloc(skips ? g->out[g->axis] : strides, sizeof(phase));
     int missing = !in.places || !out.places || !all;
-    for (count i = 0; i < phases && !missing; i++) {
-        all[i] = make_phase(g, &l, (count[]){i / s[2] / s[1], i / s[2] % s[1], i % s[2]});
-        missing = !is_whole(&all[i]);
+    count phases = 0, terms = 0;
+    for (count row = 0; !missing && (skips ? row < g->out[g->axis] : phases < strides); phases++) {
+        const count rows[2] = {row, next_row(g, row)}, none[3] = {0};
+        const count first[3] = {phases / s[2] / s[1], phases / s[2] % s[1], phases % s[2]};
+        all[phases] = make_phase(g, &l, skips ? none : first, skips ? rows : 0);
+        missing = !is_whole(&all[phases]);
+        terms += all[phases].terms;
+        row = rows[1];
     }
 #pragma omp parallel num_threads(threads) if (g->models * l.chunks > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
         REAL *images = buffer(in_vectors), *results = buffer(g->groups * g->outs * l.out_pixels);
-        REAL *packed = malloc(sizeof(REAL) * AT_LEAST(filters, 1));
+        REAL *packed = malloc(sizeof(REAL) * AT_LEAST(g->groups * g->outs * terms, 1));
         count last = -1;
         if (!images || !results || !packed) {
 #pragma omp atomic write
@@ -528,24 +569,40 @@ static void reduce(const REAL *from, count length, REAL *into)
     }
 }
 
+// Sums over pixels of dense images, added to what was there.
+static void add_up(const REAL *images, count channels, count pixels, REAL *into)
+{
+    for (count channel = 0; channel < channels; channel++, images += pixels * LANES) {
+        vec sum[8] = {{0}};
+        for (count q = 0; q < pixels; q += 8)
+            UNROLLED for (int i = 0; i < 8; i++)
+                if (q + i < pixels)
+                    sum[i] += *(const vec *)(images + (q + i) * LANES);
+        vec *all = (vec *)(into + channel * LANES);
+        UNROLLED for (int i = 0; i < 8; i++)
+            *all += sum[i];
+    }
+}
+
 // Batches are summed in at most so many parts, whatever the number of threads.
 #define PARTS 8
 
-// Out of big images, as inputs, and small ones [M,N,GO,out] the gradient of the filters. Returns whether memory is missing.
+// Out of big images, as inputs, and small ones [M,N,GO,out] the gradients of the filters, and of a bias of the small ones.
+// Returns whether memory is missing.
 int correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
-              count threads)
+              REAL *of_bias, count threads)
 {
     const layout l = best_layout(g);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
-    const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2));
+    const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2)), biases = g->groups * g->outs;
     const count group_of_filters = g->outs * g->ins * g->taps[0] * g->taps[1] * g->taps[2], filters = g->groups * group_of_filters;
-    phase p = make_phase(g, &l, (count[]){0, 0, 0});
-    REAL *sums_of_parts = parts == 1 ? gradient : malloc(sizeof(REAL) * g->models * parts * filters);
+    phase p = make_phase(g, &l, (count[]){0, 0, 0}, 0);
+    REAL *sums_of_parts = malloc(sizeof(REAL) * AT_LEAST(g->models * parts * (filters + biases), 1));
     int missing = !in.places || !out.places || !is_whole(&p) || !sums_of_parts;
 #pragma omp parallel num_threads(threads) if (g->models * parts > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
-        REAL *images = buffer(in_vectors), *dense = buffer(g->groups * g->outs * l.out_pixels), *into = buffer(filters);
+        REAL *images = buffer(in_vectors), *dense = buffer(biases * l.out_pixels), *into = buffer(filters + biases);
         if (!images || !dense || !into) {
 #pragma omp atomic write
             missing = 1;
@@ -555,11 +612,12 @@ int correlate(const geometry *g, const REAL *big, const REAL *small, count small
 #pragma omp for schedule(static)
         for (count item = 0; item < (missing ? 0 : g->models * parts); item++) {
             const count model = item / parts, part = item % parts;
-            memset(into, 0, filters * BYTES);
+            memset(into, 0, (filters + biases) * BYTES);
             for (count chunk = l.chunks * part / parts; chunk < l.chunks * (part + 1) / parts; chunk++) {
                 const lanes of_big = input_lanes(chunk, g, &l, &in), of_small = output_lanes(chunk, g, &l, &out, small_sample);
                 copy_in(big + model * g->in_model, &of_big, &in, images);
                 copy_in(small + model * small_model, &of_small, &out, dense);
+                add_up(dense, biases, l.out_pixels, into + filters * LANES);
                 for (count group = 0; group < g->groups; group++)
                     for (count q = 0; q < p.pixels; q += PIXELS_AT_ONCE)
                         for (count o = 0, size; o < g->outs; o += size) {
@@ -570,22 +628,20 @@ int correlate(const geometry *g, const REAL *big, const REAL *small, count small
                                                into + (group * group_of_filters + o * p.terms) * LANES);
                         }
             }
-            reduce(into, filters, sums_of_parts + item * filters);
+            reduce(into, filters + biases, sums_of_parts + item * (filters + biases));
         }
         free(images);
         free(dense);
         free(into);
     }
-    if (parts > 1) {
-        for (count model = 0; model < g->models && !missing; model++)
-            for (count i = 0; i < filters; i++) {
-                REAL sum = 0;
-                for (count part = 0; part < parts; part++)
-                    sum += sums_of_parts[(model * parts + part) * filters + i];
-                gradient[model * filters + i] = sum;
-            }
-        free(sums_of_parts);
-    }
+    for (count model = 0; model < g->models && !missing; model++)
+        for (count i = 0; i < filters + biases; i++) {
+            REAL sum = 0;
+            for (count part = 0; part < parts; part++)
+                sum += sums_of_parts[(model * parts + part) * (filters + biases) + i];
+            *(i < filters ? gradient + model * filters + i : of_bias + model * biases + i - filters) = sum;
+        }
+    free(sums_of_parts);
     free_phase(&p);
     free(in.places);
     free(out.places);

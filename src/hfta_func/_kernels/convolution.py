@@ -30,7 +30,7 @@ def program(dtype: torch.dtype | None) -> Any:
     if library is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         library.convolve.argtypes = [pointer] * 5 + [size]
-        library.correlate.argtypes = [pointer] * 3 + [size, size, pointer, size]
+        library.correlate.argtypes = [pointer] * 3 + [size, size, pointer, pointer, size]
     return library
 
 
@@ -51,30 +51,23 @@ def convolve(
     geometry = _geometry(image, groups, channels, strides, scatters, space, weight.shape[3:], window)
     bias = None if bias is None else bias.contiguous()
     pointers = image.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    _check(program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads()))
+    native.check_memory(program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads()))
     return y
 
 
 def correlate(
     channels: Tensor, image: Tensor, taps: Sequence[int], window: Sequence[Sequence[int]], groups: int
-) -> Tensor:
-    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the filters and of the bias: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K], [M,GO]``."""
     axes = len(taps)
     lead, (channels, image) = image.shape[: -axes - 2], (_flat(channels, axes), _flat(image, axes))
     sides = image.shape[2] // groups, channels.shape[2] // groups
-    gradient = image.new_empty((*lead, channels.shape[2], sides[0], *taps))
+    gradient, of_bias = (image.new_empty((*lead, channels.shape[2], *shape)) for shape in ((sides[0], *taps), ()))
     geometry = _geometry(image, groups, sides, (0, 0), False, channels.shape[3:], taps, window)
-    pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2], gradient.data_ptr()
-    _check(program(image.dtype).correlate(geometry, *pointers, torch.get_num_threads()))
-    return gradient
-
-
-def _check(is_memory_missing: int) -> None:
-    if is_memory_missing:
-        raise MemoryError(
-            "there is no memory left for the buffers of a convolution; run fewer members at a time (chunk_size=), or "
-            "rules.override(conv='grouped')"
-        )
+    pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2]
+    gradients = gradient.data_ptr(), of_bias.data_ptr()
+    native.check_memory(program(image.dtype).correlate(geometry, *pointers, *gradients, torch.get_num_threads()))
+    return gradient, of_bias
 
 
 def _flat(x: Tensor, axes: int) -> Tensor:

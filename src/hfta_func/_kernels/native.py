@@ -162,6 +162,14 @@ def load_file(path: Path, dtype: torch.dtype | None, flags: tuple[str, ...] = ()
     return load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
 
 
+def check_memory(is_missing: int) -> None:
+    """Raise a MemoryError if a kernel got no memory for its buffers."""
+    if is_missing:
+        raise MemoryError(
+            "there is no memory left for the buffers of a kernel; run fewer members at a time (chunk_size=)"
+        )
+
+
 def signed(content: bytes) -> bytes:
     """The content and its digest, by which :func:`is_whole` knows it. Loaders of libraries ignore what follows one."""
     return content + hashlib.sha256(content).digest()

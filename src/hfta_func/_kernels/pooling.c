@@ -1,7 +1,8 @@
-// Maxima over windows of planes, and where they are. REAL is float or double.
+// Maxima over windows of planes, where they are, and their gradient. REAL is float or double.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef int64_t count;
 
@@ -31,17 +32,25 @@ static void windows(const geometry *g, int32_t *pixels)
     }
 }
 
-void max_pool(const geometry *g, const REAL *restrict x, REAL *restrict y, int64_t *restrict places, count threads)
+// Returns whether memory is missing.
+int max_pool(const geometry *g, const REAL *restrict x, REAL *restrict y, int64_t *restrict places, count threads)
 {
     const count size = g->in[0] * g->in[1], outputs = g->out[0] * g->out[1], taps = g->taps[0] * g->taps[1];
     int32_t *pixels = malloc(sizeof(int32_t) * outputs * taps);
-    windows(g, pixels);
+    int missing = !pixels;
+    if (pixels)
+        windows(g, pixels);
 #pragma omp parallel num_threads(threads) if (g->planes * size > 1 << 15)
     {
         int32_t *restrict place = malloc(sizeof(int32_t) * outputs);
         REAL *restrict value = malloc(sizeof(REAL) * outputs);
+        if (!place || !value) {
+#pragma omp atomic write
+            missing = 1;
+        }
+#pragma omp barrier
 #pragma omp for schedule(static)
-        for (count plane = 0; plane < g->planes; plane++) {
+        for (count plane = 0; plane < (missing ? 0 : g->planes); plane++) {
             const REAL *from = x + plane * size;
             REAL *restrict best = y + plane * outputs;
             for (count q = 0; q < outputs; q++) {
@@ -67,4 +76,17 @@ void max_pool(const geometry *g, const REAL *restrict x, REAL *restrict y, int64
         free(value);
     }
     free(pixels);
+    return missing;
+}
+
+void max_pool_backward(count planes, count size, count outputs, const REAL *restrict grad, const int64_t *restrict places,
+                       REAL *restrict dx, count threads)
+{
+#pragma omp parallel for num_threads(threads) if (planes * size > 1 << 15) schedule(static)
+    for (count plane = 0; plane < planes; plane++) {
+        REAL *restrict into = dx + plane * size;
+        memset(into, 0, sizeof(REAL) * size);
+        for (count q = plane * outputs; q < (plane + 1) * outputs; q++)
+            into[places[q]] += grad[q];
+    }
 }

@@ -17,10 +17,12 @@ from hfta_func._kernels import native
 
 @functools.cache
 def program(dtype: torch.dtype) -> Any:
-    """The function for a type of numbers; None if there is none, or it cannot be compiled."""
+    """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
     library = native.load_file(Path(__file__).with_suffix(".c"), dtype)
     if library is not None:
-        library.max_pool.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64]
+        size, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.max_pool.argtypes = [pointer] * 4 + [size]
+        library.max_pool_backward.argtypes = [size] * 3 + [pointer] * 3 + [size]
     return library
 
 
@@ -33,6 +35,18 @@ def max_pool(
     y, places = (x.new_empty((*x.shape[:-2], *space), dtype=dtype) for dtype in (x.dtype, torch.int64))
     planes = x.numel() // (x.shape[-2] * x.shape[-1])
     numbers = planes, *x.shape[-2:], *space, *taps, *stride, *padding, *dilation
-    pointers = x.contiguous().data_ptr(), y.data_ptr(), places.data_ptr()
-    program(x.dtype).max_pool(struct.pack(f"{len(numbers)}q", *numbers), *pointers, torch.get_num_threads())
+    x = x.contiguous()
+    pointers = x.data_ptr(), y.data_ptr(), places.data_ptr()
+    geometry = struct.pack(f"{len(numbers)}q", *numbers)
+    native.check_memory(program(x.dtype).max_pool(geometry, *pointers, torch.get_num_threads()))
     return y, places
+
+
+def max_pool_backward(grad: Tensor, places: Tensor, space: Sequence[int]) -> Tensor:
+    """The gradient of an image with two axes from that of its maxima."""
+    dx = grad.new_empty((*grad.shape[:-2], *space))
+    size, outputs = space[0] * space[1], grad.shape[-2] * grad.shape[-1]
+    grad, places = grad.contiguous(), places.contiguous()
+    pointers = grad.data_ptr(), places.data_ptr(), dx.data_ptr()
+    program(grad.dtype).max_pool_backward(dx.numel() // size, size, outputs, *pointers, torch.get_num_threads())
+    return dx

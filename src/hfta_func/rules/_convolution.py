@@ -61,30 +61,6 @@ class Convolution(NamedTuple):
         return few and not self.transposed and self.groups == 1
 
     def fills_blocks(self, size: int) -> bool:
-        """Whether the channels of a group fill blocks of this size, at a stride of 1, or there is only one in and out."""
-        ins, outs = self.group
-        return ins * outs == 1 or (ins % size == outs % size == 0 and max(self.stride) == 1 and not self.transposed)
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """The channels of a group, in and out."""
+        """Whether the channels of a group fill blocks of this size, at a stride of 1."""
         ins, outs = self.weight[1], self.weight[0] // self.groups
-        return (outs, ins) if self.transposed else (ins, outs)
-
-    def has_few_channels(self) -> bool:
-        """Whether at most 4 channels come in or go out, on large images."""
-        few = min(self.weight[:2]) <= 4 and self.groups == 1
-        return few and len(self.x) > 3 and self.x[0] * self.pixels >= 2**14
-
-    def has_few_channels_in(self) -> bool:
-        """Whether at most 4 channels come in, under filters of 9 taps or more, on images that are not small; or transposed,
-        go out.
-        """
-        channels = self.weight[1] * self.groups if self.transposed else self.x[1]
-        pixels = self.pixels * math.prod(self.stride) if self.transposed else self.pixels
-        return channels <= 4 and len(self.x) > 3 and math.prod(self.weight[2:]) >= 9 and self.x[0] * pixels >= 2**11
-
-    def has_odd_channels(self, most: float = math.inf) -> bool:
-        """Whether the filters have taps, and more than four channels, no multiple of eight, of at most so many."""
-        channels, odd = self.weight[:2], any(size % 8 and size > 4 for size in self.weight[:2])
-        return self.groups == 1 and odd and max(channels) <= most and math.prod(self.weight[2:]) > 1
+        return ins % size == outs % size == 0 and max(self.stride) == 1 and not self.transposed

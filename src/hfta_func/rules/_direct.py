@@ -39,8 +39,8 @@ def scatter(
     return _sums(channels, weight, bias, [*space], *geometry[:3], geometry.groups, True)
 
 
-def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The gradients of the filters and of the channels' bias: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K], [M,GO]``."""
     return _products(channels, image, [*weight.shape[3:]], *geometry[:3], geometry.groups)
 
 
@@ -72,36 +72,41 @@ def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x, weight), (*window, groups, scatters), axes = ctx.saved_tensors, ctx.options, ctx.axes
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     dx = _sums(grad, weight, None, [*x.shape[-axes:]], *ctx.options[:-1], not scatters) if needs_x else None
-    sides = (x, grad) if scatters else (grad, x)
-    dweight = _products(*sides, [*weight.shape[-axes:]], *window, groups) if needs_weight else None
-    dbias = grad.flatten(-axes).sum((-3, -1)) if needs_bias else None
-    return dx, dweight, dbias, *(None,) * (len(ctx.options) + 1)
+    dweight = dbias = None
+    if needs_weight:
+        sides = (x, grad) if scatters else (grad, x)
+        dweight, dbias = _products(*sides, [*weight.shape[-axes:]], *window, groups)
+    if needs_bias and (scatters or dbias is None):
+        dbias = grad.flatten(-axes).sum((-3, -1))
+    return dx, dweight, dbias if needs_bias else None, *(None,) * (len(ctx.options) + 1)
 
 
-def _product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> Tensor:
+def _product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> tuple[Tensor, Tensor]:
     *window, groups = options
     return convolution.correlate(channels, image, taps, window, groups)
 
 
-def _fake_product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> Tensor:
+def _fake_product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> tuple[Tensor, Tensor]:
     lead, side = image.shape[: -len(taps) - 2], -len(taps) - 1
-    return image.new_empty((*lead, channels.shape[side], image.shape[side] // options[-1], *taps))
+    lead = *lead, channels.shape[side]
+    return image.new_empty((*lead, image.shape[side] // options[-1], *taps)), image.new_empty(lead)
 
 
-def _flops_of_product(channels: Tensor, image: Tensor, taps: Any, *options: Any, out_val: Tensor) -> int:
-    return 2 * channels.numel() * math.prod(out_val.shape[-len(taps) - 1 :])
+def _flops_of_product(channels: Tensor, image: Tensor, taps: Any, *options: Any, out_val: Any) -> int:
+    return 2 * channels.numel() * math.prod(out_val[0].shape[-len(taps) - 1 :])
 
 
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     channels, image, _, *ctx.options = inputs
     ctx.save_for_backward(channels, image)
 
 
-def _backward_of_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_product(ctx: Any, grad: Tensor, of_bias: Tensor) -> tuple[Tensor | None, ...]:
     (channels, image), axes = ctx.saved_tensors, len(ctx.options[0])
     dchannels = dimage = None
     if ctx.needs_input_grad[0]:
-        dchannels = _sums(image, grad, None, [*channels.shape[-axes:]], *ctx.options, False)
+        # What is summed up into a bias gets its gradient everywhere, as of a bias.
+        dchannels = _sums(image, grad, of_bias, [*channels.shape[-axes:]], *ctx.options, False)
     if ctx.needs_input_grad[1]:
         dimage = _sums(channels, grad, None, [*image.shape[-axes:]], *ctx.options, True)
     return dchannels, dimage, *(None,) * (len(ctx.options) + 1)
@@ -115,7 +120,7 @@ _sums = Operator(
     flops=_flops_of_sum,
 )
 _products = Operator(
-    f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> Tensor",
+    f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> (Tensor, Tensor)",
     *(_product, _keep_product, _backward_of_product, _fake_product),
     batched=members_in_front(lambda *args: _products(*args)),
     flops=_flops_of_product,

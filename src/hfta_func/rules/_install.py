@@ -20,7 +20,6 @@ from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, TIMED, enter, make_case
 from hfta_func.rules._measured import fingerprint
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule
-from hfta_func.rules._trials import time_lowerings
 
 # Names of the marks that keep compiled graphs on disk apart.
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
@@ -287,7 +286,7 @@ def _kernel(
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 case = make_case(op, num_models, values, axes)
                 if op in TIMED:
-                    time_lowerings(case, operator, rule, plain, dims, kwargs, named_dims)
+                    _choice.time_layer(case, operator, rule, plain, dims, kwargs, named_dims)
                 lowering = _choice.lowering(case)
             if rule is None or lowering == "loop":
                 if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:

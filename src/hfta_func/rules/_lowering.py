@@ -70,31 +70,32 @@ def _on(device: str, condition: Callable[[Convolution], bool]) -> Callable[[Case
     return lambda case: case.device == device and condition(convolution_of(case))
 
 
-def _is_small(case: Case) -> bool:
-    """At most 33 million products of two numbers in all members."""
-    if case.device != "cpu" or case.dtype not in (torch.float32, torch.float64):
-        return False
-    one = convolution_of(case)
-    products = case.num_models * one.x[0] * one.fewer_pixels * math.prod(one.weight)
-    return one.groups == 1 and products <= 2**25
-
-
 def _is_direct(case: Case) -> bool:
-    """What PyTorch's kernels are slow at, unless few channels become many, or filters exceed the cache."""
+    """What PyTorch's kernels in groups are slow at, unless filters exceed the cache."""
     if case.device != "cpu" or case.tangents or torch.compiler.is_exporting():
         return False
     one = convolution_of(case)
-    is_odd = not one.fills_blocks(block()) and not one.holds(2**17) and (one.group[0] > 4 or one.group[1] < 32)
-    return is_odd and program(case.dtype) is not None
+    is_slow = not one.fills_blocks(block()) or _POINTWISE.when(case)
+    # The gradient of filters adds up in a buffer of as many vectors.
+    most = 2**17 if case.op.endswith("weight_grad") else 2**18
+    return is_slow and not one.holds(most) and program(case.dtype) is not None
 
 
-_DIRECT = Row(_is_direct, "direct", "channels that fill no blocks of PyTorch's kernels: a kernel in C")
+_DIRECT = Row(_is_direct, "direct", "no channels that fill blocks of PyTorch's kernels: a kernel in C")
 _GROUPED = Row(always, "grouped", "one group per member")
 _POINTWISE = Row(
-    # At most 16 KB of filters.
-    _on("cpu", lambda one: not one.holds(2**12 + 1) and one.is_pointwise and one.pixels >= 2**7),
+    # At most 32 KB of filters.
+    _on("cpu", lambda one: not one.holds(2**13 + 1) and one.is_pointwise and one.pixels >= 2**7),
     *("sample_matmul", "small 1x1 filters: images keep their memory layout"),
 )
+
+
+def _is_few_points(one: Convolution) -> bool:
+    is_small = not one.holds(2**12 + 1) and one.x[0] * one.pixels * max(one.weight[:2]) <= 2**17
+    return is_small and one.is_pointwise and one.pixels >= 2**5
+
+
+_FEW_POINTS = _POINTWISE._replace(when=_on("cpu", _is_few_points))
 _ONE_PIXEL = Row(_on("cpu", lambda one: one.is_one_pixel), "matmul", "one pixel per image: a linear layer")
 _ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(when=_on("cpu", lambda one: one.x[0] >= 8 and one.is_one_pixel))
 _FEW_PIXELS = Row(
@@ -102,30 +103,18 @@ _FEW_PIXELS = Row(
     _on("cpu", lambda one: one.x[0] * one.fewer_pixels <= 2**6 and one.holds(2**18)),
     *("matmul", "few pixels: a short product writes the large filters once"),
 )
-_has_large_filters = _on("cpu", lambda one: one.holds(2**17))
-_has_odd_channels = _on("cpu", Convolution.has_odd_channels)
-# A loop takes long to compile, and then gains nothing.
-_LARGE = Row(
-    lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
-    "loop",
-    "512 KB of filters per member: in a loop they stay in the cache",
-)
-_FEW = Row(_on("cpu", Convolution.has_few_channels), "loop", "few channels, which grouped kernels do not fill")
-_FEW_IN = Row(_on("cpu", Convolution.has_few_channels_in), "channels_last", "few channels: pixels are contiguous")
-# oneDNN's kernels for groups are fast where the channels of a group fill blocks of eight.
-_ODD = Row(_on("cpu", lambda one: one.has_odd_channels(24)), "channels_last", "channels that fill no blocks of eight")
-_ODD_LOOP = Row(
-    lambda case: case.num_models > 1 and not case.compiling and _has_odd_channels(case),
-    *("loop", "channels that fill no blocks of eight in groups"),
-)
-# A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
-# An exported program keeps its convolutions, which other runtimes know.
-_WINDOWS = Row(
-    lambda case: case.compiling and not torch.compiler.is_exporting() and _is_small(case),
-    "windows",
-    "small, in a graph: one batched product",
-)
-_SMALL = (_DIRECT, _POINTWISE, _WINDOWS, _FEW, _FEW_IN, _ODD, _ODD_LOOP, _GROUPED)
+
+
+def _is_large_filter(case: Case) -> bool:
+    # A loop takes long to compile, and then gains nothing.
+    if case.device != "cpu" or case.num_models == 1 or case.compiling:
+        return False
+    one = convolution_of(case)
+    return one.holds(2**19) or (one.holds(2**17) and not one.fills_blocks(block()))
+
+
+_LARGE = Row(_is_large_filter, "loop", "filters per member that in a loop stay in the cache")
+_SMALL = (_FEW_POINTS, _DIRECT, _LARGE, _POINTWISE, _GROUPED)
 
 # cuDNN has fast kernels for a few convolutions in groups only; the others take up to 30 times as long.
 _CUDA_ONE_PIXEL = _ONE_PIXEL._replace(when=_on("cuda", lambda one: one.is_one_pixel and one.holds(2**13)))
@@ -166,26 +155,19 @@ TABLE: dict[str, tuple[Row, ...]] = {
         # A transposed convolution runs by the kernel that computes the gradient of an ordinary one.
         Row(_on("cuda", lambda one: one.transposed and one.holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", lambda one: one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
-        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, *_SMALL),
     ),
     "convolution_input_grad": (
         Row(lambda case: _CUDA_ONE_PIXEL.when(case) and not convolution_of(case).transposed, *_CUDA_ONE_PIXEL[1:]),
         *(_CUDA_SHRINKS, _CUDA_POINTWISE),
         Row(_on("cuda", lambda one: not one.transposed and one.holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", lambda one: not one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
-        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _DIRECT, _POINTWISE, _WINDOWS),
-        *(
-            _FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]),
-            _FEW_IN,
-            _ODD,
-            _ODD_LOOP,
-            _GROUPED,
-        ),
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, *_SMALL),
     ),
     "convolution_weight_grad": (
         *(_CUDA_ONE_PIXEL, _CUDA_SHRINKS, _CUDA_POINTWISE),
         Row(_on("cuda", lambda one: one.is_uneven(2**17)), *_CUDA_UNEVEN),
-        *(_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
+        *(_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, *_SMALL),
     ),
     **dict.fromkeys(
         ("multi_margin_loss", "multilabel_margin_loss"),
@@ -218,7 +200,7 @@ an operator with a single one is added when its rule is registered."""
 
 LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("convolution", "convolution_input_grad", "convolution_weight_grad"),
-    ("grouped", "channels_last", "matmul", "sample_matmul", "windows", "direct"),
+    ("grouped", "matmul", "sample_matmul", "direct"),
 )
 LOWERINGS["convolution"] += ("wide",)
 """Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
@@ -236,9 +218,9 @@ def candidates(case: Case) -> list[str]:
     names = [*(row.lowering for row in TABLE[case.op]), "loop"]
     if not case.op.startswith("convolution"):
         return names
-    # Members that share nothing; windows are for graphs, and an unfolded image pays for few pixels only.
+    # Members that share nothing; an unfolded image pays for few pixels only.
     one = convolution_of(case)
-    others = {"folded", "wide", "windows", *(("matmul",) if one.x[0] * one.fewer_pixels > 2**9 else ())}
+    others = {"folded", "wide", *(("matmul",) if one.x[0] * one.fewer_pixels > 2**9 else ())}
     return [name for name in names if name not in others]
 
 

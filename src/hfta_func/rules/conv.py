@@ -3,11 +3,9 @@
 The table chooses a lowering for the forward pass and for each of the two gradients:
 
 - ``grouped``: one convolution with a group per member;
-- ``channels_last``: the same with channels innermost in memory;
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
-- ``windows``: the same, in an order of which compilers make a fast program;
 - ``sample_matmul``: for 1x1 filters, one matrix product per sample, without moving channels or pixels in memory;
-- ``direct``: a kernel in C, for channels that fill no blocks of eight;
+- ``direct``: a kernel in C, for channels that fill no blocks of PyTorch's kernels;
 - ``loop``: one convolution per member;
 - ``wide``: for an input that all members share, the filters of all members in one convolution.
 
@@ -17,6 +15,9 @@ K kernel.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,15 +27,15 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._kernels.convolution import program
 from hfta_func._torch import has_tangents
-from hfta_func.rules import _direct, _measured, _products, _windows
-from hfta_func.rules._choice import choose, remembered
+from hfta_func.rules import _direct, _measured, _products
+from hfta_func.rules._choice import choose, measure, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
-from hfta_func.rules._lowering import Case, make_case
+from hfta_func.rules._lowering import Case, convolution_of, make_case
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
-from hfta_func.rules._trials import CONVOLUTION_GRADS, time_convolution
 
+CONVOLUTION_GRADS = "convolution_input_grad", "convolution_weight_grad"
 _plain: Any = torch.convolution
 _convolution_backward = _torch.operator("convolution_backward")
 
@@ -47,7 +48,6 @@ class Plan(NamedTuple):
     lowerings: tuple[
         str, ...
     ]  # of the forward pass and, if filters are per member, of the gradients of input and filters
-    bias_apart: bool = False  # added afterwards, because the grouped kernel is slow to take its gradient
 
 
 @register("convolution", "conv", chooses=True)
@@ -55,12 +55,12 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
     case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
-    now = _measured.call(case, (x, weight))
-    if _measured.is_open(now, (x, weight)) and _measure(case, x, weight, call.dims):
-        _measured.close(now)
-    crop, geometry, lowerings, bias_apart = _plan(case)
+    unmeasured = _measured.unmeasured(case, (x, weight))
+    if unmeasured is not None and _measure(case, x, weight, call.dims):
+        _measured.closed.add(unmeasured)
+    crop, geometry, lowerings = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
-    separate = bias is not None and ((weight_dim is None) != (bias_dim is None) or bias_apart)
+    separate = bias is not None and (weight_dim is None) != (bias_dim is None)
     inner = None if separate or bias is None else models_first(bias, bias_dim)
     if weight_dim is not None:
         weight = models_first(weight, weight_dim)
@@ -92,7 +92,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 
 
 _ALL_GROUPED = ("grouped",) * 3
-_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "windows": _windows, "direct": _direct}
+_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "direct": _direct}
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -125,19 +125,31 @@ _opaque = Operator(
 
 
 def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
-    """Time the lowerings of a convolution, and of its gradients; whether there is nothing left to time."""
-    cropped, crop, geometry = _cropped(case)
+    """Time the lowerings of a convolution, and of the gradients that are needed, on some of the samples.
+
+    Returns:
+        Whether there is nothing left to time.
+    """
+    case, crop, geometry = _cropped(case)
     if any(case.shared) or crop is not None:
         return True
+    one, impossible = convolution_of(case), _impossible(case, geometry)
+    products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
+    x, weight = (
+        models_first(x, dims[0]).narrow(1, 0, min(one.x[0], max(4, 2**26 // products))),
+        models_first(weight, dims[1]),
+    )
 
-    def forward(name: str, x: Tensor, weight: Tensor) -> Tensor:
-        return _forward(x, weight, None, *geometry, [name])
+    @functools.cache
+    def gradient() -> Tensor:
+        return _forward(x, weight, None, *geometry, ["grouped"])
 
-    def backward(of: int, name: str, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, _gradients(name, grad, x, weight, geometry, of == 0, of == 1)[of])
-
-    pair = models_first(x, dims[0]), models_first(weight, dims[1])
-    return time_convolution(cropped, _impossible(cropped, geometry), *pair, forward, backward)
+    runs: dict[str, Callable[[str], Any]] = {case.op: lambda name: _forward(x, weight, None, *geometry, [name])}
+    for op, needs in zip(CONVOLUTION_GRADS, ((True, False), (False, True)), strict=True):
+        if torch.is_grad_enabled() and (x if needs[0] else weight).requires_grad:
+            runs[op] = lambda name, needs=needs: _gradients(name, gradient(), x, weight, geometry, *needs)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return all(measure(case._replace(op=op), impossible, run) for op, run in runs.items())
 
 
 def _cropped(case: Case) -> tuple[Case, list[int] | None, Geometry]:
@@ -168,10 +180,8 @@ def _plan(case: Case) -> Plan:
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=op)).lowering for op in CONVOLUTION_GRADS)
-    impossible, x = _impossible(case, geometry), case.shapes[0]
-    lowerings = tuple("grouped" if lowering in impossible else lowering for lowering in lowerings)
-    assert x is not None
-    return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
+    impossible = _impossible(case, geometry)
+    return Plan(crop, geometry, tuple("grouped" if name in impossible else name for name in lowerings))
 
 
 def _impossible(case: Case, geometry: Geometry) -> set[str]:
@@ -185,7 +195,6 @@ def _impossible(case: Case, geometry: Geometry) -> set[str]:
         "matmul": is_exact and len(weight) <= 4,
         "sample_matmul": is_linear,
         "direct": is_exact and _is_direct(case, geometry),
-        "windows": is_exact and (set(geometry.stride) == {1} or set(geometry.dilation) == {1}),
     }
     return {name for name, is_possible in possible.items() if not is_possible}
 
@@ -240,28 +249,13 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
         members = zip(x.unbind(), weight.unbind(), biases, strict=True)
         return torch.stack([_convolution(*member, *geometry) for member in members])
-    bias, folded, grouped = (
-        None if bias is None else bias.flatten(),
-        _fold_members(lowering, x, weight),
-        _grouped(geometry, x),
-    )
-    run = _convolution if lowering == "grouped" else _scattered if geometry.transposed else _plain
-    return _unfold_members(run(*folded, bias, *grouped), x)
+    bias = None if bias is None else bias.flatten()
+    return _unfold_members(_convolution(*_fold_members(x, weight), bias, *_grouped(geometry, x)), x)
 
 
 def _differentiable(lowering: str) -> str:
     """The kernel in C has no derivatives forward."""
     return "grouped" if lowering == "direct" and has_tangents() else lowering
-
-
-def _scattered(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """A transposed convolution as the gradient of another's input, whose kernels are faster with channels innermost."""
-    geometry = Geometry(*options)
-    space = _products.transposed_space(x.shape[2:], weight.shape[2:], geometry)
-    like = x.new_empty((x.shape[0], weight.shape[1] * geometry.groups, *space))
-    ordinary = geometry._replace(transposed=False, output_padding=[0] * len(space))
-    y = _convolution_backward(x, like, weight, None, *ordinary, [True, False, False])[0]
-    return y if bias is None else y.add_(align(bias, None, y.dim() - 1, len(space)))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -276,49 +270,56 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, for_x, for_weight = ctx.lowerings
     # Kernels that compute both gradients do so in one call.
     both = needs_x and needs_weight and for_x == for_weight
-    dx, dweight = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
+    dx, dweight, dbias = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
     if needs_weight and not both:
-        _, dweight = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
-    dbias = grad.flatten(3).sum((1, 3)) if needs_bias else None
-    return dx, dweight, dbias, *(None,) * (len(Geometry._fields) + 1)
+        _, dweight, dbias = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
+    if needs_bias and dbias is None:
+        dbias = grad.flatten(3).sum((1, 3))
+    return dx, dweight, dbias if needs_bias else None, *(None,) * (len(Geometry._fields) + 1)
 
 
 def _gradients(
     lowering: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, for_x: bool, for_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed."""
-    dx = dweight = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed.
+
+    The third is the bias's, where the filters' comes with it.
+    """
+    dx = dweight = dbias = None
     lowering = _differentiable(lowering)
     if lowering in _PRODUCTS:
         big, small = (x, grad) if geometry.transposed else (grad, x)
         if lowering == "sample_matmul":
             dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
             dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
-            return dx, dweight
+            return dx, dweight, None
         if for_x and geometry.transposed:
             dx = _PRODUCTS[lowering].gather(grad, weight, geometry)
         elif for_x:
             dx = _PRODUCTS[lowering].scatter(grad, weight, geometry, x.shape[3:])
-        return dx, _PRODUCTS[lowering].correlate(big, small, weight, geometry) if for_weight else None
+        if for_weight:
+            dweight = _PRODUCTS[lowering].correlate(big, small, weight, geometry)
+        if for_weight and lowering == "direct":
+            dweight, of_small = cast(Any, dweight)
+            dbias = None if geometry.transposed else of_small
+        return dx, dweight, dbias
     mask = [for_x, for_weight, False]
     if not any(mask):
-        return None, None
+        return None, None, None
     if lowering == "loop":
         members = zip(grad.unbind(), x.unbind(), weight.unbind(), strict=True)
         pairs = [_convolution_backward(*member, None, *geometry, mask)[:2] for member in members]
         of_x, of_weight = zip(*pairs, strict=True)
-        return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None
-    folded = _fold_members(lowering, grad, weight, x)
+        return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None, None
+    folded = _fold_members(grad, weight, x)
     dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
-    return (_unfold_members(dx, x) if for_x else None, dweight.unflatten(0, weight.shape[:2]) if for_weight else None)
+    dweight = dweight.unflatten(0, weight.shape[:2]) if for_weight else None
+    return _unfold_members(dx, x) if for_x else None, dweight, None
 
 
-def _fold_members(lowering: str, image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
+def _fold_members(image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
     # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K]
-    folded = (fold(image, 0, 1, image.shape[0]), weight.flatten(0, 1), *(fold(x, 0, 1, x.shape[0]) for x in images))
-    if lowering == "channels_last":
-        return tuple(x.movedim(1, -1).contiguous().movedim(-1, 1) for x in folded)
-    return folded
+    return fold(image, 0, 1, image.shape[0]), weight.flatten(0, 1), *(fold(x, 0, 1, x.shape[0]) for x in images)
 
 
 def _unfold_members(image: Tensor, like: Tensor) -> Tensor:

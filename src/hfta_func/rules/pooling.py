@@ -58,15 +58,31 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, places = ctx.saved_tensors
-    return _max_pool_backward(grad, x, *ctx.windows, False, places), None, None, None, None
+    if has_tangents():
+        dx = _torch.operator("max_pool2d_with_indices_backward")(grad, x, *ctx.windows, False, places)
+    else:
+        dx = _max_pool_backward(grad, places, [*x.shape[-2:]])
+    return dx, None, None, None, None
 
 
-_max_pool_backward = _torch.operator("max_pool2d_with_indices_backward")
+def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (places,) = ctx.saved_tensors
+    return grad.flatten(-2).gather(-1, places.flatten(-2)).view_as(places), None, None
+
+
 _max_pool = Operator(
     "max_pool2d(Tensor x, int[] taps, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)",
     *(pooling.max_pool, _keep, _backward),
     fake=lambda x, *windows: torch.ops.aten.max_pool2d_with_indices(x, *windows),
     batched=members_in_front(lambda *args: _max_pool(*args)),
+)
+_max_pool_backward = Operator(
+    "max_pool2d_backward(Tensor grad, Tensor places, int[] space) -> Tensor",
+    pooling.max_pool_backward,
+    lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    _backward_of_backward,
+    fake=lambda grad, places, space: grad.new_empty((*grad.shape[:-2], *space)),
+    batched=members_in_front(lambda *args: _max_pool_backward(*args)),
 )
 
 
