@@ -28,7 +28,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 FILES_IN = {
     "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
     "_torch": [
-        *("_release", "inductor", "levels", "dispatcher", "compiler", "modules", "recorded", "tape", "reads"),
+        *("_release", "inductor", "levels", "dispatcher", "compiler", "modules", "recorded", "tape"),
         "ahead",
     ],
     "optim": ["_base", "_kernel", "_leafwise"],
@@ -122,7 +122,7 @@ FILES_IN = {
             "exchange",
         ),
     ],
-    "verify": ["held", "alone", "compare", "oracle"],
+    "verify": ["reached", "held", "alone", "compare", "oracle"],
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
@@ -134,7 +134,6 @@ FILES_IN = {
         "data",
         "dataset",
         "evaluation",
-        "reached",
         "kept",
         "compiler",
         "background",

@@ -48,9 +48,8 @@ from hfta_func._torch.levels import traced_add_batch_dim
 from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves, values_of
 from hfta_func._torch.levels import vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_with, forget_flat_weights, has_hooks
-from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of
+from hfta_func._torch.modules import has_global_hooks, has_step_hooks, is_compiled, is_nestable, marker, places_of
 from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data, tensors_of, weight_hooks
-from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded, likeness
-from hfta_func._torch.recorded import NotReplayableError, Recorder, num_recorders, unwritten
+from hfta_func._torch.recorded import NotReplayableError, Recorder, likeness, num_recorders, unwritten
 from hfta_func._torch.tape import DIRECT, PREPARED, Tape
 from hfta_func._torch.walker import NotWalkableError, Walker, is_backward

@@ -117,6 +117,17 @@ _hooks_of_all = (
 )
 
 
+_hooks_of_modules = [
+    private("torch.nn.modules.module", f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules."""
+    return any(_hooks_of_modules)
+
+
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:
     """Whether a hook runs before or after each step of an optimizer, or of all optimizers."""
     return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all))

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private
 from hfta_func._torch.compiler import set_compiling
-from hfta_func._torch.levels import pytree, storage_number
+from hfta_func._torch.levels import storage_number
 
-_Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
+_DispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
+_Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
 _aten = torch.ops.aten
+
+
+class Mode(_DispatchMode):
+    """A mode whose dispatch is a plain call: wrapped for the compiler, as by default, the first one imports it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class NotReplayableError(Exception):
@@ -37,8 +49,16 @@ class Call(NamedTuple):
     grad_mode: bool  # some kernels keep more for a backward pass if it is on
 
 
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """``is_like(*others)``: whether others have the same types, dtypes, devices, shapes, strides and ``requires_grad``.
+
+    It is never so where one tensor stands twice among the others.
+    """
+    return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 def slots_in(tree: Any) -> list[Slot]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Slot)]
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Slot)]
 
 
 def simplified(calls: Sequence[Call], outputs: Sequence[Slot], constants: Iterable[Slot]) -> list[Call]:
@@ -78,7 +98,7 @@ def num_recorders() -> int:
     return _recorders
 
 
-class Recorder(_Mode):
+class Recorder(Mode):
     """A context that records the operators which run on ``inputs`` and on what becomes of them.
 
     Tensors that no recorded operator has made are constants of the tape, held by reference. With ``compiling``, operators
@@ -92,7 +112,7 @@ class Recorder(_Mode):
         self.calls: list[Call] = []
         self.constants: dict[Slot, Tensor] = {}
         self.numbers: dict[Slot, Tensor] = {}
-        self._slots = WeakTensorKeyDictionary()
+        self._slots: dict[int, tuple[weakref.ref[Tensor], Slot]] = {}
         self._bases: dict[Slot, Slot] = {}
         self._views: dict[tuple[Any, ...], Slot] = {}
         self._twins = WeakTensorKeyDictionary()
@@ -129,16 +149,18 @@ class Recorder(_Mode):
             self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
             self._note_fixed(result, made, func, ())
             return result
-        given, named = pytree.tree_map(self.slot, (args, kwargs))
+        given, named = optree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
-        set_compiling(False)
+        if self._compiling:
+            set_compiling(False)
         try:
             result = func(*args, **kwargs)
         finally:
-            set_compiling(self._compiling)
-        if isinstance(result, Tensor) and not writes and self._is_seen(result, args):
+            if self._compiling:
+                set_compiling(True)
+        if isinstance(result, Tensor) and not writes and func.is_view and self._is_seen(result, args):
             return result
-        made = pytree.tree_map(self._slot_of_result, result)
+        made = optree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             self._note_fixed(result, made, func, slots_in((given, named)))
@@ -146,15 +168,15 @@ class Recorder(_Mode):
 
     def _is_seen(self, view: Tensor, args: Any) -> bool:
         """Whether a tensor reads the same memory in the same way as one that has a slot; then this becomes its slot, too."""
-        if not (args and isinstance(args[0], Tensor)) or view in self._slots:
+        if not (args and isinstance(args[0], Tensor)) or storage_number(view) != storage_number(args[0]):
             return False
-        if storage_number(view) != storage_number(args[0]):
+        if self._known(view) is not None:
             return False
-        source = self._slots[args[0]]
+        source = self.slot(args[0])
         base = self._bases[source] if source in self._bases else source
         self._views.setdefault((base, *_geometry(args[0])), source)
         slot = self._views.setdefault((base, *_geometry(view)), Slot(self._count))
-        self._slots[view] = slot
+        self._slots[id(view)] = weakref.ref(view), slot
         if slot < self._count:
             self._twins[view] = True
             return True
@@ -199,54 +221,60 @@ class Recorder(_Mode):
         if _is_zeros(leaf):
             # Forward-mode derivatives make some; a kernel that a mode calls would read their memory.
             self._refuse("a tensor of zeros has no memory")
-        if leaf not in self._slots:
+        slot = self._known(leaf)
+        if slot is None:
             if type(leaf) not in (Tensor, torch.nn.Parameter):
                 self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
             self._kept.add(storage_number(leaf))
-            self.constants[self._new(leaf)] = leaf
+            self.constants[slot := self._new(leaf)] = leaf
             if leaf in _unwritten:
-                self._sources[self._slots[leaf]] = leaf
-        return self._slots[leaf]
+                self._sources[slot] = leaf
+        return slot
 
     def output(self, tensor: Tensor) -> Slot:
         """The slot of a tensor that is an output; each is a tensor of its own, though memory may be shared."""
         slot = self.slot(tensor)
         held = slot < self._inputs or slot in self.constants
         if self._given.setdefault(slot, tensor) is not tensor or (held and tensor in self._twins):
-            self.calls.append(Call(_aten.detach.default, (slot,), {}, self._new(tensor), writes=False, grad_mode=False))
-        return self._slots[tensor]
+            slot, source = self._new(tensor), slot
+            self.calls.append(Call(_aten.detach.default, (source,), {}, slot, writes=False, grad_mode=False))
+        return slot
 
     def _new(self, tensor: Tensor) -> Slot:
-        self._slots[tensor] = slot = Slot(self._count)
+        slot = Slot(self._count)
+        self._slots[id(tensor)] = weakref.ref(tensor), slot
         self._count += 1
         return slot
+
+    def _known(self, tensor: Tensor) -> Slot | None:
+        known = self._slots.get(id(tensor))
+        # At its address there may have been another one, which is no more.
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def _slot_of_result(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return None
-        return self._slots[leaf] if leaf in self._slots else self._new(leaf)
+        slot = self._known(leaf)
+        return self._new(leaf) if slot is None else slot
 
     def _check(self, func: Any, args: Any) -> None:
-        tags = getattr(func, "tags", None)
-        if tags is None:
-            self._refuse(f"{func} takes functions")
-        elif func is _aten.index.Tensor and not any(one is not None and one.dtype in _MASKS for one in args[1]):
-            return  # only how many a mask selects is not known before
-        elif torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            self._refuse(f"{func} reads the values of a tensor")
-        elif torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
-            self._refuse(f"{func} changes what a tensor is a view of")
+        why = _why_not(func)
+        # Only how many a mask selects is not known before.
+        if why and not (func is _aten.index.Tensor and not any(x is not None and x.dtype in _MASKS for x in args[1])):
+            self._refuse(f"{func} {why}")
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the operator writes one of its arguments; refuses those that live longer than the computation."""
+        if not func._schema.is_mutable:
+            return False
         writes = False
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             writes = True
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and (leaf not in self._slots or storage_number(leaf) in self._kept):
+            for leaf in optree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and (self._known(leaf) is None or storage_number(leaf) in self._kept):
                     self._refuse(f"{func} writes a tensor that was made before")
                 elif isinstance(leaf, Tensor):
                     self._written_storages.add(storage_number(leaf))
@@ -256,6 +284,19 @@ class Recorder(_Mode):
         # A model may catch the error.
         self.why_not = self.why_not or why
         raise NotReplayableError(why)
+
+
+@functools.cache
+def _why_not(func: Any) -> str:
+    """Why an operator cannot be replayed; empty if it can be."""
+    tags = getattr(func, "tags", None)
+    if tags is None:
+        return "takes functions"
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return "reads the values of a tensor"
+    if torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
+        return "changes what a tensor is a view of"
+    return ""
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import pytree
-from hfta_func._torch.recorded import NotReplayableError, Recorder, Slot, simplified, slots_in
+from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
 
-_Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
@@ -56,7 +55,7 @@ class Tape:
         with torch.no_grad(), _below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
-                args, kwargs = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+                args, kwargs = optree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
                 _assign(values, call.result, result)
@@ -104,7 +103,7 @@ class _Differs(Exception):
     """A function calls another operator, or with other arguments."""
 
 
-class _Expecting(_Mode):
+class _Expecting(Mode):
     """A context in which one operator may be called, with these arguments."""
 
     def __init__(self, operator: Any, args: Any, kwargs: Any):
@@ -130,7 +129,7 @@ def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any],
                     return function, function(*args, **kwargs)
             except (_Differs, TypeError):
                 continue
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
         prepared = PREPARED[operator](*args, **kwargs) if operator in PREPARED else None
         function = prepared or DIRECT[operator]

@@ -32,8 +32,8 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def inside_array() -> bool:
-    """Whether the code of a member is running, or read, in this thread."""
-    return _torch.is_reading() or any(isinstance(mode, lowered | routed) for mode in _torch.function_modes())
+    """Whether the code of a member is running in this thread."""
+    return any(isinstance(mode, lowered | routed) for mode in _torch.function_modes())
 
 
 def applied() -> contextlib.AbstractContextManager[None]:

@@ -20,11 +20,11 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
 from hfta_func.run.compiler import Compiler, graph
-from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
-from hfta_func.step.records import kind_of
+from hfta_func.step.records import kind_of, reached_by
 from hfta_func.step.replay import why_not_now
 from hfta_func.step.train import TrainStep
+from hfta_func.verify import Reached
 from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import one_line_error
 
@@ -158,7 +158,7 @@ class BackgroundStep:
         if self.changes > MOST_CHANGES or not self._keeps:
             return None
         if self._reached is None or not self._reached.holds():
-            self._reached, self.changes = kept.reached_by(self._step), self.changes + 1
+            self._reached, self.changes = reached_by(self._step), self.changes + 1
         return self._reached.digest
 
 

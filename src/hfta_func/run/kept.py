@@ -33,9 +33,8 @@ from hfta_func._types import Schedule, Tree, recipe
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.run.reached import Reached
-from hfta_func.step.records import kind_of
-from hfta_func.step.replay import recorded_whole, require_pure
+from hfta_func.step.records import kind_of, only_computing, reached_by
+from hfta_func.step.replay import recorded_whole
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import SETTINGS
@@ -107,12 +106,6 @@ def can_be_kept(step: Any, state: Any) -> bool:
     )
 
 
-def reached_by(step: Any) -> Reached:
-    """What the step's functions can reach; the numbers of its optimizer are in its state."""
-    model, loss_fn, _, options = step._made_from
-    return Reached(loss_fn, options, model=model)
-
-
 def name_of(step: Any, digest: str, inputs: tuple[Tree, Tree]) -> str:
     """The name of the graph of this step for inputs like these."""
     parts, layout = optree.tree_flatten(inputs)  # pyright: ignore[reportArgumentType]
@@ -159,9 +152,9 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
     """Compile the step for inputs like these, and keep it by this name; raises if a graph cannot repeat the step."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder(), prefix="new-") as temporary:
-        require_pure(step, *inputs)
-        tape, layout = recorded_whole(step, *inputs)
         reached, parts = reached_by(step), leaves(inputs)
+        with only_computing(reached, step._made_from[1], inputs[0].keys.device):
+            tape, layout = recorded_whole(step, *inputs)
         written = len(leaves(inputs[0])) if step.options.donate else 0
         built, path = pathlib.Path(temporary), pathlib.Path(temporary) / "graph"
         library = compile_ahead(tape, parts, reached.tensors, written, ahead(inputs[0]), str(built / _LIBRARY))

@@ -2,57 +2,38 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import (
-    NotReplayableError,
-    Reads,
-    Recorder,
-    Tape,
-    can_look,
-    function_modes,
-    is_tracer_loaded,
-    likeness,
-)
+from hfta_func._torch import NotReplayableError, Recorder, Tape, can_look, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
+from hfta_func.calls.modes import Mode
 from hfta_func.models.sizes import PRESENT, SIZE
-from hfta_func.rules import _choice
+from hfta_func.optim._base import is_of_package
+from hfta_func.step.batch import over
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
+from hfta_func.verify import Held, Reached
 
 Result: TypeAlias = Any
 """The next state and the metrics."""
 
-Decision: TypeAlias = Any
-"""The tensors of :class:`StepOutputs`, and a :class:`Verdict`."""
 
-
-_FIRST = 3
-"""Calls before the first capture: the model is known, and chunk sizes are chosen."""
-_IMPORTS, _TRACING, _STEPS = 1.2, 0.15, 6
-"""What a capture costs: seconds for the compiler's modules, seconds to trace the user's functions, and steps."""
-_SAVED, _PYTHON = 0.3, 0.05
-"""The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
-_SAVED_OF_SMALL, _SMALL = 0.7, 0.002
-"""The same for small steps, of which most is Python, in seconds."""
-_TAPES, MOST_SHAPES = 3, 8
-"""Most tapes of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
-
-
-def decided(step: Any, state: TrainState, batch: Tree) -> Decision:
-    """What a step decides, in tensors without names."""
+def _decided(step: Any, state: TrainState, batch: Tree) -> Any:
+    """What a step decides, in tensors without names: those of :class:`StepOutputs`, and a :class:`Verdict`."""
     outputs, verdict = step.decide(state, batch)
     return outputs[:-1], verdict
 
 
-def written(step: Any, state: TrainState, decision: Decision) -> Result:
+def _written(step: Any, state: TrainState, decision: Any) -> Result:
     """What a step writes then."""
     parts, verdict = decision
     # Where values can be looked at, the record is for steps that update all members.
@@ -76,107 +57,120 @@ def recorded(
     return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
 
 
+def reached_by(step: Any) -> Reached:
+    """What the step's functions can reach; the numbers of its optimizer are in its state."""
+    model, loss_fn, _, options = step._made_from
+    return Reached(loss_fn, options, model=model)
+
+
+class _Unread(Mode):
+    """Refuses functions that read values past the dispatcher."""
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise NotReplayableError("it reads the values of a tensor")
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[None]:
+    """A block that raises a NotReplayableError if ``func`` does more than compute from what it can reach.
+
+    What it has changed is then put back, as the call is made once more.
+    """
+    held, printed = Held([func], device), False
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        nonlocal printed
+        printed = True
+        show(*args, **kwargs)
+
+    show = builtins.print
+    if reads.why_not is not None:
+        raise NotReplayableError(f"its functions can reach {reads.why_not}")
+    try:
+        with replaced(builtins, "print", note), _Unread():
+            yield
+        is_pure = reads.holds() and not printed
+    finally:
+        moved = held.restore()
+    if moved or not is_pure:
+        raise NotReplayableError("it prints, draws from another generator, or changes objects of Python")
+
+
 class Record:
-    """Two tapes, for what a step decides and for what it writes then, and what they rest on."""
+    """Two tapes, for what a step decides and for what it writes then, and what they rest on.
 
-    def __init__(self, first: Tape, reads: Reads, state: TrainState, decision: Decision):
-        self.reads, self.is_checked, self.uses = reads, False, 0
-        self._first = first
-        self._decision: Any = optree.tree_structure(decision)
-        self._result: Any = None
-        self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
+    Args:
+        step: The step, which is called once.
+        state: A state.
+        batch: A batch.
+
+    Raises:
+        NotReplayableError: if it cannot be recorded.
+    """
+
+    def __init__(self, step: Any, state: TrainState, batch: Tree):
+        self.reads, self.is_checked, self.uses = reached_by(step), False, 0
+        self._batch: Any = leaves(batch)
         self._second: Tape | None = None
-
-    def __len__(self) -> int:
-        return len(self._first) + (0 if self._second is None else len(self._second))
-
-    @functools.cached_property
-    def status(self) -> str:
-        """How a call runs."""
-        return f"replayed: {len(self)} operators"
-
-    def finish_by(self, second: Tape, result: Result, looks: bool) -> None:
-        """Use a tape for what is written, which is right only if all members are updated if the step ``looks`` at that."""
-        self._second, self._result, self._looks = second, optree.tree_structure(result), looks
+        self._looks, fixed = can_look(state.keys), member_sizes(state)
+        with only_computing(self.reads, step._made_from[1], state.keys.device):
+            self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
+        self._decision: Any = optree.tree_structure(decision)
+        self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
+        closed = is_of_package(step.optimizer, closed=True)
+        if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
+            with contextlib.suppress(NotReplayableError):
+                writes = functools.partial(_written, step)
+                self._second, result = recorded(writes, state, decision, fixed=fixed)
+                self._result: Any = optree.tree_structure(result)
+        self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
+        # What the update starts from are the state's own tensors.
+        (params, *others), verdict = decision
+        outputs = StepOutputs({path: state.params[path] for path in params}, *others)
+        self.first_result = step.finish(state, outputs, verdict)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Result:
         """What the step returns."""
         self.uses += 1
         trial = step.oracle(state.keys)
         decision = self._first(inputs)
-        second = self._second
         if trial is not None:
             step._gradients.compare(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
-        if second is None or (self._looks and not decision[self._keep].all()):
+        if self._second is None or (self._looks and not decision[self._keep].all()):
             parts, verdict = self._decision.unflatten(decision)
             return step.finish(state, StepOutputs(*parts), verdict)
-        return self._result.unflatten(second([*inputs[: self._width], *decision]))
+        return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
 
-    def is_right(self, step: Any, state: TrainState, batch: Tree) -> bool:
-        """Whether the tapes give what the step gives."""
-        decision = decided(step, state, batch)
-        inputs, decides = leaves((state, batch)), leaves(decision)
-        if not all(map(_same_bits, decides, self._first.rehearse(inputs))):
-            return False
-        if self._second is not None:
-            expected = leaves(written(step, state, decision))
-            if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decides]))):
-                self._second = None
-        return True
+    def check(self, step: Any, state: TrainState, batch: Tree, trial: Any) -> tuple[Result, str | None]:
+        """What the step returns, compared with the record; why the record is wrong, if it is."""
+        step._check(state, batch)
+        outputs, verdict = step.decide(state, batch)
+        step._gradients.compare(trial, state, batch, outputs)
+        given, before = (state, batch), self._batch
+        pairs = zip(leaves(batch), before, strict=True)
+        decision = outputs[:-1], verdict
+        if any(isinstance(leaf, Tensor) and torch.equal(leaf, old) for leaf, old in pairs):
+            # The same rows in another order: valid data, and other values.
+            given = state, over(_turned, step.options.batch_dims, batch)
+            decision = _decided(step, *given)
+        why_not = self._differs(step, *given, decision)
+        self._batch, self.is_checked = None, why_not is None
+        return step.finish(state, outputs, verdict), why_not
 
-
-class Records:
-    """The tapes for batches of one shape, and whether to record another."""
-
-    def __init__(self, settings: tuple[Any, ...]) -> None:
-        self.settings = settings
-        self._is_like: Callable[..., bool] | None = None
-        self.tapes: list[Record] = []
-        self.why_not: str | None = None
-        self._calls, self._least, self._uses = 0, float("inf"), 0
-
-    def known(self, inputs: Sequence[Tensor]) -> Record | None:
-        """The tape that is right for the Python values of now."""
-        self._is_like = self._is_like or likeness(inputs)
-        return next((one for one in self.tapes if one.reads.hold()), None)
-
-    def known_again(self, inputs: Sequence[Tensor]) -> Record | None:
-        """The same if it is used already, and these inputs and what is around the call are like those before."""
-        if torch.is_anomaly_enabled() or _choice.is_explaining() or function_modes():
-            return None
-        known = self.known(inputs) if self._is_like is not None and self._is_like(*inputs) else None
-        return known if known is not None and known.is_checked else None
-
-    def note(self, seconds: float) -> None:
-        """Note how long an ordinary call has taken."""
-        self._calls, self._least = self._calls + 1, min(self._least, seconds)
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it is known how long a call takes, of what can be recorded."""
-        return self.why_not is None and self._calls >= _FIRST
-
-    def is_worth_it(self, left: int | None) -> bool:
-        """Whether a tape is expected to save more than it costs: over the calls that are left, or as many as there were."""
-        if not self.is_timed:
-            return False
-        cost = _TRACING + _STEPS * self._least + (0.0 if is_tracer_loaded() else _IMPORTS)
-        python = min(self._least, _PYTHON)
-        if left is None:
-            return self._calls * python >= cost
-        # Python values that have changed are expected to change again after as many calls.
-        saved = max(_SAVED * python, _SAVED_OF_SMALL * min(self._least, _SMALL))
-        return min([left, *[self._uses for _ in self.tapes[:1]]]) * saved >= cost
-
-    def add(self, known: Record) -> None:
-        """Keep a tape, instead of the oldest one if there are many."""
-        self._uses = self.tapes[-1].uses if self.tapes else 0
-        self.tapes = [*self.tapes[1 - _TAPES :], known]
-        self._calls = 0
-
-    def refuse(self, why: str) -> None:
-        """Record no more, and use no record."""
-        self.why_not, self.tapes = why, []
+    def _differs(self, step: Any, state: TrainState, batch: Tree, decision: Any) -> str | None:
+        decides = leaves(decision)
+        try:
+            if not all(map(_same_bits, decides, self._first.rehearse(leaves((state, batch))))):
+                return "its record gives other values than the functions, which read what cannot be seen"
+            if self._second is not None:
+                expected = leaves(_written(step, state, decision))
+                if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decides]))):
+                    self._second = None
+        except Exception as error:
+            return f"its record cannot run: {type(error).__name__}"
+        return None
 
 
 def member_sizes(state: TrainState) -> list[Tensor]:
@@ -189,6 +183,11 @@ def member_sizes(state: TrainState) -> list[Tensor]:
 def kind_of(leaf: Tensor) -> tuple[Any, ...]:
     """What a graph of operators rests on about a tensor."""
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
+
+
+def _turned(dim: int | None, leaf: Tensor) -> Tensor:
+    axis = 0 if dim is None else 1
+    return leaf.flip(axis) if isinstance(leaf, Tensor) and leaf.dim() > axis else leaf
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

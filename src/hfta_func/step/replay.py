@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import (
-    NotReplayableError,
-    Reads,
-    Tape,
-    can_look,
-    function_modes,
-    inside_transform,
-    is_autocasting,
-    num_dispatch_modes,
-)
+from hfta_func._torch import NotReplayableError, Tape, function_modes, inside_transform, is_autocasting, likeness
+from hfta_func._torch import num_dispatch_modes
 from hfta_func._types import Tree
-from hfta_func.models.stack import members_of
-from hfta_func.optim._base import is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.step.batch import copied, is_plain, over
-from hfta_func.step.gradients import StepOutputs
-from hfta_func.step.records import (
-    MOST_SHAPES,
-    Record,
-    Records,
-    Result,
-    decided,
-    kind_of,
-    member_sizes,
-    recorded,
-    written,
-)
-from hfta_func.step.state import TrainState, stacked
-from hfta_func.verify import autocasting
+from hfta_func.step.batch import is_plain
+from hfta_func.step.records import Record, Result, kind_of, member_sizes, recorded
+from hfta_func.step.state import TrainState
+
+_STEPS = 4
+"""What a record and its check cost, in steps."""
+_CHEAP = 0.1
+"""So many seconds for a record are spent at once, where the number of calls is not known."""
+_SAVED, _PYTHON = 0.3, 0.05
+"""The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
+_SAVED_OF_SMALL, _SMALL = 0.7, 0.002
+"""The same for small steps, of which most is Python, in seconds."""
+_RECORDS, _SHAPES = 3, 8
+"""Most records of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Shape:
+    """The records for batches of one shape, and whether to make another."""
+
+    settings: tuple[Any, ...]
+    is_like: Any
+    records: list[Record] = dataclasses.field(default_factory=list)
+    why_not: str | None = None
+    calls: int = 0
+    least: float = float("inf")
+    uses: int = 0
+
+    def known(self) -> Record | None:
+        """The record that is right for the Python values of now."""
+        return next((one for one in self.records if one.reads.holds()), None)
+
+    def pays(self, left: int | None) -> bool:
+        """Whether a record is expected to save more than it costs: over the calls that are left, or as many as there were."""
+        if not self.calls or self.why_not is not None:
+            return False
+        cost = _STEPS * self.least
+        saved = max(_SAVED * min(self.least, _PYTHON), _SAVED_OF_SMALL * min(self.least, _SMALL))
+        if left is None:
+            left = self.calls if cost > _CHEAP else 1_000
+        # Python values that have changed are expected to change again after as many calls.
+        return min([left, *[self.uses for _ in self.records[:1]]]) * saved >= cost
+
+    def add(self, record: Record) -> None:
+        """Keep a record, instead of the oldest one if there are many."""
+        self.uses = self.records[-1].uses if self.records else 0
+        self.records = [*self.records[1 - _RECORDS :], record]
+        self.calls = 0
+
+    def refuse(self, why: str) -> None:
+        """Record no more, and use no record."""
+        self.why_not, self.records = why, []
 
 
 class Replay:
     """``replay(state, batch)``: what ``step.eagerly`` returns, to the bit.
 
     Once it pays, the operators of one call are recorded, and later calls run these. A record is used only while every Python
-    value that the user's functions have read is as it was, and not before it has given the bits of the step itself on another
+    value that the user's functions can reach is as it was, and not before it has given the bits of the step itself on another
     batch. What cannot be replayed keeps running as it is.
 
     Args:
@@ -64,121 +89,76 @@ class Replay:
         self._step = step
         self.left: int | None = None
         self.status = "eager: not called yet"
-        self._shapes: dict[Any, Records] = {}
-        self._latest: Records | None = None
+        self._shapes: dict[Any, _Shape] = {}
+        self._latest: _Shape | None = None
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
     def __call__(self, state: TrainState, batch: Tree) -> Result:
         """The next state and the metrics."""
-        latest = self._latest
-        if latest is not None and not torch.compiler.is_compiling():
-            inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-            if latest.settings == self._settings(layout, state):
-                known = self._in_context(state, functools.partial(latest.known_again, inputs))
-                if known is not None:
-                    return self._replay(known, inputs, state, batch)
-        why_not = why_not_now(self._step, state, batch)
-        if why_not is not None:
+        if self.left is not None:
+            self.left -= 1
+        if (why_not := why_not_now(self._step, state, batch)) is not None:
             self.status = f"eager: {why_not}"
             return self._step.eagerly(state, batch)
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-        settings = self._settings(layout, state)
-        try:
-            key = *settings, *map(kind_of, inputs)
-        except (AttributeError, RuntimeError):
-            return self._step.eagerly(state, batch)  # which says what is no tensor, or has no strides
-        shape = self._shapes.get(key)
+        shape = self._shape(inputs, layout, state)
         if shape is None:
-            if len(self._shapes) == MOST_SHAPES:
-                self.status = f"eager: the batches have more than {MOST_SHAPES} shapes"
-                return self._step.eagerly(state, batch)
-            shape = self._shapes[key] = Records(settings)
-        known = self._in_context(state, functools.partial(shape.known, inputs))
-        if known is not None and known.is_checked:
-            self._latest = shape
-            return self._replay(known, inputs, state, batch)
-        if self.left is not None:
-            self.left -= 1
+            return self._step.eagerly(state, batch)
+        record = shape.known()
+        if record is not None and record.is_checked:
+            self._latest, self.status = shape, record.status
+            return record(inputs, state, batch, self._step)
         self.status = f"eager: {shape.why_not or 'a record has not paid yet'}"
         if not self._recording.acquire(blocking=False):
             return self._step.eagerly(state, batch)
         try:
-            if known is not None:
-                self._check(shape, known, state, batch)
-            elif shape.is_worth_it(self.left) and not self._step.oracle.is_next():
-                decision = self._record(shape, state, batch)
-                if decision is not None:
-                    self._step.oracle.calls += 1
-                    return self._step.finish(state, *decision)
-            elif shape.is_timed and self.left is not None:
-                self.status = "eager: a record does not pay for the calls that are left"
-            start = time.perf_counter()
-            result = self._step.eagerly(state, batch)
-            shape.note(time.perf_counter() - start)
-            return result
+            return self._learn(shape, record, state, batch)
         finally:
             self._recording.release()
 
-    def _settings(self, layout: Any, state: TrainState) -> tuple[Any, ...]:
-        """What a record rests on besides the kinds of its inputs."""
-        return layout, _choice.state, *OUTSIDE.values(), *(tuple(leaf.tolist()) for leaf in member_sizes(state))
-
-    def _replay(self, known: Record, inputs: list[Tensor], state: TrainState, batch: Tree) -> Result:
-        self.status = known.status
-        if self.left is not None:
-            self.left -= 1
-        return known(inputs, state, batch, self._step)
-
-    def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
-        """A call in the settings under which the user's functions run."""
-        with torch.enable_grad(), autocasting(state.keys.device, self._step.options.autocast):
-            return call()
-
-    def _record(self, shape: Records, state: TrainState, batch: Tree) -> tuple[StepOutputs, Any] | None:
-        """What the step decides in a call that is recorded; None if that cannot be."""
-        step = self._step
+    def _shape(self, inputs: list[Tensor], layout: Any, state: TrainState) -> _Shape | None:
+        sizes = (tuple(leaf.tolist()) for leaf in member_sizes(state))
+        modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+        settings = layout, _choice.state, *OUTSIDE.values(), *modes, *sizes
+        latest = self._latest
+        if latest is not None and latest.settings == settings and latest.is_like(*inputs):
+            return latest
         try:
-            reads, fixed = self.reads(state, batch), member_sizes(state)
-            first, decision = recorded(functools.partial(decided, step), state, batch, fixed=fixed)
-            known, looks = Record(first, reads, state, decision), can_look(state.keys)
-            closed = is_of_package(step.optimizer, closed=True)
-            if not step.options.donate and closed and (looks or step.options.nonfinite != "raise"):
-                with contextlib.suppress(NotReplayableError):
-                    known.finish_by(*recorded(functools.partial(written, step), state, decision, fixed=fixed), looks)
-            shape.add(known)
-        except Exception as error:
-            # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
-            shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
+            key = *settings, *map(kind_of, inputs)
+        except (AttributeError, RuntimeError):
+            return None  # The step says what is no tensor, or has no strides.
+        if key not in self._shapes and len(self._shapes) == _SHAPES:
+            self.status = f"eager: the batches have more than {_SHAPES} shapes"
             return None
-        (params, *others), verdict = decision
-        # What the update starts from are the state's own tensors.
-        return StepOutputs({path: state.params[path] for path in params}, *others), verdict
+        if key not in self._shapes:
+            self._shapes[key] = _Shape(settings, likeness(inputs))
+        return self._shapes[key]
 
-    def reads(self, state: TrainState, batch: Tree) -> Reads:
-        """What the loss function reads; raises a NotReplayableError if it does more than compute."""
-        arguments = self._member(state, batch)
-        return self._in_context(state, lambda: Reads(self._step._made_from[1], arguments))
-
-    def _member(self, state: TrainState, batch: Tree) -> tuple[Any, ...]:
-        """The loss function's arguments for the first member, in tensors of their own."""
-        params, buffers = ({path: leaf[:1] for path, leaf in tree.items()} for tree in stacked(state))
-        model = members_of(self._step._made_from[0], params, buffers, {})[0]
-        part = copied(over(lambda dim, leaf: leaf if dim is None else leaf[0], self._step.options.batch_dims, batch))
-        hparams = {name: leaf[0].clone() for name, leaf in state.hparams.items()}
-        return (model, part, hparams) if self._step._gradients.takes_hparams else (model, part)
-
-    def _check(self, shape: Records, known: Record, state: TrainState, batch: Tree) -> None:
-        """Find out whether the record gives what the step gives for another batch."""
-        try:
-            # The same rows in another order: valid data, and other values.
-            other = over(_turned, self._step.options.batch_dims, batch)
-            known.is_checked = known.is_right(self._step, state, other)
-            why_not = "gives other values than the functions, which read what cannot be seen"
-        except Exception as error:
-            why_not = f"cannot run: {type(error).__name__}"
-        if not known.is_checked:
-            shape.refuse(f"its record {why_not}")
+    def _learn(self, shape: _Shape, record: Record | None, state: TrainState, batch: Tree) -> Result:
+        """An eager call, in which a record is checked, made, or found to pay."""
+        step = self._step
+        if record is not None:
+            trial = step.oracle(state.keys, batch)
+            result, why_not = record.check(step, state, batch, trial)
+            if why_not is not None:
+                shape.refuse(why_not)
+            return result
+        if shape.pays(self.left) and not step.oracle.is_next():
+            try:
+                shape.add(record := Record(step, state, batch))
+            except Exception as error:
+                # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
+                shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
+            else:
+                step.oracle.calls += 1
+                return record.first_result
+        elif shape.calls and self.left is not None and shape.why_not is None:
+            self.status = "eager: a record does not pay for the calls that are left"
+        start = time.perf_counter()
+        result = step.eagerly(state, batch)
+        shape.calls, shape.least = shape.calls + 1, min(shape.least, time.perf_counter() - start)
+        return result
 
 
 def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
@@ -204,11 +184,6 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
     return None
 
 
-def require_pure(step: Any, state: TrainState, batch: Tree) -> None:
-    """Raise a NotReplayableError if the step's functions do more than compute from what they can reach."""
-    Replay(step).reads(state, batch)
-
-
 def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
     """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
     if step.options.donate:
@@ -222,8 +197,3 @@ def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any
 
 def _at_once(step: Any, state: TrainState, batch: Tree) -> Result:
     return step.finish(state, *step.decide(state, batch), looks=False)
-
-
-def _turned(dim: int | None, leaf: Tensor) -> Tensor:
-    axis = 0 if dim is None else 1
-    return leaf.flip(axis) if isinstance(leaf, Tensor) and leaf.dim() > axis else leaf

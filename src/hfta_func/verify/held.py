@@ -27,34 +27,33 @@ class Held:
 
     Args:
         roots: Functions, objects and modules: of what they hold in attributes, closures and globals that they name.
-        device: Whose generator is looked at, too.
+        device: Whose generator is looked at, too, beside those of Python and NumPy.
     """
 
-    def __init__(self, roots: list[Any], device: torch.device):
+    def __init__(self, roots: list[Any], device: torch.device | None = None):
         self._generators: list[tuple[str, Any, Callable[[Any], Any], Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
         self._seen: dict[int, Any] = {}
-        for generator in default_generators(device):
-            self._add("PyTorch", generator.get_state, generator.set_state)
-        self._add("Python's random", random.getstate, random.setstate)
-        if "numpy" in sys.modules:
-            numpy: Any = sys.modules["numpy"].random
-            self._add("NumPy (np.random)", numpy.get_state, numpy.set_state)
+        if device is not None:
+            for generator in default_generators(device):
+                self._add("PyTorch", generator.get_state, generator.set_state)
+            self._add("Python's random", random.getstate, random.setstate)
+            if "numpy" in sys.modules:
+                numpy: Any = sys.modules["numpy"].random
+                self._add("NumPy (np.random)", numpy.get_state, numpy.set_state)
         for root in roots:
             self._hold(root, 0)
 
-    def moved(self) -> str:
-        """The first generator that has drawn; empty if none has."""
-        return next((name for name, get, _, state in self._generators if not _same(get(), state)), "")
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for _, get, put, state in self._generators:
+    def restore(self) -> str:
+        """Put everything back; returns the name of a generator that has drawn, empty if none has."""
+        moved = ""
+        for name, get, put, state in self._generators:
             if not _same(get(), state):
                 put(state)
+                moved = moved or name
         for content, before in self._contents:
             if isinstance(content, dict):
                 for key in content.keys() - before.keys():
@@ -70,6 +69,7 @@ class Held:
             names[name] = value
         for cell, value in self._cells:
             cell.cell_contents = value
+        return moved
 
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._generators.append((name, get, put, get()))
@@ -146,7 +146,8 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 def _same(state: Any, other: Any) -> bool:
     if isinstance(state, Tensor):
         return torch.equal(state, other)
-    if isinstance(state, dict | tuple):
-        parts = (each.values() if isinstance(each, dict) else each for each in (state, other))
-        return all(map(_same, *parts))
+    if isinstance(state, dict):
+        return all(map(_same, state.values(), other.values()))
+    if isinstance(state, tuple) and any(hasattr(part, "tobytes") for part in state):
+        return all(map(_same, state, other))
     return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other

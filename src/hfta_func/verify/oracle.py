@@ -154,31 +154,30 @@ class Trial:
         return difference(case.of_member(again, member), self._alone(case, member, in_float64, judged=True), 0.0)
 
     def _again(self, case: Case, cast: Any, watch: Any, judged: bool) -> Results:
-        held = Held([self._func], self._device)
         try:
             return case.again(cast, watch, judged)
         finally:
-            held.restore()
+            self._before.restore()
 
     def _alone(self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False) -> Results:
-        held = Held([self._func], self._device)
+        """The results of a member alone; after it, all that functions hold is as before."""
+        held = [self._before]
 
         def start(model: Any) -> None:
-            nonlocal held
-            held = Held([self._func, model], self._device)
+            held.append(Held([model]))
             if watch is not None:
                 watch(model)
 
         try:
             alone = case.alone(member, cast, start, judged)
-            if name := held.moved():
-                raise RandomnessError(
-                    f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
-                    f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
-                )
-            return alone
         finally:
-            held.restore()
+            moved = [each.restore() for each in held]
+        for name in filter(None, moved):
+            raise RandomnessError(
+                f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
+                f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
+            )
+        return alone
 
     def _text(self, case: Case, member: int, met: Difference) -> str:
         page = "see 'What is not guarded' in the documentation"

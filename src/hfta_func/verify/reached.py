@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import gc
 import hashlib
 import inspect
+import itertools
+import opcode
 import operator
 import os
 import re
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import HEAP_TYPE, has_global_hooks
+from hfta_func._torch import has_global_hooks
+
+_IMPORTS = opcode.opmap["IMPORT_NAME"]
+_CONTENT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_HEAP_TYPE = 1 << 9
+"""The flag of CPython's classes that are made at run time."""
 
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
@@ -30,6 +39,7 @@ _PLAIN = (
 _FOLLOWED = (
     *(list, tuple, dict, set, frozenset, object, staticmethod, classmethod, property, types.CellType, types.MethodType),
     *(functools.partial, types.SimpleNamespace, types.MappingProxyType, types.GenericAlias, types.UnionType),
+    *(collections.OrderedDict, collections.defaultdict, collections.deque, type(functools.lru_cache(len))),
 )
 _NATIVE = (
     *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
@@ -37,6 +47,7 @@ _NATIVE = (
     *(type(torch.ops.aten.mul.Tensor), type(inspect.FullArgSpec.args), types.ModuleType),
 )
 """Functions in C, fields of named tuples, operators, and modules, of which what code names is followed."""
+_OF_NUMPY = "ufunc", "_ArrayFunctionDispatcher"
 _DEFINITIONS = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (torch.__file__, os.path.dirname(__file__), os.path.join(sysconfig.get_path("stdlib"), "os.py"))
@@ -58,34 +69,51 @@ class Reached:
     def __init__(self, *roots: Any, model: torch.nn.Module):
         self.tensors: list[Tensor] = []
         """The tensors among the values, in an order that is the same in another process."""
-        self.digest: str | None = None
-        """The same in another process if all values but those of tensors are; None if something cannot be followed."""
         self.why_not: str | None = None
-        self._hash = hashlib.sha256()
+        """What cannot be followed, if anything."""
+        self._facts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
-        self._watched: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
+        self._watched: list[Any] = []
+        self._functions: list[types.FunctionType] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._parts = {*map(id, model.modules())}
         left = [model, *reversed(roots)]
         try:
             while left:
                 left.extend(reversed([*self._visit(left.pop())]))
-            self.digest = self._hash.hexdigest()
         except _UnknownError as error:
             self.why_not = str(error)
+        self._seen, self._keys = self._look(), [*map(list, self._dicts)]
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """The same in another process if all values but those of tensors are; None if something cannot be followed."""
+        return None if self.why_not else hashlib.sha256(repr(self._facts).encode()).hexdigest()
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        return not has_global_hooks() and all([_identical(look(), before) for look, before in self._watched])
+        now = self._look()
+        return (
+            not has_global_hooks()
+            and len(now) == len(self._seen)
+            and all(map(operator.is_, now, self._seen))
+            and all([space.get(name) is value for space, name, value in self._names])
+            and [*map(list, self._dicts)] == self._keys
+        )
+
+    def _look(self) -> list[Any]:
+        """Everything that is to be the same object later."""
+        return [*gc.get_referents(*self._watched), *itertools.chain.from_iterable(map(_CONTENT, self._functions))]
 
     def _note(self, *facts: Any) -> None:
-        self._hash.update(repr(facts).encode())
+        self._facts.append(facts)
 
-    def _watch(self, look: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
-        """What is seen now, and is to be the same later."""
-        seen = (*look(),)
-        self._watched.append((look, seen))
-        return seen
+    def _watch(self, value: Any) -> list[Any]:
+        """What a value refers to, which is to be the same later."""
+        self._watched.append(value)
+        return gc.get_referents(value)
 
     def _visit(self, value: Any) -> Iterable[Any]:
         """Note a value; returns what it refers to."""
@@ -106,8 +134,10 @@ class Reached:
                 raise _UnknownError(f"a {kind.__qualname__}")
             self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             self.tensors += [] if value.is_meta else [value]
-            return ()
-        if isinstance(value, _NATIVE):
+            return [vars(value)] if vars(value) else ()
+        if isinstance(value, weakref.ref):
+            return (value(),)
+        if isinstance(value, _NATIVE) or kind.__name__ in _OF_NUMPY:
             self._note(getattr(value, "__qualname__", str(value)))
             return ()
         if isinstance(value, types.FunctionType):
@@ -115,62 +145,68 @@ class Reached:
         if isinstance(value, type):
             return self._visit_class(value)
         if isinstance(value, (set, frozenset)):
-            if not all(isinstance(one, (str, int)) for one in value):
+            if not all(isinstance(one, (str, int, float)) for one in value):
                 raise _UnknownError("a set of objects")
-            self._note(self._watch(lambda: sorted(value, key=repr)))
+            self._note(sorted(value, key=repr))
+            self._watch(value)
             return ()
         if id(value) in self._parts:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())
             return (kind, *(one for each in attributes for one in each))
-        is_made = bool(kind.__flags__ & HEAP_TYPE) and (
-            hasattr(value, "__dict__") or any(map(_has_slots, kind.__mro__))
-        )
-        if kind not in _FOLLOWED and not is_made:
+        if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
             raise _UnknownError(f"a {kind.__qualname__}")
-        return self._watch(functools.partial(gc.get_referents, value))
+        if isinstance(value, dict):
+            self._dicts.append(value)
+            self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
+        parts = self._watch(value)
+        if hasattr(value, "__dict__") and vars(value) not in parts:
+            # Where attributes are kept without a dict, asking for it has made one.
+            parts = self._watch(value)
+        return parts
 
     def _visit_class(self, kind: type) -> Iterable[Any]:
         self._note(kind.__qualname__)
         parts: list[Any] = []
         for base in kind.__mro__:
             file = getattr(sys.modules.get(base.__module__), "__file__", None)
-            if base.__flags__ & HEAP_TYPE and not _is_definition(file):
-                self._watch(functools.partial(tuple, vars(base).values()))
+            if base.__flags__ & _HEAP_TYPE and not _is_definition(file):
+                self._watch(gc.get_referents(vars(base))[0])
                 parts += [one for pair in vars(base).items() if pair[0] not in _ASIDE for one in pair]
         return parts
 
     def _visit_function(self, function: types.FunctionType) -> Iterable[Any]:
         self._note(function.__module__, function.__qualname__)
-        parts = self._watch(lambda: (function.__code__, function.__defaults__, function.__kwdefaults__))[1:]
-        parts = *parts, *(function.__closure__ or ())
+        self._functions.append(function)
+        parts = function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())
         if _is_definition(function.__code__.co_filename):
             return parts
         self._note(_of_code(function.__code__))
-        names = sorted(_names_in(function.__code__))
-        return *parts, vars(function), *self._watch(lambda: _named(function.__globals__, names))
+        code = function.__code__
+        named = [*_named(function.__globals__, sorted(_names_in(code)), _IMPORTS in code.co_code[::2])]
+        self._names += named
+        return *parts, vars(function), *(value for *_, value in named)
 
 
 class _UnknownError(Exception):
     """Something cannot be followed."""
 
 
-def _named(space: dict[str, Any], names: list[str], seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+def _named(
+    space: dict[str, Any], names: list[str], imports: bool, seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """What names in code may mean: globals, modules that it imports itself, and what modules among these have."""
     package = space.get("__package__") or ""
     of_version = _is_definition(space.get("__file__"))
     for name in names:
-        value = space.get(name, None if seen else sys.modules.get(name, sys.modules.get(f"{package}.{name}")))
+        places = ((space, name), (sys.modules, name), (sys.modules, f"{package}.{name}"))[: 3 if imports else 1]
+        place = next((one for one in places if one[1] in one[0]), places[0])
+        value = place[0].get(place[1])
         # A version's own data may bear a name that the code has for something else.
         if not of_version or isinstance(value, (types.FunctionType, type, *_NATIVE)):
-            yield value
+            yield *place, value
         if isinstance(value, types.ModuleType) and id(value) not in seen and len(seen) < 3:
-            yield from _named(vars(value), names, seen | {id(value)})
-
-
-def _identical(values: Iterable[Any], before: tuple[Any, ...]) -> bool:
-    now = (*values,)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+            yield from _named(vars(value), names, False, seen | {id(value)})
 
 
 def _is_definition(path: str | None) -> bool:
@@ -180,8 +216,10 @@ def _is_definition(path: str | None) -> bool:
     )
 
 
-def _has_slots(kind: type) -> bool:
-    return bool(vars(kind).get("__slots__")) or issubclass(kind, (list, tuple, dict))
+def _is_followed(kind: type) -> bool:
+    """Whether a class was made in Python, or what objects of it refer to is all that they hold."""
+    is_of_c = not kind.__flags__ & _HEAP_TYPE or isinstance(vars(kind).get("__new__"), types.BuiltinFunctionType)
+    return kind in _FOLLOWED or not is_of_c
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
