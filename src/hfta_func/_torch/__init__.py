@@ -53,4 +53,4 @@ from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data,
 from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded, likeness
 from hfta_func._torch.recorded import NotReplayableError, Recorder, num_recorders, unwritten
 from hfta_func._torch.tape import DIRECT, PREPARED, Tape
-from hfta_func._torch.walker import NotWalkableError, Walker, is_backward
+from hfta_func._torch.walker import NotWalkableError, Walker
