@@ -9,10 +9,9 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
-from hfta_func._torch.compiler import current_trace, expected, graph_hits, in_graph, intercept_checkpoint
+from hfta_func._torch.compiler import current_trace, expected, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import (
     is_compilable,
-    is_compiler_loaded,
     mark_graphs,
     math_attention,
     operator_scan,

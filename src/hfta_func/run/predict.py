@@ -140,7 +140,7 @@ class Predictor:
         return seconds * self._known.within + waiting, max(walk.peak, *peaks)
 
     def _predict(self, name: str, wanted: tuple[float, ...], dtype: torch.dtype) -> float:
-        """Seconds of an operator: of the two most alike, each scaled by the least times of both."""
+        """Seconds of an operator: of the three most alike, each scaled by the least times of both."""
         rates, known = self._device.rates(dtype, self._threads), self._known.rows
         least = _least(wanted, *rates)
         # An operator without products that was not measured is like others without.
@@ -152,7 +152,7 @@ class Predictor:
         source = self._source.rates(dtype, self._known.threads)
         # What the smallest takes besides does not grow with the work.
         start = min(row.seconds for row in rows)
-        ranked = heapq.nsmallest(2, ((math.dist(row.features, wanted), row) for row in rows))
+        ranked = heapq.nsmallest(3, ((math.dist(row.features, wanted), row) for row in rows))
         near = [row for distance, row in ranked if distance <= 2 * ranked[0][0]]
         alike = [
             start + (row.seconds - start) * _least(wanted, *source) / _least(row.features, *source) for row in near
