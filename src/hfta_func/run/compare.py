@@ -226,8 +226,8 @@ def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple
         ends = frame.groupby([by, "seed"])["epoch"].max()
         if ends.min() < ends.max():
             raise ValueError(
-                f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}; pass rows of epochs that compare, such as "
-                f"frame[frame.epoch == {ends.min()}]"
+                f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}; pass rows of epochs that compare, "
+                f"such as frame[frame.epoch == {ends.min()}]"
             )
         frame = frame.loc[frame["epoch"] == ends.max()]
     return {name: (rows["seed"].tolist(), rows[metric].tolist()) for name, rows in frame.groupby(by, sort=False)}
