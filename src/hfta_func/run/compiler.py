@@ -63,11 +63,12 @@ class Compiler:
         """
         if self._pool is not None:
             try:
-                self._answer = self._pool.wait(0)[1]
+                _, answer = self._pool.wait(0)
             except queue.Empty:
                 return None
             except Exception as error:
-                self._answer = {"error": str(error)}
+                answer = error
+            self._answer = answer if isinstance(answer, dict) else {"error": str(answer)}
             self.end()
         return self._answer
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, tree_map
@@ -24,7 +23,6 @@ from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
 from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
 from hfta_func.run.walk import Operator, walk
-from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -277,18 +275,10 @@ def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Floating-point operations and bytes per second of a large product and a large copy, the best of several."""
     size, entries = (512, 2**24) if device.type == "cpu" else (4096, 2**27)
     a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(entries, device=device)
-    target = torch.empty_like(source)
-
-    def best(work: Callable[[], object]) -> float:
-        begin, least = time.perf_counter(), math.inf
-        work()
-        while time.perf_counter() - begin < _RATES or least == math.inf:
-            start = now(device)
-            work()
-            least = min(least, now(device) - start)
-        return least
-
-    return 2 * size**3 / best(lambda: a @ a), 8 * entries / best(lambda: target.copy_(source))
+    given, threads = {"a": a, "source": source, "target": torch.empty_like(source)}, torch.get_num_threads()
+    timers = [Timer(code, globals=given, num_threads=threads) for code in ("a @ a", "target.copy_(source)")]
+    product, copy = (min(timer.blocked_autorange(min_run_time=_RATES).times) for timer in timers)
+    return 2 * size**3 / product, 8 * entries / copy
 
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
