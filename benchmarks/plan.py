@@ -39,7 +39,6 @@ class Cell(NamedTuple):
     models: int
     step: Callable[[], object]
     walk: Walk
-    leaves: int
     held: int
     times: list[float]
     peaks: list[int]
@@ -49,7 +48,7 @@ def cell(workload: str, models: int, device: str) -> Cell:
     """A workload at some M, not measured yet."""
     job = make(Spec(workload, "small", models, batch_size(workload, "small", "cpu"), device))
     step, state = job.array()
-    batch, params = job.batches[0], len(leaves(getattr(state, "params", state)))
+    batch = job.batches[0]
     walk(step, state, batch)  # The first one finds out what views a model writes.
     walked, held = walk(step, state, batch), sum(leaf.nbytes for leaf in leaves(state))
 
@@ -57,7 +56,7 @@ def cell(workload: str, models: int, device: str) -> Cell:
         nonlocal state
         state, _ = step(state, batch)
 
-    return Cell(workload, models, train, walked, params, held, [], [])
+    return Cell(workload, models, train, walked, held, [], [])
 
 
 def least(work: Callable[[], object], limit: float, device: str, calls: int = 3) -> float:
@@ -137,13 +136,13 @@ def measure(
 
 def fitted(cells: Iterable[Cell], rows: Iterable[Row], device: str) -> Measured:
     """What was measured, with what kernels take within steps and this process between them, fitted to steps."""
-    known = Measured(device, torch.get_num_threads(), 1.0, (0.0,) * 4, [*rows])
+    known = Measured(device, torch.get_num_threads(), 1.0, (0.0, 0.0), [*rows])
     if find_device(device).kind == "cuda":
         # What this process does is that of a CPU.
         return known
     alone, work = Predictor(find_device(device), known, known.threads), []
     for one in cells:
-        amounts = alone.step(one.walk, one.leaves)[0], *host_work(one.walk, one.leaves)
+        amounts = alone.step(one.walk)[0], *host_work(one.walk)
         work.append([amount / min(one.times) for amount in amounts])
     within, *host = (float(f"{each:.3g}") for each in nnls(np.array(work), np.ones(len(work)))[0])
     return known._replace(within=within, host=tuple(host))
@@ -156,7 +155,7 @@ def left_out(cells: list[Cell], singles: dict[Key, Single], device: str) -> list
         others = [single.row for single in singles.values() if single.workloads - {name}]
         known = fitted([one for one in cells if one.workload != name], others, device)
         guess = Predictor(find_device(device), known, known.threads)
-        pairs = [(one, *guess.step(one.walk, one.leaves)) for one in cells if one.workload == name]
+        pairs = [(one, *guess.step(one.walk)) for one in cells if one.workload == name]
         times = [seconds / min(one.times) - 1 for one, seconds, _ in pairs]
         memory = [(one.held + peak) / (one.held + one.peaks[0]) - 1 for one, _, peak in pairs]
         means = [f"{statistics.mean(map(abs, errors)):.1%}" for errors in (times, memory)]
@@ -173,7 +172,7 @@ def elsewhere(cells: list[Cell], known: Measured, device: str, rows: Path) -> li
             row = results.get(name, {}).get(str(one.models), {}).get("rows", {}).get("array")
             if one.workload == name and row and row["machine"]["cpu"] != machine()["cpu"]:
                 guess = Predictor(find_device(device), known, row["machine"]["threads"])
-                errors[one.models] = guess.step(one.walk, one.leaves)[0] / statistics.median(row["seconds"]) - 1
+                errors[one.models] = guess.step(one.walk)[0] / statistics.median(row["seconds"]) - 1
         if errors:
             cells_of = [f"M {count} {error:+.0%}" for count, error in errors.items()]
             lines.append([name, "  ".join(cells_of), f"{statistics.mean(map(abs, errors.values())):.1%}"])
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     known = fitted(cells, [single.row for single in singles.values()], args.here)
     if args.device == "cpu":
         print(f"\nkernels take {known.within} times as long within a step as alone")
-        print(f"seconds of an operator forward, one backward, a rule, a leaf: {known.host}")
+        print(f"seconds of this process for an operator and a rule: {known.host}")
         print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other, args.rows)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}

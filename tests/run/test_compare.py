@@ -27,7 +27,6 @@ def test_a_difference_has_the_numbers_of_scipy() -> None:
     assert found.deviation == pytest.approx(differences.std(ddof=1))
     assert found.unpaired == pytest.approx(math.hypot(PLAIN.std(ddof=1), BETTER.std(ddof=1)))
     assert found.wins == (differences > 0).mean()
-    assert found.sign == pytest.approx(stats.binomtest(int((differences > 0).sum()), 24).pvalue)
     test = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=99_999, rng=np.random.default_rng(3)
     )
@@ -36,13 +35,6 @@ def test_a_difference_has_the_numbers_of_scipy() -> None:
     assert (found.low, found.high) == pytest.approx(t, abs=0.001)
     # Asked twice, it says the same.
     assert hfta.compare({"plain": PLAIN, "better": BETTER}).differences == [found]
-
-
-def test_few_pairs_are_permuted_in_every_way() -> None:
-    differences = np.array([1.0, 2.0, -0.5, 3.0, 0.25])
-    (found,) = hfta.compare({"a": np.zeros(5), "b": differences}).differences
-    flips = [abs(np.dot(signs, differences)) for signs in itertools.product((1, -1), repeat=5)]
-    assert found.permutation == np.mean([flip >= differences.sum() - 1e-12 for flip in flips])
 
 
 @pytest.mark.sampled(every=2)
@@ -73,13 +65,13 @@ def test_differences_as_small_as_rounding_in_float32_count_in_float64() -> None:
     assert found.permutation == 2 / 2**8
 
 
-@pytest.mark.parametrize(("mean", "deviation"), [(1.0, 1.0), (0.2, 1.0), (3.0, 1.0), (0.05, 1.0)])
-def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float, deviation: float) -> None:
+@pytest.mark.parametrize("mean", [1.0, 0.2, 3.0])
+def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float) -> None:
     base = np.array([-1.0, 1.0, -1.0, 1.0])
-    sample = mean + deviation * base / base.std(ddof=1)
+    sample = mean + base / base.std(ddof=1)
     (found,) = hfta.compare({"a": np.zeros(4), "b": sample}).differences
     count = int(found.seeds)
-    draws = np.random.default_rng(0).normal(mean, deviation, (4000, count))
+    draws = np.random.default_rng(0).normal(mean, 1.0, (4000, count))
     share = (stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05).mean()
     assert share == pytest.approx(0.8, abs=0.02) or (count <= 4 and share > 0.8)
     assert found.seeds_for(found.mean) == found.seeds_for(-found.mean) == count
@@ -88,7 +80,7 @@ def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float,
 
 def test_equal_and_constant_differences() -> None:
     same, shifted = hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [2.0, 3.0]}).differences
-    assert (same.mean, same.low, same.high, same.wins, same.sign, same.permutation) == (0, 0, 0, 0.5, 1, 1)
+    assert (same.mean, same.low, same.high, same.wins, same.permutation) == (0, 0, 0, 0.5, 1)
     assert same.seeds == math.inf and "inf" in str(hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0]}))
     assert (shifted.mean, shifted.low, shifted.high, shifted.seeds) == (1, 1, 1, 2)
 
@@ -108,7 +100,7 @@ def test_every_form_gives_the_same() -> None:
     for found in (hfta.compare(histories, "accuracy"), hfta.compare(frame, "accuracy", by="kind")):
         (difference,) = found.differences
         assert difference.mean == pytest.approx(expected.mean) and difference.pairs == 24
-        assert (difference.sign, difference.wins) == (expected.sign, expected.wins)
+        assert (difference.permutation, difference.wins) == (expected.permutation, expected.wins)
 
 
 def test_what_is_not_finite_leaves_its_pair_out() -> None:
@@ -139,6 +131,12 @@ def test_table_and_picture() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
 
 
+def history(seeds: list[int], epochs: int) -> hfta.run.History:
+    made = hfta.run.History(torch.tensor(seeds))
+    made.epochs = [{"loss": torch.ones(len(seeds))}] * epochs
+    return made
+
+
 @pytest.mark.parametrize(
     ("runs", "options", "message"),
     [
@@ -160,7 +158,18 @@ def test_table_and_picture() -> None:
         (
             pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]}),
             {"metric": "loss", "by": "kind"},
-            "several rows for kind a and seed 0; keep one of them, or pass a column",
+            "several values for 'a' and seed 0; keep one of them, or tell them apart",
+        ),
+        (
+            pandas.DataFrame({"seed": [0, 0, 1], "kind": ["a"] * 3, "loss": [1.0] * 3, "epoch": [1, 2, 1]}),
+            {"metric": "loss", "by": "kind"},
+            r"kind and seed end at different epochs, 1 to 2; pass rows .* frame\[frame.epoch == 1\]",
+        ),
+        ({"a": history([0, 0], 1), "b": history([0, 1], 1)}, {"metric": "loss"}, "several values for 'a' and seed 0"),
+        (
+            {"a": history([0, 1], 1), "b": history([0, 1], 2)},
+            {"metric": "loss"},
+            "{'a': 1, 'b': 2} values, or epochs of",
         ),
     ],
 )

@@ -240,6 +240,14 @@ def test_batches_may_be_a_tuple(setting):
     assert same(hfta.fit(step, state, (*batches,), epochs=1, progress=False), expected)
 
 
+@pytest.mark.parametrize("name", ["member", "seed", "epoch"])
+def test_a_metric_that_is_called_as_a_column(name):
+    history = hfta.run.History(torch.tensor([7]))
+    history.epochs = [{name: torch.ones(1)}]
+    with pytest.raises(ValueError, match=f"metric '{name}' has the name of a column of the frame; read history"):
+        history.frame()
+
+
 def test_one_row_per_member():
     history = hfta.run.History(torch.tensor([7, 8, 9]))
     history.columns = {"lr": [0.1, 0.2, 0.3]}

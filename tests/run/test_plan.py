@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -63,11 +64,15 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
     assert lines[-2].endswith("predicted") and lines[-1].startswith("11 of 30 models fit")
 
 
+def _size(work: Any) -> int:
+    return hfta.num_models(inspect.getclosurevars(work).nonlocals["held"][0])
+
+
 def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {2: 1.0, 4: 7.0, 8: 3.0}
 
-    def measured(work: Any, device: torch.device, seconds: float) -> list[float]:
-        return [times[hfta.num_models(work.args[0][0])]]
+    def measured(work: Any, device: torch.device) -> list[float]:
+        return [times[_size(work)]]
 
     monkeypatch.setattr(plan, "_times", measured)
     step, state, batch = _array()
@@ -81,8 +86,8 @@ def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
 ) -> None:
     order: list[int] = []
 
-    def measured(work: Any, device: torch.device, _: float) -> list[float]:
-        order.append(hfta.num_models(work.args[0][0]))
+    def measured(work: Any, device: torch.device) -> list[float]:
+        order.append(_size(work))
         return [seconds]
 
     monkeypatch.setattr(plan, "_times", measured)
@@ -96,8 +101,8 @@ def test_measuring_takes_a_share_of_the_steps_to_come(
 ) -> None:
     order: list[int] = []
 
-    def measured(work: Any, device: torch.device, _: float) -> list[float]:
-        order.append(hfta.num_models(work.args[0][0]))
+    def measured(work: Any, device: torch.device) -> list[float]:
+        order.append(_size(work))
         return [0.01]
 
     monkeypatch.setattr(plan, "_times", measured)
@@ -267,16 +272,6 @@ def _v2(where: str, most: str, current: int, inactive: int) -> dict[str, str]:
     return {where + name: text for name, text in names.items()}
 
 
-def _v1(where: str, most: int, usage: int, inactive: int) -> dict[str, str]:
-    # The first of the two is without the groups below, which the usage is not.
-    stat = f"inactive_file 1\ntotal_inactive_file {inactive}\n"
-    names = {"memory.limit_in_bytes": f"{most}\n", "memory.usage_in_bytes": f"{usage}\n", "memory.stat": stat}
-    return {f"memory/{where}{name}": text for name, text in names.items()}
-
-
-_V1_LINES = "9:name=systemd:/\n4:cpu,memory:/docker/a:b\n0::/\n"
-
-
 @pytest.mark.parametrize(
     ("lines", "files", "free"),
     [
@@ -290,8 +285,6 @@ _V1_LINES = "9:name=systemd:/\n4:cpu,memory:/docker/a:b\n0::/\n"
         ("0::/a/b\n", _v2("a/c/", "10", 0, 0) | _v2("a/b/c/", "10", 0, 0), 1_024_000),
         # A path of the host's, of which a container sees only the root.
         ("0::/../host/a\n", _v2("", "9000", 5000, 700), 4700),
-        (_V1_LINES, _v1("docker/a:b/", 9000, 5000, 700) | _v1("", 2**63 - 4096, 6000, 0), 4700),
-        (_V1_LINES, _v1("", 8000, 5000, 700), 3700),
     ],
 )
 def test_free_memory_is_what_the_control_groups_leave(

@@ -95,14 +95,15 @@ def test_a_walk_chooses_as_on_its_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "why"),
+    "loss",
     [
-        (lambda model, x: loss_fn(model, x) * (2.0 if x.sum() > 0 else 1.0), "reads the value|asks for"),
-        (lambda model, x: model(x)[x[:, 0, 0, 0] > 0].mean(), "shape depends on values"),
+        lambda model, x: loss_fn(model, x) * (2.0 if x.sum() > 0 else 1.0),
+        lambda model, x: loss_fn(model, x) * x.sum().item(),
+        lambda model, x: model(x)[x[:, 0, 0, 0] > 0].mean(),
     ],
 )
-def test_a_step_that_reads_values_cannot_be_planned_elsewhere(loss: Any, why: str) -> None:
-    with pytest.raises(TraceError, match=why):
+def test_a_step_that_reads_values_cannot_be_planned_elsewhere(loss: Any) -> None:
+    with pytest.raises(TraceError, match=r"cannot be walked without values .*decide by torch\.where"):
         hfta.plan(*setting(loss=loss), device="H100")
 
 
@@ -129,7 +130,6 @@ def test_plans_that_cannot_be_made_say_why() -> None:
         ({"device": "Xeon 8480+"}, "pass free="),
         ({"device": "A100"}, "the nearest is 'A100 80GB'"),
         ({"device": "T4", "sizes": [4, 1]}, "ascending"),
-        ({"device": "T4", "sizes": [1.0, 2.0]}, "pass at least two"),
     ):
         with pytest.raises(ValueError, match=message):
             hfta.plan(step, state, x, **options)
@@ -141,11 +141,10 @@ def test_plans_that_cannot_be_made_say_why() -> None:
             call(evaluate, state, x)
 
 
-def test_errors_of_a_step_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_step_are_its_own() -> None:
     step, state, _ = setting()
     with pytest.raises(TraceError, match=r"same reduction dim.*if it runs with values"):
         hfta.plan(step, state, torch.randn(3, 5, 3, 9, 9), device="T4")
-    assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(ZeroDivisionError):
         hfta.plan(*setting(loss=lambda model, x: model(x).mean() * (1 / 0)), device="T4")
 
@@ -161,7 +160,7 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     here, there = find_device("EPYC 7763"), find_device("Xeon 6248")
     small, middle, large = map(_product, (8, 512, 2048))
     rows = [Row("bmm", features(small), 2e-6), Row("bmm", features(middle), 4e-3)]
-    known = Measured(here.name, 2, 1.0, (0.0,) * 4, rows)
+    known = Measured(here.name, 2, 1.0, (0.0, 0.0), rows)
 
     def seconds(device: Any, operator: Operator) -> float:
         return Predictor(device, known, 2)._predict("bmm", features(operator), torch.float32)
@@ -170,7 +169,7 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     assert seconds(here, large) == pytest.approx(64 * 4e-3, rel=0.1)
     # Its products take the time; the other core is 3.9 * 64 / (3.5 * 32) times as fast.
     assert seconds(there, large) == pytest.approx(seconds(here, large) * 3.5 * 32 / (3.9 * 64), rel=0.01)
-    alone = Predictor(find_device("T4"), Measured("", 1, 1.0, (0.0,) * 4, ()), 2)
+    alone = Predictor(find_device("T4"), Measured("", 1, 1.0, (0.0, 0.0), ()), 2)
     least = max(large.flops / 8.1e12, large.bytes / 320e9)
     assert alone._predict("bmm", features(large), torch.float32) == pytest.approx(2 * least, rel=0.01)
 
@@ -180,9 +179,9 @@ def test_kernels_take_longer_within_a_step_and_this_process_does_not() -> None:
     walked, known = walk(step, state, x), predict.measured("cpu")
 
     def seconds(within: float, *host: float) -> float:
-        return Predictor(find_device(known.device), known._replace(within=within, host=host), 1).step(walked, 4)[0]
+        return Predictor(find_device(known.device), known._replace(within=within, host=host), 1).step(walked)[0]
 
-    idle, busy = (0.0,) * 4, (1e-3,) * 4
+    idle, busy = (0.0, 0.0), (1e-3, 1e-3)
     assert seconds(3.0, *idle) == pytest.approx(3 * seconds(1.0, *idle))
     assert seconds(3.0, *busy) - seconds(3.0, *idle) == pytest.approx(seconds(1.0, *busy) - seconds(1.0, *idle))
 

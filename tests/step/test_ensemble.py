@@ -310,6 +310,10 @@ def test_predictions_are_those_of_the_members():
     levels = torch.tensor([0.0, 0.1, 0.77, 1.0]).double()
     assert_same(found.quantiles(levels.tolist()), torch.quantile(expected, levels, dim=0))
     assert_same(found.quantiles(0.5), expected.median(0).values)
+    spoilt = expected.clone()
+    spoilt[1, 2] = torch.nan
+    quantiles = type(found)(spoilt).quantiles(levels[:2].tolist())
+    torch.testing.assert_close(quantiles, torch.quantile(spoilt, levels[:2], dim=0), equal_nan=True)
     assert_same(found.probabilities, expected.softmax(-1).mean(0))
     classes = expected.argmax(-1)
     pairs = [(classes[i] != classes[j]).double() for i, j in itertools.combinations(range(M), 2)]

@@ -9,10 +9,9 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
-from hfta_func._torch.compiler import current_trace, expected, graph_hits, in_graph, intercept_checkpoint
+from hfta_func._torch.compiler import current_trace, expected, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import (
     is_compilable,
-    is_compiler_loaded,
     mark_graphs,
     math_attention,
     operator_scan,
@@ -52,4 +51,4 @@ from hfta_func._torch.modules import has_global_hooks, has_step_hooks, is_compil
 from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.recorded import NotReplayableError, Recorder, likeness, num_recorders, unwritten
 from hfta_func._torch.tape import DIRECT, PREPARED, Tape
-from hfta_func._torch.walker import NotWalkableError, Walker, is_backward
+from hfta_func._torch.walker import NotWalkableError, Walker

@@ -135,16 +135,6 @@ def stand_for(wrapper: Any, func: Callable[..., Any]) -> None:
     wrapper._torchdynamo_orig_callable = func
 
 
-def is_compiler_loaded() -> bool:
-    """Whether the compiler has been imported, which takes seconds."""
-    return "torch._inductor.compile_fx" in sys.modules
-
-
-def graph_hits() -> int:
-    """Number of graphs that this process has loaded from the cache on disk."""
-    return private("torch._dynamo.utils", "counters")["aot_autograd"]["autograd_cache_hit"]
-
-
 @contextlib.contextmanager
 def compiled_from_cache() -> Iterator[None]:
     """A block whose graphs come from the cache on disk; a graph that is missing there raises a LookupError."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,28 +12,16 @@ from torch import Tensor
 
 from hfta_func._torch import levels, recorded
 from hfta_func._torch._release import private
+from hfta_func._torch.inductor import replaced
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _aten = torch.ops.aten
-_FAKE = "torch._subclasses.fake_tensor"
 _UNSEEN = (_aten.detach.default, torch.ops.prim.device.default, _aten.lift_fresh.default)
 """They tell autograd or a program something and take no time on a device."""
 
 
-_running_task = private("torch._C", "_current_graph_task_id")
-
-
-def is_backward() -> bool:
-    """Whether autograd's engine is running."""
-    return _running_task() != -1
-
-
-def _is_heard(_: Any) -> bool:
-    return levels.walked_device is None
-
-
 class NotWalkableError(Exception):
-    """Why a computation cannot go on without values."""
+    """A value is read; no RuntimeError, after which members would run one by one."""
 
 
 class Walker(_Mode):
@@ -42,18 +30,14 @@ class Walker(_Mode):
     Truth values are true: all members train on. Nothing else can be read.
 
     Args:
-        device: The type of the device that the computation is for, such as ``"cuda"``; its tensors are on the CPU.
         note: Called with every operator, its arguments, its result, and what results took before it.
     """
 
-    def __init__(self, device: str, note: Callable[[Any, Any, Any, Any, int], None]):
+    def __init__(self, note: Callable[[Any, Any, Any, Any, int], None]):
         super().__init__()
-        self._device, self._note = device, note
-        self._before: list[str | None] = []
-        self._fake = private(_FAKE, "FakeTensorMode")(allow_non_fake_inputs=True)
+        self._note = note
+        self._fake = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
         self._held: dict[int, weakref.ref[Any]] = {}
-        # The error says what went wrong, and PyTorch would print where, in a hundred lines.
-        logging.getLogger(_FAKE).addFilter(_is_heard)
         self.bytes = self.peak = 0
         """What results take now, and the most so far."""
 
@@ -63,24 +47,20 @@ class Walker(_Mode):
         self._held[made.untyped_storage()._cdata] = weakref.ref(made.untyped_storage())
         return made
 
-    def __enter__(self) -> Any:
-        self._before.append(levels.walked_device)
-        levels.walked_device = self._device
+    @contextlib.contextmanager
+    def walking(self, device: str) -> Iterator[None]:
+        """A block whose computation is for a type of device, such as ``"cuda"``; its tensors are on the CPU."""
         # The kernels of this package are for a CPU, and run below one dispatch mode.
-        recorded._recorders += self._device == "cpu"
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        levels.walked_device = self._before.pop()
-        recorded._recorders -= self._device == "cpu"
-        return super().__exit__(*error)
+        modes = recorded._recorders + (device == "cpu")
+        with replaced(levels, "walked_device", device), replaced(recorded, "_recorders", modes), self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (_aten._local_scalar_dense.default, _aten.is_nonzero.default):
-            if args[0].dtype == torch.bool:
-                return True
-            raise NotWalkableError("it reads the value of a tensor")
+            if args[0].dtype != torch.bool:
+                raise NotWalkableError("it reads the value of a tensor")
+            return True
         if func.namespace != "prim":
             with self:
                 # An operator that consists of others.
@@ -88,11 +68,8 @@ class Walker(_Mode):
             if result is not NotImplemented:
                 return result
         before = self.bytes
-        try:
-            with self._fake:
-                result = func(*args, **kwargs)
-        except private(_FAKE, "DynamicOutputShapeException") as error:
-            raise NotWalkableError(f"it makes a tensor whose shape depends on values, by {error}") from None
+        with self._fake:
+            result = func(*args, **kwargs)
         if func not in _UNSEEN:
             for leaf in levels.pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):

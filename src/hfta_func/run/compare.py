@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import abc
 import bisect
-import functools
+import collections
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch import Tensor
 
 from hfta_func._types import html_table, require, text_table
 from hfta_func.run.history import History
@@ -35,7 +33,6 @@ class Difference(NamedTuple):
         deviation: Standard deviation of the differences.
         unpaired: The standard deviation without pairs, from those of both configurations.
         wins: Share of the pairs in which the configuration has the larger value, ties counted half.
-        sign: P-value of the two-sided sign test, without ties.
         permutation: P-value of the two-sided permutation test of the mean, which swaps within pairs.
         seeds: Pairs that a two-sided t test at 5 % needs to find this mean with 80 % power; infinite if it is 0.
     """
@@ -49,7 +46,6 @@ class Difference(NamedTuple):
     deviation: float
     unpaired: float
     wins: float
-    sign: float
     permutation: float
     seeds: float
 
@@ -64,7 +60,7 @@ class Difference(NamedTuple):
             >>> comparison.differences[0].seeds_for(0.02), comparison.differences[0].seeds_for(0.005)
             (5, 31)
         """
-        return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
+        return _seeds(difference, self.deviation)
 
 
 class Tabled(abc.ABC):
@@ -89,10 +85,10 @@ class Comparison(Tabled):
         level: Level of the intervals.
     """
 
-    def __init__(self, differences: list[Difference], level: float, summarise: Callable[[], list[tuple[Any, ...]]]):
-        self.differences = differences
-        self.level = level
-        self._summarise = summarise
+    def __init__(self, values: Mapping[Any, Mapping[Any, float]], baseline: Any, level: float, *draws: int):
+        self.level, self._values, self._draws = level, values, draws
+        others = [pair for pair in values.items() if pair[0] != baseline]
+        self.differences = [_difference(*pair, baseline, values[baseline], level, *draws) for pair in others]
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per configuration."""
@@ -104,8 +100,10 @@ class Comparison(Tabled):
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""
         each = [("", "seeds", "mean ± std", f"{self.level:.0%} interval")]
-        for name, seeds, mean, deviation, low, high in self._summarise():
-            each.append((str(name), str(seeds), f"{mean:.4g} ± {deviation:.2g}", f"[{low:.4g}, {high:.4g}]"))
+        for name, by_seed in self._values.items():
+            finite = [*filter(math.isfinite, by_seed.values())]
+            mean, deviation, low, high = _mean(finite, self.level, *self._draws)
+            each.append((str(name), str(len(finite)), f"{mean:.4g} ± {deviation:.2g}", f"[{low:.4g}, {high:.4g}]"))
         rows = [("", "pairs", "difference", f"{self.level:.0%} interval", "wins", "p", "seeds")]
         for one in self.differences:
             interval = f"[{one.low:+.4g}, {one.high:+.4g}]"
@@ -151,7 +149,7 @@ def compare(
     Args:
         runs: Values by configuration and seed, in one of these forms: a dict of equally long sequences by name; a dict of
             histories; a pandas frame with the columns ``seed``, ``metric`` and ``by``; or a study of several seeds per trial.
-        metric: The metric of histories and frames, in the last epoch.
+        metric: The metric of histories and frames, in the last epoch, which must be the same for all.
         by: The frame's column that tells configurations apart.
         baseline: The configuration that the others are compared with; the first one by default.
         level: Level of the intervals.
@@ -163,8 +161,8 @@ def compare(
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if there are fewer than two configurations, the baseline is none of them, or two of them have no two seeds
-            in common.
+        ValueError: if there are fewer than two configurations, the baseline is none of them, two of them have no two seeds in
+            common, one has a seed twice, or they end at different epochs.
 
     Example:
         >>> comparison = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
@@ -174,10 +172,7 @@ def compare(
     values = _by_seed(runs, metric, by)
     if len(values) < 2:
         raise ValueError(f"there are {len(values)} configurations; a comparison needs two")
-    first, options = checked_baseline(baseline, values, level), (level, resamples, seed)
-    others = [pair for pair in values.items() if pair[0] != first]
-    differences = [_difference(*pair, first, values[first], *options) for pair in others]
-    return Comparison(differences, level, functools.partial(_summaries, values, *options))
+    return Comparison(values, checked_baseline(baseline, values, level), level, resamples, seed)
 
 
 def checked_baseline(baseline: Any, names: Mapping[Any, Any], level: float) -> Any:
@@ -194,73 +189,78 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
     """Values by configuration and seed."""
     if hasattr(runs, "by_seed"):
         return runs.by_seed()
-    if isinstance(runs, Mapping):
-        histories = {name: run for name, run in runs.items() if isinstance(run, History)}
-        if histories and metric is None:
-            raise ValueError("histories have several metrics; pass metric=")
-        listed = {
-            name: [*(run.tolist() if isinstance(run, Tensor) else run)]
-            for name, run in runs.items()
-            if name not in histories
-        }
-        lengths = {name: len(run) for name, run in listed.items()}
-        if len({*lengths.values()}) > 1:
-            raise ValueError(
-                f"the configurations have {lengths} values; give each one value per seed, in the same order"
-            )
-        seeds = {name: run.seeds.tolist() for name, run in histories.items()}
-        listed |= {name: run[str(metric)][-1].tolist() for name, run in histories.items()}
-        return {name: dict(zip(seeds.get(name, range(len(listed[name]))), listed[name], strict=True)) for name in runs}
-    if any(name is None or name not in [*getattr(runs, "columns", ())] for name in ("seed", metric, by)):
+    given = _of_mapping(runs, metric) if isinstance(runs, Mapping) else _of_frame(runs, metric, by)
+    for name, (seeds, _) in given.items():
+        (seed, count), *_ = collections.Counter(seeds).most_common(1) or [(None, 1)]
+        if count > 1:
+            cure = "keep one of them, or tell them apart, in a frame by a column by= that is made of two"
+            raise ValueError(f"there are several values for {name!r} and seed {seed}; {cure}")
+    return {name: dict(zip(*pair, strict=True)) for name, pair in given.items()}
+
+
+def _of_mapping(runs: Mapping[Any, Any], metric: str | None) -> dict[Any, tuple[Sequence[Any], list[float]]]:
+    """Seeds and values by configuration."""
+    lengths = {name: len(run) for name, run in runs.items()}
+    if len({*lengths.values()}) > 1:
+        raise ValueError(
+            f"the configurations have {lengths} values, or epochs of histories; give each one value per seed, in the same "
+            f"order, or histories of as many epochs"
+        )
+    if metric is None and any(isinstance(run, History) for run in runs.values()):
+        raise ValueError("histories have several metrics; pass metric=")
+    return {
+        name: (run.seeds.tolist(), run[str(metric)][-1].tolist())
+        if isinstance(run, History)
+        else (range(len(run)), [*map(float, run)])
+        for name, run in runs.items()
+    }
+
+
+def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple[Sequence[Any], list[float]]]:
+    """Seeds and values by configuration."""
+    if any(name is None or name not in [*getattr(frame, "columns", ())] for name in ("seed", metric, by)):
         raise ValueError(
             "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
         )
-    frame = runs.loc[runs["epoch"] == runs["epoch"].max()] if "epoch" in runs.columns else runs
-    if (twice := frame.duplicated([by, "seed"])).any():
-        name, seed = frame.loc[twice, [by, "seed"]].iloc[0]
-        cure = "keep one of them, or pass a column by= that tells them apart, such as one made of two columns"
-        raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; {cure}")
-    return {name: dict(zip(rows["seed"], rows[metric], strict=True)) for name, rows in frame.groupby(by, sort=False)}
+    if "epoch" in frame.columns:
+        ends = frame.groupby([by, "seed"])["epoch"].max()
+        if ends.min() < ends.max():
+            raise ValueError(
+                f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}; pass rows of epochs that compare, "
+                f"such as frame[frame.epoch == {ends.min()}]"
+            )
+        frame = frame.loc[frame["epoch"] == ends.max()]
+    return {name: (rows["seed"].tolist(), rows[metric].tolist()) for name, rows in frame.groupby(by, sort=False)}
 
 
 def _difference(
     name: Any, values: Mapping[Any, float], baseline: Any, others: Mapping[Any, float], level: float, *draws: int
 ) -> Difference:
-    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
+    numpy = require("numpy", "plot")
     common = [(value, others[key]) for key, value in values.items() if key in others]
     finite = [pair for pair in common if all(map(math.isfinite, pair))]
     if len(finite) < 2:
         raise ValueError(f"{name!r} and {baseline!r} have {len(finite)} seeds in common; a comparison needs two")
     pairs = numpy.array(finite)
     differences = pairs[:, 0] - pairs[:, 1]
-    mean, deviation, low, high = _mean(numpy, stats, differences, level, *draws)
+    mean, deviation, low, high = _mean(differences, level, *draws)
     # The largest rounding error of a sum of differences, which would look like one: metrics are mostly float32.
     dtype = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
     rounding = float(len(pairs) * numpy.finfo(dtype).eps * numpy.abs(pairs).max())
     mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
-    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(
         *(name, baseline, len(pairs), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
-        wins=(wins + (len(pairs) - wins - losses) / 2) / len(pairs),
-        sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
-        permutation=_permuted(numpy, differences, rounding, *draws),
-        seeds=_seeds(stats, mean, deviation),
+        wins=float((1 + numpy.sign(differences)).mean() / 2),
+        permutation=_permuted(differences, rounding, *draws),
+        seeds=_seeds(mean, deviation),
     )
 
 
-def _summaries(values: Mapping[Any, Mapping[Any, float]], *options: Any) -> list[tuple[Any, ...]]:
-    """Name, number of finite values, mean, standard deviation and interval of each configuration."""
-    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
-    finite = {name: numpy.array([*filter(math.isfinite, by_seed.values())]) for name, by_seed in values.items()}
-    return [(name, len(each), *_mean(numpy, stats, each, *options)) for name, each in finite.items()]
-
-
-def _mean(
-    numpy: Any, stats: Any, values: Any, level: float, resamples: int, seed: int
-) -> tuple[float, float, float, float]:
+def _mean(values: Any, level: float, resamples: int, seed: int) -> tuple[float, float, float, float]:
     """Mean and standard deviation of two values or more, and the ends of the interval of the mean."""
-    mean, deviation = float(values.mean()), float(values.std(ddof=1))
+    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
+    mean, deviation = float(numpy.mean(values)), float(numpy.std(values, ddof=1))
     if deviation == 0:
         return mean, deviation, mean, mean
     random = numpy.random.default_rng(seed)
@@ -268,26 +268,28 @@ def _mean(
     return mean, deviation, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
-def _permuted(numpy: Any, differences: Any, rounding: float, resamples: int, seed: int) -> float:
+def _permuted(differences: Any, rounding: float, resamples: int, seed: int) -> float:
     """The share of sign flips whose mean is at least as far from 0; of all flips if they are few, else of random ones.
 
     SciPy's permutation test takes sums that are equal but for rounding for different.
     """
-    count, is_exact = len(differences), 2 ** len(differences) <= resamples
-    signs = [*itertools.product((1, -1), repeat=count)] if is_exact else None
-    signs = numpy.array(signs) if is_exact else numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count))
-    far = int((numpy.abs(signs @ differences) >= abs(differences.sum()) - rounding).sum())
-    return (far + (not is_exact)) / (len(signs) + (not is_exact))
+    numpy, count = require("numpy", "plot"), len(differences)
+    if 2**count <= resamples:
+        signs = numpy.array([*itertools.product((1, -1), repeat=count)])
+    else:
+        signs = numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count))
+        signs = numpy.concatenate((numpy.ones((1, count)), signs))
+    return float((numpy.abs(signs @ differences) >= abs(differences.sum()) - rounding).mean())
 
 
-def _seeds(stats: Any, mean: float, deviation: float) -> float:
+def _seeds(mean: float, deviation: float) -> float:
     """Pairs that a two-sided t test at 5 % needs for 80 % power, by the noncentral t distribution."""
     if mean == 0 or deviation == 0:
         return math.inf if mean == 0 else 2
+    stats = require("scipy.stats", "plot")
 
     def power(count: int) -> float:
         critical, shift = stats.t.ppf(0.975, count - 1), abs(mean) / deviation * math.sqrt(count)
         return float(stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift))
 
-    count = 2 + bisect.bisect_left(range(2, _LARGEST), 0.8, key=power)
-    return math.inf if count == _LARGEST else count
+    return 2 + bisect.bisect_left(range(2, _LARGEST), 0.8, key=power)

@@ -142,7 +142,7 @@ class History:
 
         Raises:
             ImportError: if pandas is not installed.
-            ValueError: if a column does not have one value per member.
+            ValueError: if a column does not have one value per member, or a metric is called member, seed or epoch.
         """
         pandas, count = require("pandas", "plot"), len(self.seeds)
         given: dict[str, Any] = {}
@@ -152,6 +152,10 @@ class History:
             given[name] = values.tolist() if isinstance(values, Tensor) else [*values]
             if len(given[name]) != count:
                 raise ValueError(f"column {name} has {len(given[name])} values but the array has {count} models")
+        for name in {"member", "seed", "epoch"} & {*(self.epochs or [{}])[-1]}:
+            raise ValueError(
+                f"metric {name!r} has the name of a column of the frame; read history[{name!r}], or rename it"
+            )
         frames = [
             pandas.DataFrame(
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}

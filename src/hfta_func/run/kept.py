@@ -17,7 +17,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -158,23 +157,19 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
         written = len(leaves(inputs[0])) if step.options.donate else 0
         built, path = pathlib.Path(temporary), pathlib.Path(temporary) / "graph"
         library = compile_ahead(tape, parts, reached.tensors, written, ahead(inputs[0]), str(built / _LIBRARY))
-        kinds = [kind_of(reached.tensors[number]) for number in library.captured]
         path.mkdir(mode=0o700)
         # Sources lie there, too.
-        made = [*built.glob(f"{_LIBRARY.partition('.')[0]}.*")]
-        files = {one.name: hashlib.sha256(one.read_bytes()).digest() for one in made}
-        for one in made:
+        for one in [*built.glob(f"{_LIBRARY.partition('.')[0]}.*")]:
             one.rename(path / one.name)
         about = path / _ABOUT
-        about.write_bytes(native.signed(pickle.dumps((files, library, layout, kinds))))
+        about.write_bytes(native.signed(pickle.dumps((library, layout))))
         about.chmod(0o600)
         drop(name)
         path.rename(folder() / name)
     total = 0
-    for other, size, used in kept():
+    for other, size, _ in kept():
         total += size
-        # What a process has begun and left lies there for a day at most.
-        if total > MOST_BYTES or (other.startswith("new-") and used < time.time() - 86_400):
+        if total > MOST_BYTES:
             drop(other)
 
 
@@ -184,11 +179,9 @@ def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], A
     try:
         if not native.is_whole(path / _ABOUT):
             return None
-        files, library, layout, kinds = pickle.loads((path / _ABOUT).read_bytes()[:-32])
+        library, layout = pickle.loads((path / _ABOUT).read_bytes()[:-32])
         held = [tensors[number] for number in library.captured]
-        if [*map(kind_of, held)] != kinds or not all(map(is_defined, library.operators)):
-            return None
-        if any(hashlib.sha256((path / file).read_bytes()).digest() != digest for file, digest in files.items()):
+        if not all(map(is_defined, library.operators)):
             return None
         function = load_ahead(str(path / _LIBRARY))
         os.utime(path / _ABOUT)

@@ -18,10 +18,6 @@ from hfta_func.errors import StateError
 
 _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
-_GROUP = "memory.max", "memory.current", "inactive_file"
-_OLD_GROUP = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Files of a control group with its limit and its usage, and the entry of cached files, by version."""
-
 # oneDNN also reports errors of memory descriptors, which have nothing to do with the amount of memory.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
@@ -58,23 +54,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _left_by_groups() -> Iterator[int]:
-    """Bytes that each control group of this process leaves it, before the kernel would kill it."""
+    """Bytes that each control group (v2) of this process leaves it, before the kernel would kill it."""
     groups = _PROC / "self" / "cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        is_old = "memory" in controllers.split(",")
-        root = _CGROUPS / "memory" if is_old else _CGROUPS
-        limit, usage, cache = _OLD_GROUP if is_old else _GROUP
+        if not line.startswith("0::"):
+            continue
         # In a container the path may be the host's, of which only the root is visible.
-        group = root / path.strip("/")
-        for folder in (
-            (group, *group.parents[: len(group.parts) - len(root.parts)]) if is_old or not controllers else ()
-        ):
+        group = _CGROUPS / line[3:].strip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(_CGROUPS.parts)]):
             with contextlib.suppress(OSError, ValueError):
-                most = int((folder / limit).read_text())
+                most, current = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
                 held = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
                 # The kernel drops cached files before it kills a process.
-                yield max(0, most - int((folder / usage).read_text()) + int(held.get(cache, 0)))
+                yield max(0, most - current + int(held.get("inactive_file", 0)))
 
 
 def profiler(device: torch.device, **options: Any) -> Any:
@@ -106,23 +98,9 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
 
-@contextlib.contextmanager
-def quick_collections() -> Iterator[None]:
-    """A block in which collecting garbage is quick, also where a compiler has left millions of objects."""
-    if gc.get_freeze_count():
-        yield
-        return
-    # Old garbage is worth its time where it holds the memory of a GPU.
-    gc.collect(2 if torch.cuda.is_initialized() else 1)
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def release(device: torch.device) -> None:
     """Return unused memory to the device."""
-    gc.collect()
+    # Old garbage is worth its time where it holds the memory of a GPU: a compiler leaves millions of objects.
+    gc.collect(2 if device.type == "cuda" else 1)
     if device.type == "cuda":
         torch.cuda.empty_cache()

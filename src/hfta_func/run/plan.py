@@ -13,8 +13,8 @@ import torch
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take, without_shared
-from hfta_func._types import Shared, Tree, text_table
-from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
+from hfta_func._types import Tree, text_table
+from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
 from hfta_func.run.predict import Device, Predictor, find_device, measured
 from hfta_func.run.walk import walk
 from hfta_func.step.batch import check_batch, plain, take_batch
@@ -81,7 +81,6 @@ class Plan(NamedTuple):
         return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}{basis}"
 
 
-@quick_collections()
 def plan(
     step: Run,
     state: TrainState,
@@ -130,41 +129,35 @@ def plan(
         >>> result.num_models, result.time(50) > 0
         (100, True)
     """
-    sizes = tuple(sizes)
-    is_whole = all(hasattr(size, "__index__") for size in (*sizes, limit))
-    if not is_whole or len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)) or limit < 1:
+    if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)) or limit < 1:
         raise ValueError(
             f"sizes are {list(sizes)} and limit is {limit}; pass at least two numbers of models, ascending from 1 or more, "
             f"and at least 1 model"
         )
     if device is not None:
-        return _elsewhere(step, state, batch, sizes, limit, free, find_device(device))
+        return _elsewhere(step, state, batch, tuple(sizes), limit, free, find_device(device))
     return _measured(step, state, batch, sizes, limit, free, steps)
 
 
 def _measured(
-    step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, steps: int | None
+    step: Run, state: TrainState, batch: Tree, sizes: Sequence[int], limit: int, free: int | None, steps: int | None
 ) -> Plan:
     """The plan for the device that the state is on, by measurements."""
     arrays, times = _Arrays(step, state, batch, free), dict[int, list[float]]()
     failed = max(limit, *sizes) + 1
-
-    def measure(step: Callable[[], None]) -> list[float]:
-        return _times(step, arrays.device, _SECONDS / (_MOST * len(sizes)) if steps is None else 0)
-
-    def is_enough(turn: int) -> bool:
-        spent = sum(map(sum, times.values()))
-        if steps is None or not times:
-            return turn >= _LEAST and spent > _SECONDS
-        medians = [statistics.median(times[size]) for size in sorted(times)]
-        return spent > min(_SECONDS, _SHARE * steps * _line(sorted(times), medians, limit))
-
     for turn in range(_MOST):
         # Each array is freed before the next one is made.
         for size in sizes:
-            if size >= failed or ((steps is not None or size == sizes[0]) and is_enough(turn)):
+            spent, budget = sum(map(sum, times.values())), _SECONDS
+            if steps is not None and times:
+                medians = [statistics.median(times[known]) for known in sorted(times)]
+                budget = min(budget, _SHARE * steps * _line(sorted(times), medians, limit))
+            # Few steps to come are not worth every size.
+            is_due = turn >= _LEAST and size == sizes[0] if steps is None else bool(times)
+            if size >= failed or (is_due and spent > budget):
                 break
-            if (measured := arrays.attempt(size, measure)) is None:
+            measured = arrays.attempt(size, functools.partial(_times, device=arrays.device))
+            if measured is None:
                 failed = size
             else:
                 times.setdefault(size, []).extend(measured)
@@ -190,12 +183,11 @@ def _elsewhere(
     if free is None and device.kind == "cpu":
         raise ValueError(f"a machine with {device.name} may have any memory; pass free=, a number of bytes")
     arrays = _Arrays(step, state, batch, int(1e9 * device.memory) if free is None else free)
-    guess, pairs = Predictor(device, measured(device.kind), torch.get_num_threads()), []
-    about = len(leaves(getattr(state, "params", ()))), bool(getattr(options, "replay", False))
+    guess = Predictor(device, measured(device.kind), torch.get_num_threads())
     # The first walk finds out what views the model writes.
-    for size in (sizes[0], *sizes):
-        pairs.append(guess.step(walk(step, *arrays.inputs(size), device.kind), *about))
-    seconds, peaks = zip(*pairs[1:], strict=True)
+    walks = [walk(step, *arrays.inputs(size), device.kind) for size in (sizes[0], *sizes)]
+    pairs = [guess.step(walked, bool(getattr(options, "replay", False))) for walked in walks[1:]]
+    seconds, peaks = zip(*pairs, strict=True)
     held = arrays.held, arrays.shared, arrays.free
     return _recommended(Plan(sizes, seconds, peaks, *held, limit, 0, None, guess.basis), limit + 1)
 
@@ -260,21 +252,20 @@ class _Arrays:
         members = torch.arange(size, device=self.device) % num_models(self._state)
         return take(self._state, members), take_batch(self._dims, self._batch, members)
 
-    def _advance(self, held: list[Any]) -> None:
-        held[0], _ = self._run(*held)
-
     def attempt(self, size: int, work: Callable[[Callable[[], None]], T]) -> T | None:
         """The result of ``work`` with the step of ``size`` members, whose peak is noted; None if they do not fit."""
-        is_known = size in self.peaks
         # A CPU's system would kill the process.
-        if self.device.type == "cpu" and self.peaks and not is_known and self.memory(size) > self.free:
+        if self.device.type == "cpu" and self.peaks and size not in self.peaks and self.memory(size) > self.free:
             return None
         held: list[Any] = []
-        step = functools.partial(self._advance, held)
+
+        def step() -> None:
+            held[0], _ = self._run(*held)
+
         try:
             held += self.inputs(size)
             result = work(step)
-            if not is_known:
+            if size not in self.peaks:
                 # Of memory that is freed and that it has not seen allocated, a CPU's profiler would tell the terminal.
                 before = [*held] if self.device.type == "cpu" else []
                 self.peaks[size] = peak_bytes(step, self.device)
@@ -292,23 +283,17 @@ class _Arrays:
 
     def memory(self, size: int) -> float:
         """Bytes of the state and of a step of ``size`` members, predicted from the peaks of fewer if it is not measured."""
-        sizes, peaks, once = sorted(self.peaks), self.peaks, 0
-        if len(sizes) == 1 and isinstance(shared := getattr(self._state, "shared", ()), Shared):
-            # Shared parameters have one gradient and one update, for any number of members.
-            once = min(peaks[sizes[0]], sum(leaf.nbytes for leaf in leaves((shared, shared.params))))
-        peak = peaks.get(size) or once + _line(sizes, [peaks[known] - once for known in sizes], size)
-        return self.shared + size * self.held + peak
+        sizes = sorted(self.peaks)
+        return self.shared + size * self.held + _line(sizes, [self.peaks[known] for known in sizes], size)
 
 
-def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Seconds of each call, for about ``seconds`` in all, after some calls that are not counted."""
-    times = []
-    begin = start = now(device)
-    while len(times) < _WARMUP + _STEPS or start - begin < seconds:
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each of some calls, after some that are not counted."""
+    times, start = [], now(device)
+    for _ in range(_WARMUP + _STEPS):
         work()
-        end = now(device)
-        times.append(end - start)
-        start = end
+        times.append(now(device) - start)
+        start += times[-1]
     return times[_WARMUP:]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, tree_map
@@ -24,7 +23,6 @@ from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
 from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
 from hfta_func.run.walk import Operator, walk
-from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -181,9 +179,7 @@ def profile(
     """
     require_training(step)
     recording = Recording(step, steps, trace)
-    run = recording.over(step)
-    if getattr(getattr(original(step), "options", None), "donate", False):
-        state = tree_map(torch.clone, state)
+    run, state = recording.over(step), tree_map(torch.clone, state)
     with recording:
         for rows in _batches(batch):
             state, _ = run(state, rows)
@@ -197,19 +193,17 @@ def profile(
 
 def _batches(batch: Any) -> Iterator[Any]:
     """A batch again and again, or all of a loader, which has its position back at the end."""
-    parts = leaves(batch)
-    if all(isinstance(part, Tensor) for part in parts) or not isinstance(batch, Iterable):
+    if not isinstance(batch, Iterable) or all(isinstance(part, Tensor) for part in leaves(batch)):
         yield from itertools.repeat(batch)
     loader: Any = batch
     position = loader.state_dict() if hasattr(loader, "load_state_dict") else None
     try:
-        while True:
-            is_empty = True
+        for epoch in itertools.count():
+            rows = None
             for rows in loader:
-                is_empty = False
                 yield rows
-            if is_empty:
-                raise BatchError("the loader has no batch left; pass one that can be gone through again, or a batch")
+            if rows is None:
+                raise BatchError(f"the loader has no batch in epoch {epoch}; pass one that can be gone through again")
     finally:
         if position is not None:
             loader.load_state_dict(position)
@@ -229,10 +223,12 @@ def profile_of(recording: Recording) -> Profile | None:
     with without_replay():
         choices, least = _analysed(step, state, batch)
     lowerings: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
     for choice in choices:
         key = choice.module, choice.op.partition(".")[0]
         known = lowerings.get(key, choice.lowering)
         lowerings[key] = known if choice.lowering in known.split("/") else f"{known}/{choice.lowering}"
+        reasons[key] = choice.reason
     order = None
     if recording.kind == "replayed":
         eager = Timeline(lowerings)
@@ -241,21 +237,20 @@ def profile_of(recording: Recording) -> Profile | None:
     launched, busy = None, None
     if device.type == "cuda":
         launched, busy = of_device(itertools.chain.from_iterable(sessions))
+        busy /= len(iterations) + len(sessions)
     timeline = Timeline(lowerings, order, launched)
-    # The quickest: the others were disturbed.
-    iterations = sorted(iterations, key=lambda span: span.seconds)
-    chosen = iterations[: max(1, round(_QUIET * len(iterations)))]
-    plain = sorted(recording.plain)[: max(1, round(_QUIET * len(recording.plain)))]
+    chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(recording.plain, lambda each: each)
     for iteration in chosen:
         timeline.add(iteration)
     unprofiled, profiled = statistics.mean(plain), statistics.mean(span.seconds for span in chosen)
     lines = timeline.table(unprofiled, profiled)
-    reasons = {(choice.module, choice.op.partition(".")[0]): choice.reason for choice in choices}
-    return Profile(
-        *(recording.kind, num_models(state), lines, unprofiled, profiled, least),
-        busy=None if busy is None else busy / (len(iterations) + len(sessions)),
-        advice=_advice(recording.kind, lines, reasons),
-    )
+    advice = _advice(recording.kind, lines, reasons)
+    return Profile(recording.kind, num_models(state), lines, unprofiled, profiled, least, busy, advice)
+
+
+def _quickest(steps: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
+    """The quickest steps: the others were disturbed."""
+    return sorted(steps, key=seconds)[: max(1, round(_QUIET * len(steps)))]
 
 
 def _analysed(step: Any, state: Any, batch: Any) -> tuple[list[_choice.Choice], Roofline | None]:
@@ -280,38 +275,30 @@ def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Floating-point operations and bytes per second of a large product and a large copy, the best of several."""
     size, entries = (512, 2**24) if device.type == "cpu" else (4096, 2**27)
     a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(entries, device=device)
-    target = torch.empty_like(source)
-
-    def best(work: Callable[[], object]) -> float:
-        begin, least = time.perf_counter(), math.inf
-        work()
-        while time.perf_counter() - begin < _RATES or least == math.inf:
-            start = now(device)
-            work()
-            least = min(least, now(device) - start)
-        return least
-
-    return 2 * size**3 / best(lambda: a @ a), 8 * entries / best(lambda: target.copy_(source))
+    given, threads = {"a": a, "source": source, "target": torch.empty_like(source)}, torch.get_num_threads()
+    timers = [Timer(code, globals=given, num_threads=threads) for code in ("a @ a", "target.copy_(source)")]
+    product, copy = (min(timer.blocked_autorange(min_run_time=_RATES).times) for timer in timers)
+    return 2 * size**3 / product, 8 * entries / copy
 
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
     """What to do about the largest part: a phase that is no computation, Python as a whole, or the kernels of a line."""
-    whole = sum(line.seconds for line in lines)
-    python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
-    parts: dict[Any, float] = defaultdict(float, {"Python": python})
+    parts: dict[Any, float] = defaultdict(float)
     for line in lines:
-        is_alone = line.phase in _ALONE
-        parts[line.phase if is_alone else line] += line.seconds if is_alone else line.in_kernels
+        if line.phase in _CURES:
+            parts[line.phase] += line.seconds
+        else:
+            parts[kind] += line.seconds - line.in_kernels
+            parts[line] += line.in_kernels
     largest = max(parts, key=parts.__getitem__)
-    share = f"takes {parts[largest] / whole:.0%}"
-    if isinstance(largest, Line):
-        module = f" of module '{largest.module}'" if largest.module else ""
-        return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_cure(largest, reasons)}"
-    return f"{largest} {share}: {_CURES[kind if largest == 'Python' else largest]}"
+    share = f"takes {parts[largest] / sum(line.seconds for line in lines):.0%}"
+    if isinstance(largest, str):
+        return f"{'Python' if largest == kind else largest} {share}: {_CURES[largest]}"
+    module = f" of module '{largest.module}'" if largest.module else ""
+    reason = reasons.get((largest.module, largest.operator), "")
+    return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_cure(largest, reason)}"
 
 
-_ALONE = {"data", "update", "idle"}
-"""Phases that one cure is for, whatever they consist of."""
 _CURES = {
     "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
     "replayed": "hfta_func.compile(step) or fit(compile=True) goes on with a graph if that is faster; more models share it",
@@ -320,21 +307,17 @@ _CURES = {
     "update": "make the step with donate=True, which writes in place, or compile it",
     "idle": "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
 }
-"""What to do about a phase, and about Python by how the step ran."""
+"""What to do about Python, by how the step ran, and about phases that one cure is for, whatever they consist of."""
 
 
-def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
+def _cure(line: Line, reason: str) -> str:
     """What to do about kernels."""
-    where = f"modules='{line.module}', " if line.module else ""
-    reason = reasons.get((line.module, line.operator), "")
-    if "loop" in line.lowering and "no batching rule" in reason:
+    if "no batching rule" in reason:
         return "it has no batching rule and runs one member after another; write one, hfta_func.rules.register"
-    if line.operator in FAMILIES:
-        others = sorted(known_lowerings(line.operator) - {line.lowering, "loop"})
-        if reason == "overridden":
-            return f"an override forces {line.lowering}; try it without"
-        if others:
-            return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
+    others = sorted(known_lowerings(line.operator) - {line.lowering, "loop"}) if line.operator in FAMILIES else []
+    if others:
+        where = f"modules='{line.module}', " if line.module else ""
+        return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
     return "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones"
 
 

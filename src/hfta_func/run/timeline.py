@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import difflib
 import functools
 import re
 from collections import defaultdict
@@ -19,15 +19,15 @@ PHASES = (
 """The phases of a line, in the order of a step."""
 _NAMED = {"forward", "loss", "backward", "step", "graph"}
 """Phases whose operators have lines of their own."""
-_NODE, _FUSED = "autograd::engine::evaluate_function: ", "fused by the compiler"
+_FUSED = "fused by the compiler"
 _CHEAP = re.compile(
     r"(as_strided_?|resize_|empty\w*|expand|resolve_\w+|detach_?|view|_?reshape\w*|_unsafe_view|t|transpose|permute|movedim|"
     r"unsqueeze|squeeze|select|slice|alias|lift_fresh|fill_|zero_|copy_|to|_to_copy|clone|contiguous|unbind|narrow)\Z"
 )
 """Operators that allocate, view or copy: a kernel may call these, and they are none themselves unless they copy."""
 _COPIES = {"fill_", "zero_", "copy_", "cat"}
-_WEIGHTS = {"operator": 1, "marker": 3, "module": 10}
-"""What recording events of each kind costs, in that of an operator."""
+_OF_MARKER, _OF_MODULE = 3, 10
+"""What recording a marker and a module costs, in that of an operator."""
 _MOST_EACH = 3e-6
 """Seconds that recording an operator costs at most: what is more is other work on the machine."""
 
@@ -53,7 +53,8 @@ class Span:
     def __init__(self, event: Any):
         self.name, self.start, self.sequence = str(event.name()), event.start_ns(), event.sequence_nr()
         self.end, self.id = self.start + event.duration_ns(), event.correlation_id()
-        self.event, self.is_node = event, self.name.startswith(_NODE)
+        self.is_node = self.name.startswith("autograd::engine::evaluate_function: ")
+        self.is_operator = "::" in self.name and not self.is_node and event.scope() == 0
         self.inside: list[Span] = []
         self.mark = self.name.removeprefix(MARK) if self.name.startswith(MARK) else None
         self.operator = re.sub(r"(_[0-9a-f]{8})?\Z", "", self.name.rpartition("::")[2])
@@ -67,10 +68,9 @@ class Span:
     @functools.cached_property
     def is_kernel(self) -> bool:
         """Whether it is an operator that calls none but those that allocate, view or copy."""
-        if "::" not in self.name or self.is_node or self.event.scope() != 0:
-            return False
-        is_cheap = _CHEAP.match(self.operator) or not all(_CHEAP.match(span.operator) for span in list(self)[1:])
-        return self.operator in _COPIES or not is_cheap
+        if not self.is_operator or self.operator in _COPIES:
+            return self.is_operator
+        return not _CHEAP.match(self.operator) and all(_CHEAP.match(span.operator) for span in [*self][1:])
 
     @property
     def is_matched(self) -> bool:
@@ -88,8 +88,8 @@ def iterations_of(events: Iterable[Any]) -> list[Span]:
     iterations: list[Span] = []
     around: list[Span] = []
     # An event of no length may begin with the one that it is inside.
-    spans = sorted(map(Span, (e for e in events if not _is_of_device(e))), key=lambda span: (span.start, -span.end))
-    for span in spans:
+    spans = [Span(event) for event in events if event.device_type().name == "CPU"]
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while around and around[-1].end <= span.start:
             around.pop()
         (around[-1].inside if around else iterations).append(span)
@@ -97,15 +97,11 @@ def iterations_of(events: Iterable[Any]) -> list[Span]:
     return [span for span in iterations if span.mark == ITERATION]
 
 
-def _is_of_device(event: Any) -> bool:
-    return event.device_type().name != "CPU"
-
-
 def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], float]:
     """Seconds and launches of a device by the event that launched them, and seconds in which any kernel ran."""
     launched: dict[int, tuple[float, int]] = {}
     busy, end = 0, 0
-    kernels = [event for event in events if _is_of_device(event) and not event.is_user_annotation()]
+    kernels = [event for event in events if event.device_type().name != "CPU" and not event.is_user_annotation()]
     for event in sorted(kernels, key=lambda event: event.start_ns()):
         seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
         launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
@@ -113,25 +109,6 @@ def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], floa
         busy += max(0, stop - max(event.start_ns(), end))
         end = max(end, stop)
     return launched, busy / 1e9
-
-
-def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
-    """The longest common subsequence of two lists (Hunt and Szymanski, 1977): numbers in the second by those in the first."""
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for number in reversed(range(len(others))):
-        numbers[others[number]].append(number)
-    # For each length of a common subsequence the least number that it may end at, and the pairs of that one.
-    ends: list[int] = []
-    pairs: list[tuple[int, int, Any]] = []
-    for at, name in enumerate(names):
-        for number in numbers[name]:
-            length = bisect.bisect_left(ends, number)
-            pair = at, number, pairs[length - 1] if length else None
-            ends[length : length + 1], pairs[length : length + 1] = [number], [pair]
-    aligned, last = {}, pairs[-1] if pairs else None
-    while last is not None:
-        aligned[last[0]], last = last[1:]
-    return aligned
 
 
 class Timeline:
@@ -156,18 +133,24 @@ class Timeline:
         self._lines: defaultdict[Line, list[float]] = defaultdict(lambda: [0.0] * 4)
         self.count = 0
         self._origins: dict[int, Line] = {}
-        self._aligned: tuple[list[str], dict[int, int]] = [], {}
 
     def add(self, iteration: Span) -> None:
         """Add an iteration: what is before its step loads data, and what is after it is the loop."""
-        self.count, self._next, self._latest = self.count + 1, 0, _ENTERING
-        if self._like is not None:
-            replayed = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
-            names = [span.operator for span in replayed if span.is_matched]
-            if names != self._aligned[0]:
-                self._aligned = names, _aligned(names, [name for name, _ in self._like])
+        self.count += 1
+        self._replayed = iter(self._recorded(iteration) if self._like is not None else ())
+        self._latest = _ENTERING
         begin = next((span.start for span in iteration.inside if span.mark == STEP), iteration.end)
         self._visit(iteration, Line("data"), begin)
+
+    def _recorded(self, iteration: Span) -> list[Line | None]:
+        """Where each operator of a replayed iteration belonged as it was recorded; None if that is spelt otherwise."""
+        spans = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
+        names = [span.operator for span in spans if span.is_matched]
+        lines: list[Line | None] = [None] * len(names)
+        matcher = difflib.SequenceMatcher(None, names, [name for name, _ in self._like or ()], autojunk=False)
+        for at, other, size in matcher.get_matching_blocks():
+            lines[at : at + size] = [line for _, line in (self._like or ())[other : other + size]]
+        return lines
 
     def _visit(self, span: Span, where: Line, until: float = float("inf")) -> None:
         """Add a span that belongs ``where``; what comes after a moment is the loop's."""
@@ -182,8 +165,7 @@ class Timeline:
                 line[1] += seconds
             if inner is None:
                 return
-            kind = "operator" if inner.mark is None else "module" if inner.mark.startswith((MODULE, BODY)) else "marker"
-            line[3] += _WEIGHTS[kind]
+            line[3] += 1 if inner.mark is None else _OF_MODULE if inner.mark.startswith((MODULE, BODY)) else _OF_MARKER
             at, last = inner.end, inner
             around = where if inner.start < until else Line("loop")
             self._visit(inner, self._where(inner, around, is_outermost=span.mark is not None))
@@ -210,10 +192,7 @@ class Timeline:
         if self._like is not None and is_outermost and around == _ENTERING:
             # Of a record: to what called it when it was recorded; what is spelt otherwise there, to the one before.
             if span.is_matched:
-                self._latest = (
-                    self._like[self._aligned[1][self._next]][1] if self._next in self._aligned[1] else self._latest
-                )
-                self._next += 1
+                self._latest = next(self._replayed, None) or self._latest
             where = self._latest
         else:
             where = self._operator(span, around)
@@ -224,7 +203,7 @@ class Timeline:
         if span.sequence >= 0 and where.phase in ("forward", "loss", "noise"):
             # Of events with the same number, the last one to begin makes the node of the backward pass.
             self._origins[span.sequence] = where
-        if where.phase in PHASES[2:10] and all(inner.operator != span.operator for inner in list(span)[1:]):
+        if where.phase in PHASES[2:10] and all(inner.operator != span.operator for inner in [*span][1:]):
             self.order.append((span.operator, where))
         return where
 
@@ -257,9 +236,8 @@ class Timeline:
         each = min(_MOST_EACH, max(0.0, profiled - unprofiled) * self.count / max(weights, 1))
         lines = []
         for where, (seconds, in_kernels, kernels, weight) in self._lines.items():
-            if not seconds and not kernels:
-                continue
-            seconds = max(0.0, seconds - each * weight)
-            numbers = seconds, in_kernels if self._device is not None else min(in_kernels, seconds), kernels
-            lines.append(Line(*where[:4], *(number / self.count for number in numbers)))
+            if seconds or kernels:
+                seconds = max(0.0, seconds - each * weight)
+                numbers = seconds, in_kernels if self._device is not None else min(in_kernels, seconds), kernels
+                lines.append(Line(*where[:4], *(number / self.count for number in numbers)))
         return sorted(lines, key=lambda line: PHASES.index(line.phase))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree, storage_number
+from hfta_func._torch import NotWalkableError, Walker, pytree, storage_number
 from hfta_func._tree import tree_map
 from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
@@ -37,7 +37,6 @@ class Operator(NamedTuple):
     results: tuple[Like, ...]  # without views
     flops: float  # floating-point operations of a product or a convolution
     held: int  # bytes that the step has allocated before it
-    is_backward: bool
 
     @property
     def name(self) -> str:
@@ -49,6 +48,11 @@ class Operator(NamedTuple):
         """The tensors among its arguments."""
         leaves = pytree.tree_leaves(self.inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
         return [leaf for leaf in leaves if isinstance(leaf, Like)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest dtype among its arguments."""
+        return max((like.dtype for like in self.tensors), key=lambda one: one.itemsize, default=torch.float32)
 
     @property
     def is_kernel(self) -> bool:
@@ -102,19 +106,18 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
         given = pytree.tree_map(_like, (tuple(args), kwargs))
         known = {storage_number(leaf) for leaf in _tensors((args, kwargs))}
         made = tuple(_like(leaf) for leaf in _tensors(result) if storage_number(leaf) not in known)
-        flops = _flops(call, args, kwargs, result)
-        operators.append(Operator(call, given, made, flops, before - held, is_backward()))
+        operators.append(Operator(call, given, made, _flops(call, args, kwargs, result), before - held))
 
-    walker = Walker(device, note)
+    walker = Walker(note)
     state, batch = tree_map(walker.fake, state), tree_map(walker.fake, batch)
     held = walker.bytes
     try:
-        with walker:
+        with walker.walking(device):
             choices = _choice.explain(step, state, batch)
+    except HFTAError:
+        raise
     except (NotWalkableError, RuntimeError) as error:
-        if isinstance(error, HFTAError):
-            raise
-        why = str(error) if isinstance(error, NotWalkableError) else f"{type(error).__name__}: {error}".split("\n")[0]
+        why = f"{type(error).__name__}: {error}".split("\n")[0]
         raise TraceError(
             f"the step cannot be walked without values ({why}); if it runs with values, decide by torch.where and return "
             f"metrics as tensors, or plan on the device itself, without device="

@@ -10,20 +10,18 @@ import ctypes
 import platform
 import sys
 
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_LARGE = 32 << 20
-"""Up to where glibc raises its threshold by itself; it gives back what is free at the end of the heap above twice of it."""
+# M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_MMAP_MAX of glibc's malloc.h: nothing is trimmed, or mapped by itself.
+_SETTINGS = {-1: -1, -3: 1 << 30, -4: 0}
 
-_kept: bool | None = None
-"""What was last asked for, if anything was."""
+_is_decided = False
+"""Whether :func:`keep_memory` was called."""
 
 
 def keep_memory(enabled: bool = True) -> bool:
     """Set up glibc's allocator for array training; the first ``step.init`` on a CPU does so unless this was called before.
 
     The process then keeps its peak memory until it ends. To opt out, call ``keep_memory(False)`` first, which leaves the
-    allocator as it is. Called later, it has blocks above 32 MB given back again.
+    allocator as it is.
 
     Returns:
         Whether the allocator was set up; always False where the C library is not glibc.
@@ -31,23 +29,15 @@ def keep_memory(enabled: bool = True) -> bool:
     References:
         mallopt(3).
     """
-    global _kept
-    before, _kept = _kept, enabled
-    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
-        return False
-    if not (enabled or before):
-        # Left alone, thresholds grow with the blocks that a process frees; setting one, even to its default, ends that.
+    global _is_decided
+    _is_decided = True
+    if not (enabled and sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    settings = {
-        _M_MMAP_THRESHOLD: 1 << 30 if enabled else _LARGE,
-        _M_TRIM_THRESHOLD: -1 if enabled else 2 * _LARGE,
-        _M_MMAP_MAX: 0 if enabled else 65536,
-    }
-    return all([mallopt(name, value) == 1 for name, value in settings.items()]) and enabled
+    return all([mallopt(name, value) == 1 for name, value in _SETTINGS.items()])
 
 
 def keep_memory_once() -> None:
     """Set up the allocator unless :func:`keep_memory` was called before."""
-    if _kept is None:
+    if not _is_decided:
         keep_memory()

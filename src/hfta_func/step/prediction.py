@@ -54,7 +54,7 @@ class Prediction:
         return self.outputs.std(0, correction=min(1, len(self.outputs) - 1))
 
     def quantiles(self, levels: float | Sequence[float]) -> Tensor:
-        """Quantiles over members, interpolated linearly.
+        """Quantiles over members, interpolated linearly; NaN where any member predicts NaN, as the mean.
 
         Args:
             levels: One number from 0 to 1, or several.
@@ -69,6 +69,8 @@ class Prediction:
         order, position = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
         low, part = position.floor().long(), position.frac().reshape(-1, *[1] * (order.dim() - 1))
         values = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
+        # Sorted, NaN is last.
+        values = torch.where(order[-1].isnan(), order[-1], values)
         return values.reshape(*at.shape, *order.shape[1:])
 
     @property
