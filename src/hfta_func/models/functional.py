@@ -92,7 +92,6 @@ class Bound:
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
-        self._has_run = False
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._start(inner)
@@ -221,9 +220,8 @@ class Bound:
             yield {}
             return
         given = {path: params[path] for path in self._base.tensors if path in params}
-        with self._base.reading(given, not self._has_run) as shared:
+        with self._base.reading(given) as shared:
             yield shared
-        self._has_run = True
 
     def _base_without(self, params: Params) -> Mapping[str, Tensor]:
         """The base of the model without the paths in ``params``."""

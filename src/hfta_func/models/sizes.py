@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import is_number
-from hfta_func.models.structure import check_same_class, setting_difference, settings_of_both
+from hfta_func.models.structure import check_same_class, setting_difference, settings_of_both, tensors_of_both
 
 SIZE, PRESENT = "padded_size", "padded_present"
 """The buffers that tell a member's size, and whether it has a block."""
@@ -52,8 +52,9 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
             align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(inner, name))
 
     align(model, base, "", "")
+    known = tensors_of_both(model, base)
     for path, inner in aligned.items():
-        _check_settings(model.get_submodule(inner), base.get_submodule(path), path, member, other)
+        _check_settings(model.get_submodule(inner), base.get_submodule(path), path, known, member, other)
     return aligned
 
 
@@ -66,12 +67,12 @@ def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Seq
     return [*names[:first], *names[lacking + first :]]
 
 
-def _check_settings(module: nn.Module, like: nn.Module, path: str, member: int, other: str) -> None:
+def _check_settings(module: nn.Module, like: nn.Module, path: str, known: set[int], member: int, other: str) -> None:
     """Raise a StackError if two modules differ in more than sizes and numbers."""
     for name, a, b in settings_of_both(module, like):
         sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
-        known = sized or (is_number(a) and is_number(b)) or name in ("padding", "padded_chains")
-        if not known and (different := setting_difference(a, b, joined(path, name))):
+        is_free = sized or (is_number(a) and is_number(b)) or name in ("padding", "padded_chains")
+        if not is_free and (different := setting_difference(a, b, joined(path, name), known)):
             raise StackError(
                 f"model {member}: '{different[0]}' is {different[1]!r} but in {other} it is {different[2]!r}; models of "
                 f"different size may differ in integers, which are sizes, and floats, but share every other setting"

@@ -52,12 +52,13 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
+    known = tensors_of_both(model, first)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     for path, module, other in pairs(modules, first_modules, member, "module "):
         check_same_class(module, other, path, f"model {member}", "model 0")
         for name, a, b in () if is_compiled(module) else settings_of_both(module, other):
             label = f"{path}.{name}".lstrip(".")
-            different = setting_difference(a, b, label)
+            different = setting_difference(a, b, label, known)
             # Integers may be sizes, which must be equal.
             is_real = isinstance(a, float) or isinstance(b, float) or label in varied
             if different and is_real and may_differ(module, name) and may_differ(other, name):
@@ -99,20 +100,20 @@ def check_same_class(module: nn.Module, like: nn.Module, path: str, name: str, o
 
 
 def _class_of(module: nn.Module) -> Any:
-    # PyTorch derives a new class for each parametrized module; its base is the class to compare.
+    # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
+    if isinstance(module, torch.fx.GraphModule):
+        return type(module).__bases__, module.code
     return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
 
 
 def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """The name and both values of each plain attribute of two modules, and their hooks.
 
-    Left out is what calls leave there, such as counters and attention maps, and parameters that have another name, too.
+    Left out is what calls leave there, such as counters and attention maps.
     """
-    known = {id(part) for each in (module, other) for part in (*each.parameters(), *each.buffers())}
     names = vars(module).keys() & vars(other).keys() - MODULE_ATTRIBUTES - _assigned_in_calls(type(module))
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
-        if id(vars(module)[name]) not in known:
-            yield name, vars(module)[name], vars(other)[name]
+        yield name, vars(module)[name], vars(other)[name]
     for name in _FORWARD_HOOKS:
         hooks, others = (
             [_held(hook) for hook in vars(each)[name].values() if _is_users(hook)] for each in (module, other)
@@ -133,8 +134,18 @@ def _assigned_in_calls(kind: type[nn.Module]) -> set[str]:
     return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
 
 
-def setting_difference(a: Any, b: Any, path: str) -> tuple[str, Any, Any] | None:
-    """The first plain values or constant tensors in which two settings differ, in containers too, with their path."""
+def tensors_of_both(model: nn.Module, other: nn.Module) -> set[int]:
+    """The identities of parameters and buffers, which settings may hold, too."""
+    return {id(part) for each in (model, other) for part in (*each.parameters(), *each.buffers())}
+
+
+def setting_difference(a: Any, b: Any, path: str, known: Collection[int]) -> tuple[str, Any, Any] | None:
+    """The first plain values or constant tensors in which two settings differ, in containers too, with their path.
+
+    ``known`` are the identities of tensors that are compared elsewhere.
+    """
+    if id(a) in known and id(b) in known:
+        return None
     if _is_constant(a) and _is_constant(b):
         is_same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         return None if is_same else (path, a, b)
@@ -143,7 +154,7 @@ def setting_difference(a: Any, b: Any, path: str) -> tuple[str, Any, Any] | None
     if not _is_plain(a) and not _is_plain(b) and type(a) is type(b):
         # Caches may hold what others do not hold yet.
         parts, others = _parts(a), _parts(b)
-        found = (setting_difference(parts[key], others[key], path + key) for key in parts if key in others)
+        found = (setting_difference(parts[key], others[key], path + key, known) for key in parts if key in others)
         return next(filter(None, found), None)
     if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
         return None
@@ -180,7 +191,8 @@ def _parts(value: Any) -> dict[str, Any]:
         values = {f".{name}": held[0] for name, held in cells if held and _is_plain(held[0])}
         return {"": func.__code__, ".__defaults__": func.__defaults__, ".__kwdefaults__": func.__kwdefaults__} | values
     if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | Namespace):
-        return {f".{name}": part for name, part in vars(value).items()}
+        fields = getattr(value, "__dataclass_fields__", {})
+        return {f".{name}": part for name, part in vars(value).items() if name not in fields or fields[name].compare}
     return {}
 
 
