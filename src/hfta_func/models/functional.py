@@ -26,12 +26,12 @@ from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
+from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
 from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
-from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
 from hfta_func.models.sharing import Base
