@@ -118,24 +118,6 @@ def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
     assert sum(id(p) in frozen for p in adapters.model.parameters()) >= len(frozen) - (2 if "biases" in name else 0)
 
 
-def test_one_model_with_many_adapters_and_many_models_with_one():
-    base = make_base(torch.float32)
-    many = get_peft_model(copy.deepcopy(base), lora(2), adapter_name="first")
-    many.add_adapter("second", lora(3, 6))
-    one = hfta.models.stack_adapters(many)
-    models = [get_peft_model(copy.deepcopy(base), lora(2)), get_peft_model(copy.deepcopy(base), lora(3, 6))]
-    other = hfta.models.stack_adapters(models)
-    assert one.params.keys() == other.params.keys() and list(one.buffers) == list(other.buffers)
-    path = next(iter(one.params))
-    assert one.params[path].shape[:2] == (2, 3) and not one.params[path][0, 2:].any()
-    layer = many.base_model.model.transformer.h[0].attn.c_attn
-    assert torch.equal(one.params[path][1], layer.lora_A["second"].weight)
-    with torch.no_grad():
-        models[1].base_model.model.transformer.wpe.weight[2, 3] += 0.25
-    with pytest.raises(hfta.errors.StackError, match=r"model 1: the frozen 'transformer.wpe.weight' .* up to 0.25"):
-        hfta.models.stack_adapters(models)
-
-
 def test_dropout_of_each_member():
     base = nn.Sequential(nn.Linear(64, 64))
     configs = [LoraConfig(r=2, target_modules=["0"], lora_dropout=p, init_lora_weights=False) for p in (0.0, 0.5, 0.9)]
@@ -176,14 +158,10 @@ def test_padding_stays_zero():
     [
         (lambda base: stack(base, []), "no adapters"),
         (lambda base: stack(base, [lora()], seeds=[1, 2]), "2 seeds but 1 adapters"),
-        (lambda base: stack(base, [lora(), lora(target_modules=["nowhere"])]), "adapter 1 does not fit the base"),
-        (lambda base: stack(base, [lora(), 3]), "adapter 1 is a int"),
         (lambda base: stack(base, [lora(), CONFIGS["ia3"][0]]), "adapter 1 has .* but adapter 0"),
         (lambda base: stack(base, [lora(), lora(bias="all")]), "adapter 1 has bias='all' but adapter 0 has 'none'"),
         (lambda base: stack(base, [lora(init_lora_weights="pissa")]), "adapter 0 has init_lora_weights='pissa'"),
         (lambda base: stack(base, [lora(use_dora=True), lora(target_modules=["c_fc"], use_dora=True)]), "target_mod"),
-        (lambda base: stack([base]), "model 0 is a GPT2LMHeadModel; pass models of peft"),
-        (lambda base: stack([], None), "no models"),
     ],
 )  # fmt: skip
 def test_bad_adapters(call, message):
@@ -194,7 +172,7 @@ def test_bad_adapters(call, message):
 def test_states_of_other_adapters_are_refused():
     adapters = hfta.models.stack_adapters(make_base(), [lora(1), lora(2)], seeds=[0, 1])
     _, state = train(adapters, make_batches(1, 2), LR[:2])
-    with pytest.raises(hfta.errors.StackError, match=r"holds 1 members .* 2 adapters .*take"):
+    with pytest.raises(hfta.errors.StackError, match=r"holds 1 members, but these are 2 adapters.*take"):
         adapters.export(hfta.take(state, [1]), 0)
     with pytest.raises(hfta.errors.StackError, match="member 5 does not exist"):
         adapters.export(state, 5)

@@ -156,29 +156,6 @@ class Padded:
         return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
 
 
-class Traced(Padded):
-    """For a compiler, which may trace inputs of other shapes than those that the sizes of these events are of."""
-
-    def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """As of :class:`Padded`."""
-        self._check(shape)
-        return super().draw(name, shape)
-
-    def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-        """As of :class:`Padded`."""
-        if func in WATCHED:
-            self._check(WATCHED[func][2](*args, **kwargs))
-        return super().__call__(func, args, kwargs, call)
-
-    def _check(self, sizes: Sequence[int]) -> None:
-        for event in self.events[self.position : self.position + 1]:
-            if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
-                raise StackError(
-                    f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
-                    f"this shape, before it is compiled"
-                )
-
-
 def _dims(x: Tensor, dim: Any) -> list[int]:
     dims = range(x.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     return [dim % x.dim() for dim in dims]

@@ -14,15 +14,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hfta_func import _torch
+from hfta_func.calls.draws import spellings
+from hfta_func.calls.routing import routed
+from hfta_func.calls.scalar_args import numbered
 from hfta_func.errors import StateError
 
 WRITTEN = (
@@ -203,3 +208,80 @@ def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
     return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
+    """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
+    running = None if numbers or padding is not None else recalls()
+    if running is not None:
+        return _Noting(key, running)
+    mode = numbered(key, numbers=numbers) if numbers else routed(key)
+    mode.padding = padding
+    return mode
+
+
+class _Noting(routed):
+    redraws = True
+
+    def __init__(self, key: Tensor | None, recalls: Recalls):
+        super().__init__(key)
+        self._recalls = recalls
+        self._interpreter = _torch.current_interpreter() if self.depth else None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and note its result if it is cheap to recompute."""
+        result = super().call(func, args, kwargs)
+        if (elementwise := _CHEAP.get(func)) is not None and isinstance(result, Tensor):
+            self._note(func, (args, kwargs), result, elementwise)
+        return result
+
+    def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+        """See :class:`routed`; the backward pass makes the result again."""
+        result = super().dropped(func, *args)
+        # A scale of each member's own is no number for all elements.
+        self._note(func, (args, {}), result, not isinstance(args[-1], Tensor))
+        return result
+
+    def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
+        if _torch.depth() != self.depth or not torch.is_grad_enabled():
+            return
+        leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
+        dims: list[int | None] = [None] * len(leaves)
+        if (inner := self._interpreter) is not None:
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    leaves[position], dims[position] = _torch.unwrap_batched(leaf, self.depth)
+            result, dim = _torch.unwrap_batched(result, self.depth)
+            if dim is None:
+                return
+            # An elementwise function needs no level of vmap if all arguments have the model axis in one position, or no axis.
+            tensors = (isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
+            elementwise = elementwise and set(itertools.compress(dims, tensors)) == {dim}
+
+        def call(*leaves: Any) -> Tensor:
+            if inner is None or elementwise:
+                args, kwargs = optree.tree_unflatten(spec, leaves)
+                return func(*args, **kwargs)
+            with _torch.vmap_level(inner.batch_size(), inner.randomness()) as level:
+                wrapped = (
+                    leaf if at is None else _torch.add_batch_dim(leaf, at, level)
+                    for leaf, at in zip(leaves, dims, strict=True)
+                )
+                args, kwargs = optree.tree_unflatten(spec, wrapped)
+                return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
+
+        self._recalls.note(call, leaves, result)
+
+
+_ACTIVATIONS = (
+    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6",
+    "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "tanhshrink",
+)  # fmt: skip
+_CHEAP = {
+    **{function: True for name in _ACTIVATIONS for function, _ in spellings(name)},
+    **{function: False for name in ("contiguous", "flatten", "prelu", "reshape") for function, _ in spellings(name)},
+}
+"""Functions whose results cost about as much to compute as to read, and whether they are elementwise.
+
+Batching rules note normalisations.
+"""

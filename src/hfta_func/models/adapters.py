@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, require
 from hfta_func.errors import HyperparameterError, StackError
-from hfta_func.models.sharing import base_of, check_same_base
-from hfta_func.models.sizes import tensors_by_path
+from hfta_func.models.sharing import base_of
 
 _NAME = "default"
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
@@ -58,11 +57,10 @@ class Adapters:
         Raises:
             StackError: if the state holds other adapters, or the member does not exist.
         """
-        if num_models(state.params) != len(self.configs) or state.params.keys() != self.params.keys():
+        if num_models(state.params) != len(self.configs):
             raise StackError(
-                f"the state holds {num_models(state.params)} members with {len(state.params)} parameters, but these are "
-                f"{len(self.configs)} adapters with {len(self.params)}; after take(state, index), call "
-                f"adapters.take(index).export(state, ...)"
+                f"the state holds {num_models(state.params)} members, but these are {len(self.configs)} adapters; after "
+                f"take(state, index), call adapters.take(index).export(state, ...)"
             )
         params, index = take(state.params, operator.index(index)), operator.index(index)
         made = _made(self._base, self.configs[index], f"adapter {index}")
@@ -76,8 +74,8 @@ class Adapters:
 
 
 def stack_adapters(
-    base: nn.Module | Sequence[nn.Module],
-    adapters: Sequence[Any] | None = None,
+    base: nn.Module,
+    adapters: Sequence[Any],
     *,
     seeds: Sequence[int] | None = None,
 ) -> Adapters:
@@ -86,8 +84,7 @@ def stack_adapters(
     LoRA adapters may differ in rank, ``lora_alpha``, dropout and in the layers that they adapt.
 
     Args:
-        base: The model that all adapters share, with ``adapters``; or M models of ``peft`` with one adapter each, over equal
-            bases; or one with M adapters.
+        base: The model that all adapters share.
         adapters: A ``peft`` configuration for each new adapter, or the folder of a saved one.
         seeds: One integer for each new adapter, which is then initialised as by
             ``torch.manual_seed(seed); get_peft_model(base, config)``. By default PyTorch's generator is used as it is.
@@ -112,34 +109,23 @@ def stack_adapters(
         >>> adapters.export(state, 0).base_model.model[0].lora_A["default"].weight.shape
         torch.Size([2, 8])
     """
-    _peft()
-    if adapters is None:
-        plain, members = _given([base] if isinstance(base, nn.Module) else [*base])
-    elif isinstance(base, nn.Module):
-        plain, members = base, _new(base, adapters, seeds)
-    else:
-        raise StackError(f"base is a {type(base).__qualname__}; pass one model with adapters, or M models without")
+    members = _new(base, [*adapters], seeds)
     configs = [member.peft_config[_NAME] for member in members]
     _check_configs(configs)
     trained = [{path: p for path, p in member.named_parameters() if p.requires_grad} for member in members]
     layers = [_layers(member) for member in members]
-    same = all(
-        _numbers(adapted) == _numbers(layers[0]) and _shapes(params) == _shapes(trained[0])
-        for adapted, params in zip(layers, trained, strict=True)
-    )
-    model, buffers = (members[0], {}) if same else _union(plain, configs, layers)
+    kinds = [(_numbers(adapted), _shapes(params)) for adapted, params in zip(layers, trained, strict=True)]
+    same = all(kind == kinds[0] for kind in kinds)
+    model, buffers = (members[0], {}) if same else _union(base, configs, layers)
     params: Params = {}
     for path, param in model.named_parameters():
         if param.requires_grad:
             params[path] = torch.stack([_padded(one.get(path), param, path, i) for i, one in enumerate(trained)])
-    for i, one in enumerate(trained):
-        for path in one.keys() - params.keys():
-            raise StackError(f"adapter {i} trains '{path}', which adapter 0 does not; train the same in all of them")
     shared = base_of(model)
     for path, _ in model.named_buffers():
         if path not in shared and path not in buffers:
             buffers[path] = torch.stack([member.get_buffer(path) for member in members])
-    return Adapters(model, params, buffers, configs, plain)
+    return Adapters(model, params, buffers, configs, base)
 
 
 def _peft() -> Any:
@@ -152,7 +138,6 @@ def _over(model: nn.Module) -> Any:
 
 
 def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) -> list[Any]:
-    adapters = [adapters] if isinstance(adapters, str | os.PathLike) else [*adapters]
     if not adapters:
         raise StackError("no adapters to stack; pass at least one configuration or folder")
     if seeds is not None and len(seeds) != len(adapters):
@@ -160,11 +145,11 @@ def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) 
     members = []
     for i, adapter in enumerate(adapters):
         if isinstance(adapter, str | os.PathLike):
-            folder = os.fspath(adapter)
-            config = _peft().PeftConfig.from_pretrained(folder)
+            config = _peft().PeftConfig.from_pretrained(os.fspath(adapter))
             config.inference_mode = False
-            members.append(_made(base, config, f"adapter {i} ({folder})"))
-            _peft().set_peft_model_state_dict(members[-1], _peft().utils.load_peft_weights(folder, "cpu"), _NAME)
+            members.append(_made(base, config, f"adapter {i} ({adapter})"))
+            weights = _peft().utils.load_peft_weights(os.fspath(adapter), "cpu")
+            _peft().set_peft_model_state_dict(members[-1], weights, _NAME)
         else:
             members.append(_made(base, adapter, f"adapter {i}", None if seeds is None else seeds[i], draws=True))
     return members
@@ -172,10 +157,6 @@ def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) 
 
 def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, draws: bool = False) -> Any:
     """A new adapter; it changes the global generator only if it ``draws`` without a seed."""
-    if not isinstance(config, _peft().PeftConfig):
-        raise StackError(
-            f"{title} is a {type(config).__qualname__}; pass a peft configuration, or the folder of an adapter"
-        )
     if getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
         raise StackError(
             f"{title} has init_lora_weights={config.init_lora_weights!r}, which may write the weights of the base, and all "
@@ -184,10 +165,7 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=seed is not None or not draws):
         if seed is not None:
             torch.manual_seed(seed)
-        try:
-            made = _peft().get_peft_model(_over(base), copy.deepcopy(config))
-        except ValueError as error:
-            raise StackError(f"{title} does not fit the base: {error}") from error
+        made = _peft().get_peft_model(_over(base), copy.deepcopy(config))
     shared = {id(param) for param in base.parameters()}
     for module in made.modules():
         for name, param in [*module.named_parameters(recurse=False)]:
@@ -200,40 +178,6 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
                 delattr(module, name)
                 module.register_buffer(name, param.detach())
     return made.train(base.training)
-
-
-def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
-    """The plain base of models of peft, and a model over it for each adapter."""
-    peft, plain, members = _peft(), None, []
-    for number, model in enumerate(models):
-        if not isinstance(model, peft.PeftModel):
-            raise StackError(
-                f"model {number} is a {type(model).__qualname__}; pass models of peft, or a base and adapters"
-            )
-        if len(models) > 1 and len(model.peft_config) != 1:
-            raise StackError(f"model {number} has {len(model.peft_config)} adapters; give every model one")
-        copied = _over(model)
-        base = copied.base_model.unload() if hasattr(copied.base_model, "unload") else copied.get_base_model()
-        if plain is None:
-            plain = base
-        else:
-            _check_bases(base, plain, number)
-        for name, config in model.peft_config.items():
-            member = _made(plain, config, f"adapter {len(members)}")
-            peft.set_peft_model_state_dict(member, peft.get_peft_model_state_dict(model, adapter_name=name), _NAME)
-            members.append(member.train(model.training))
-    if plain is None:
-        raise StackError("no models to stack; pass at least one")
-    return plain, members
-
-
-def _check_bases(base: nn.Module, first: nn.Module, number: int) -> None:
-    tensors, first_tensors = map(tensors_by_path, (base, first))
-    for path in {**first_tensors, **tensors}:
-        tensor, other = tensors.get(path), first_tensors.get(path)
-        if tensor is None or other is None or tensor.shape != other.shape:
-            raise StackError(f"model {number}: '{path}' of the base is not of the shape of model 0's; use one base")
-        check_same_base(tensor, other, path, number)
 
 
 def _check_configs(configs: Sequence[Any]) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from hfta_func._torch import Places, outside_transforms, pytree
 from hfta_func.calls.body import Reference
 from hfta_func.calls.captured import contents
-from hfta_func.errors import StackError
 
 T = TypeVar("T", bound=nn.Module)
 _TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
@@ -34,7 +33,8 @@ _lock = threading.RLock()
 def copied_module(model: T, memo: dict[int, Any]) -> T:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
-    for tensor in pytree.tree_leaves(held):
+    parts = pytree.tree_leaves(held)
+    for tensor in parts:
         # PyTorch copies neither compressed sparse tensors nor results of earlier calls, and jagged ones not for gradients.
         if isinstance(tensor, Tensor) and (tensor.layout in _UNCOPIED or tensor.grad_fn is not None):
             memo.setdefault(id(tensor), tensor.detach())
@@ -43,29 +43,11 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
     outside = contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms()
     with outside, _copying_functions(held):
         try:
-            made = copy.deepcopy(model, memo)
+            return copy.deepcopy(model, memo)
         except (TypeError, RuntimeError):
             # What Python cannot copy, such as a lock or an open file, is used as it is.
-            parts = (part for part in pytree.tree_leaves(held) if id(part) not in given)
-            memo.clear()
-            memo |= given | {
-                id(part): part for part in parts if not isinstance(part, nn.Module) and not _is_copied(part)
-            }
-            try:
-                made = copy.deepcopy(model, memo)
-            except Exception as error:
-                raise StackError(
-                    f"the model cannot be copied ({type(error).__name__}: {error}), and members run on copies of it; mend "
-                    f"its __deepcopy__ or __getstate__, so that copy.deepcopy(model) works"
-                ) from error
-    originals = dict(model.named_modules(remove_duplicate=False))
-    for path, module in made.named_modules(remove_duplicate=False):
-        # A class whose __deepcopy__ makes a new module makes it in train mode, and may copy apart what modules share.
-        module.training = getattr(originals.get(path), "training", module.training)
-        if path in originals and type(module).__setstate__ is nn.Module.__setstate__:
-            # What its __getstate__ leaves out, and nothing makes again, is used as it is, too.
-            vars(module).update({k: v for k, v in vars(originals[path]).items() if k not in vars(module)})
-    return made
+            uncopied = (part for part in parts if not isinstance(part, nn.Module) and not _is_copied(part))
+            return copy.deepcopy(model, {id(part): part for part in uncopied} | given)
 
 
 def mark(tensor: Tensor, like: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,12 +26,12 @@ from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
+from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
 from hfta_func.models.copies import aliases, copied_module
-from hfta_func.models.padding import Size, padding_of
+from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
-from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
 from hfta_func.models.sharing import Base
@@ -93,10 +92,8 @@ class Bound:
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
-        self._has_run = False
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
-        self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
@@ -117,7 +114,7 @@ class Bound:
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
         padding = padding_of(inner)
-        self._events = None if padding is None else Events(padding, numbers)
+        self._events = None if padding is None else Events(padding, numbers, self._func, self._watched)
 
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
@@ -148,7 +145,7 @@ class Bound:
             results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
-        padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
+        padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
         self.counts |= {path: _attribute(template, path) for path in self._counters}
@@ -176,15 +173,7 @@ class Bound:
         self._prepare(numbers)
         return self._others[numbers](params, buffers, *args, **kwargs)
 
-    def alone(self, size: Size, numbers: Sequence[str]) -> Bound:
-        """The same function of a model of a true size, in the modes of this model, which takes these numbers as buffers."""
-        made = self._alone(size.model, share_frozen=self._base is not None)
-        for path, inner in size.modules.items():
-            made._inner.get_submodule(inner).training = self._inner.get_submodule(path).training
-        made._prepare(tuple(numbers))
-        return made._others[tuple(numbers)]
-
-    def watched(
+    def _watched(
         self,
         watch: Callable[[nn.Module], None],
         params: Params,
@@ -231,9 +220,8 @@ class Bound:
             yield {}
             return
         given = {path: params[path] for path in self._base.tensors if path in params}
-        with self._base.reading(given, not self._has_run) as shared:
+        with self._base.reading(given) as shared:
             yield shared
-        self._has_run = True
 
     def _base_without(self, params: Params) -> Mapping[str, Tensor]:
         """The base of the model without the paths in ``params``."""
@@ -303,7 +291,7 @@ class Bound:
             buffers = {path: part(buffer) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
-            padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
+            padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
             return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from hfta_func._torch import outside_transforms, pytree, unwritten
 from hfta_func._types import Params
-from hfta_func.calls.padding import Event, Padded, Recorder, Sizes, Traced
+from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
+from hfta_func.calls.routing import routed
 from hfta_func.errors import HFTAError, StackError
 from hfta_func.models.attributes import first_member
-from hfta_func.models.padding import Padding
+from hfta_func.models.padding import Padding, Size
 from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
 
@@ -22,16 +24,15 @@ from hfta_func.models.sizes import SIZE
 class Events:
     """The events of a padded model's calls, by the shapes of inputs.
 
-    ``run.alone(size, numbers)`` is the same function of a model of a true size, and ``run.watched(watch, *given)`` calls
-    one after ``watch(model)``, see :class:`hfta_func.models.functional.Bound`.
-
     Args:
         padding: What the model knows of its sizes.
         numbers: The paths of the numbers that calls take as buffers.
+        func: What calls a model.
+        watched: ``watched(watch, params, buffers, inputs, key, recorder)`` calls the padded one after ``watch(model)``.
     """
 
-    def __init__(self, padding: Padding, numbers: Sequence[str]):
-        self.padding, self._numbers = padding, numbers
+    def __init__(self, padding: Padding, numbers: Sequence[str], func: Callable[..., Any], watched: Callable[..., Any]):
+        self.padding, self._numbers, self._func, self._watched = padding, numbers, func, watched
         self._known: dict[Any, list[Sizes]] = {}
         self._latest: list[Sizes] | None = None
 
@@ -41,78 +42,68 @@ class Events:
             raise StackError(
                 "call this function of a padded model once before it is compiled, so that its sizes are known"
             )
-        return Traced(size, self._latest)
+        return Padded(size, self._latest)
 
-    def __call__(self, run: Any, buffers: Params, args: Any, kwargs: Any, key: Tensor | None) -> Padded:
+    def __call__(
+        self, model: nn.Module, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor | None
+    ) -> Padded:
         """What computes the results of a member of the size that its buffers tell, for inputs of these shapes.
 
         Raises:
             StackError: if a true size does not call the same functions.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten(inputs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)
         known = self._known.get((shapes, str(spec), key is None))
         if known is None:
             with outside_transforms(), torch.random.fork_rng([]):
+                parts = [
+                    {path: first_member(leaf).detach() for path, leaf in tree.items()} for tree in (params, buffers)
+                ]
                 given = [first_member(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                device = buffers[SIZE].device
-                noise = torch.zeros((), dtype=torch.int64, device=device) if key is None else first_member(key)
-                known = self._learn(run, pytree.tree_unflatten(given, spec), noise)
+                noise = torch.zeros_like(parts[1][SIZE]) if key is None else first_member(key)
+                known = self._learn(model, parts, pytree.tree_unflatten(given, spec), noise)
             # Without a key nothing draws from one.
             known = [event for event in known if key is not None or event.name not in ("site", "draw")]
             self._known[shapes, str(spec), key is None] = known
         self._latest = known
         return Padded(buffers[SIZE], known)
 
-    def _learn(self, run: Any, inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
-        recorded: list[list[Event]] = []
-        alone = [run.alone(size, [*self._numbers_of(number)]) for number, size in enumerate(self.padding.sizes)]
-        for number, call in [(0, run), *enumerate(alone)]:
-            recorder = Recorder()
-            model = self.padding.sizes[number].model
-            values = {path: leaf.detach() for path, leaf in (*model.named_parameters(), *model.named_buffers())}
-            trees = self._trees(number, values, call is run, key)
-            try:
-                call.watched(functools.partial(_tracked, recorder), *trees, inputs, key, recorder)
-            except RuntimeError as error:
-                if call is not run or isinstance(error, HFTAError):
-                    raise
-                raise StackError(
-                    f"{repr(recorder.path) if recorder.path else 'the model'} cannot be padded, because it does not run in "
-                    f"the largest sizes of all models ({error}); give all models one size there"
-                ) from error
-            recorded.append(recorder.events)
-        return _joined(self.padding, recorded[0], recorded[1:])
+    def _learn(self, model: nn.Module, trees: list[Params], inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
+        whole = Recorder()
+        try:
+            self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
+        except RuntimeError as error:
+            if isinstance(error, HFTAError):
+                raise
+            raise StackError(
+                f"{repr(whole.path) if whole.path else 'the model'} cannot be padded, because it does not run in the "
+                f"largest sizes of all models ({error}); give all models one size there"
+            ) from error
+        return _joined(
+            self.padding, whole.events, [self._alone(model, size, inputs, key) for size in self.padding.sizes]
+        )
 
-    def _trees(self, number: int, values: Params, is_padded: bool, key: Tensor) -> tuple[Params, Params]:
-        """Parameters and buffers of a size for its own model, or for the padded one."""
-        size, numbers = self.padding.sizes[number], self._numbers_of(number)
-        names = dict(size.model.named_parameters())
-        trees = [{path: leaf for path, leaf in values.items() if (path in names) is kind} for kind in (True, False)]
-        if is_padded:
-            whole = self.padding.enlarged(number, values)
-            trained = {path for path, (alone, _) in size.leaves.items() if alone in names} | self.padding.params
-            trees = [
-                {path: leaf for path, leaf in whole.items() if (path in trained) is kind} for kind in (True, False)
-            ]
-            numbers = dict.fromkeys(self._numbers, 0.5) | {
-                path: numbers[alone] for path, alone in self._numbers_alone(number)
-            }
-        as_tensors = {
-            path: torch.tensor(value, dtype=torch.float64, device=key.device) for path, value in numbers.items()
-        }
-        return {path: leaf.detach().clone() for path, leaf in trees[0].items()}, trees[1] | as_tensors
+    def _alone(self, model: nn.Module, size: Size, inputs: tuple[Any, Any], key: Tensor) -> list[Event]:
+        """The events of a model of a true size, in the modes of the padded one."""
+        alone, recorder = copy.deepcopy(size.model), Recorder()
+        known = numbers_of(alone)
+        for path, inner in size.modules.items():
+            alone.get_submodule(inner).training = model.get_submodule(path).training
+            for module, name in (known[at] for at in (f"{inner}.{number}".lstrip(".") for number in self._names(path))):
+                # At a rate of 0 nothing is drawn, but members' rates differ.
+                setattr(module, name, getattr(module, name) or 0.5)
+        _tracked(recorder, alone)
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        mode = routed(key)
+        mode.padding = recorder
+        with mode, torch.no_grad():
+            self._func(alone, *args, **kwargs)
+        return recorder.events
 
-    def _numbers_alone(self, number: int) -> Iterator[tuple[str, str]]:
-        """The paths of numbers in the padded model and in that of a true size."""
-        for path in self._numbers:
-            owner, _, name = path.rpartition(".")
-            if owner in self.padding.sizes[number].modules:
-                yield path, f"{self.padding.sizes[number].modules[owner]}.{name}".lstrip(".")
-
-    def _numbers_of(self, number: int) -> dict[str, float]:
-        known = numbers_of(self.padding.sizes[number].model)
-        return {alone: getattr(*known[alone]) for _, alone in self._numbers_alone(number)}
+    def _names(self, path: str) -> list[str]:
+        """The numbers of a module in which members differ."""
+        return [name for owner, _, name in (number.rpartition(".") for number in self._numbers) if owner == path]
 
 
 def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:

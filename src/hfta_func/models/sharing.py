@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import is_captured, is_wrapped, parts, places_of, tensors_of, writes
+from hfta_func._torch import parts, places_of, tensors_of, writes
 from hfta_func.errors import StackError, StateError
 
 
@@ -37,22 +36,13 @@ def shared_of(model: nn.Module, shared_params: Sequence[str]) -> dict[str, Tenso
     every = dict(model.named_parameters(remove_duplicate=False))
     chosen: set[int] = set()
     for path in shared_params:
-        params = [param for name, param in every.items() if name == path or name.startswith(f"{path}.")]
-        if not params:
-            raise StackError(
-                f"shared_params names '{path}', which is no parameter or submodule with parameters of the model"
-            )
-        trained = [param for param in params if param.requires_grad]
+        trained = [param for name, param in every.items() if f"{name}.".startswith(f"{path}.") and param.requires_grad]
         if not trained:
             raise StackError(
-                f"shared_params names '{path}', which does not require grad; share_frozen=True shares what is not trained"
+                f"shared_params names '{path}', which is no parameter or submodule with parameters that require grad; "
+                f"share_frozen=True shares what is not trained"
             )
         chosen |= {id(param) for param in trained}
-    for path, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and any(id(param) in chosen for param in module.parameters()):
-            raise StackError(
-                f"'{path}' has max_norm, so each member shortens rows of its own; it cannot be in shared_params"
-            )
     return {path: param for path, param in model.named_parameters() if id(param) in chosen}
 
 
@@ -91,35 +81,20 @@ class Base:
                 )
 
     @contextlib.contextmanager
-    def reading(self, given: Mapping[str, Tensor], is_first: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
-
-        The first block also looks at the values of buffers ``[C]``, as kernels write statistics without counting it, and
-        after an error puts these back. Other buffers may be as large as weights.
-        """
-        tensors = {**self.tensors, **given}
+    def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
                 raise StateError(
                     f"the model holds another tensor as '{path}' than when this step was made, such as after .to(...) or "
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
+        tensors = {**self.tensors, **given}
         every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
-        looked_at = {path: tensors[path].detach() for path in self.buffers if is_first and _is_looked_at(tensors[path])}
-        before = {path: tensor.clone() for path, tensor in looked_at.items()}
-        try:
-            yield tensors
-            for path, part, count in every:
-                if writes(part) != count:
-                    raise _written(path)
-            for path, tensor in looked_at.items():
-                if not bool(_same(tensor, before[path]).all()):
-                    raise _written(path)
-        except BaseException:
-            for path, tensor in looked_at.items():
-                if not bool(_same(tensor, before[path]).all()):
-                    tensor.copy_(before[path])
-            raise
+        yield tensors
+        for path, part, count in every:
+            if writes(part) != count:
+                raise _written(path)
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward pass has replaced buffers of the base."""
@@ -135,14 +110,6 @@ def _written(path: str) -> StateError:
     )
 
 
-def _is_looked_at(tensor: Tensor) -> bool:
-    return tensor.dim() <= 1 and not (tensor.is_meta or is_wrapped(tensor) or is_captured([tensor]))
-
-
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    return (a == b) | ((a != a) & (b != b))
-
-
 def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, trained: bool = False) -> None:
     """Raise a StackError unless a model and model 0 have the same tensor, or equal values; the shapes must be equal."""
     if tensor is first:
@@ -154,13 +121,12 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
     if tensor.data_ptr() == first.data_ptr() and tensor.stride() == first.stride():
         return
     tensor, first = tensor.detach(), first.detach()
-    same = _same(tensor, first)
-    if not bool(same.all()):
-        index = tuple(int(i) for i in (~same).nonzero()[0])
-        most = (tensor.double() - first.double()).abs().nan_to_num(torch.inf).max().item()
+    differs = (tensor != first) & ((tensor == tensor) | (first == first))
+    if bool(differs.any()):
+        index = tuple(int(i) for i in differs.nonzero()[0])
         kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
         raise StackError(
-            f"model {member}: the {kind} '{path}' is not that of model 0, from which it differs by up to {most:.3g}, "
-            f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base "
-            f"start from one set of weights: load it once, or leave out {option}"
+            f"model {member}: the {kind} '{path}' is {tensor[index].item():.6g} but in model 0 it is "
+            f"{first[index].item():.6g} at {list(index)}; members that share a base start from one set of weights: load it "
+            f"once, or leave out {option}"
         )

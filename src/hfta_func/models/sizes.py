@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,14 +11,7 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import is_number
-from hfta_func.models.structure import (
-    FORWARD_HOOKS,
-    check_same_class,
-    compared_apart,
-    hook_difference,
-    setting_difference,
-    settings_of,
-)
+from hfta_func.models.structure import check_same_class, setting_difference, settings_of_both, tensors_of_both
 
 SIZE, PRESENT = "padded_size", "padded_present"
 """The buffers that tell a member's size, and whether it has a block."""
@@ -60,47 +52,30 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
             align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(inner, name))
 
     align(model, base, "", "")
-    known = compared_apart(model, base)
+    known = tensors_of_both(model, base)
     for path, inner in aligned.items():
         _check_settings(model.get_submodule(inner), base.get_submodule(path), path, known, member, other)
     return aligned
 
 
 def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
-    """The names of the blocks in a longer sequence that have the places of shorter one's: its first and its last ones."""
-
-    def cost(first: int) -> float:
-        kept = [*longer[:first], *longer[len(longer) - len(blocks) + first :]]
-        if [*map(type, kept)] != [*map(type, blocks)]:
-            return math.inf
-        shapes = [([p.shape for p in a.parameters()], [p.shape for p in b.parameters()]) for a, b in zip(kept, blocks)]  # noqa: B905
-        return sum(
-            x != y
-            for ones, others in shapes
-            for a, b in zip(ones, others, strict=False)
-            for x, y in zip(a, b, strict=False)
-        )
-
-    first = min(range(len(blocks), -1, -1), key=cost)
-    return [*names[:first], *names[len(longer) - len(blocks) + first :]]
+    """The names of the blocks in a longer sequence that have the places of shorter one's: its first ones and its last."""
+    kinds, others, lacking = [*map(type, blocks)], [*map(type, longer)], len(longer) - len(blocks)
+    fits = [at for at in range(len(blocks) + 1) if kinds == others[:at] + others[at + lacking :]]
+    # The last block is often a layer of outputs.
+    first = max([at for at in fits if at < len(blocks)], default=len(blocks))
+    return [*names[:first], *names[lacking + first :]]
 
 
 def _check_settings(module: nn.Module, like: nn.Module, path: str, known: set[int], member: int, other: str) -> None:
     """Raise a StackError if two modules differ in more than sizes and numbers."""
-    for name in sorted(settings_of(module) & settings_of(like) - {"padding", "padded_chains"}):
-        a, b = vars(module)[name], vars(like)[name]
+    for name, a, b in settings_of_both(module, like):
         sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
-        if not (sized or (is_number(a) and is_number(b))) and setting_difference(a, b, name, known):
-            label = joined(path, name)
+        is_free = sized or (is_number(a) and is_number(b)) or name in ("padding", "padded_chains")
+        if not is_free and (different := setting_difference(a, b, joined(path, name), known)):
             raise StackError(
-                f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
-                f"integers, which are sizes, and floats, but share every other setting"
-            )
-    for name in FORWARD_HOOKS:
-        if different := hook_difference(vars(module)[name], vars(like)[name], joined(path, name), known):
-            raise StackError(
-                f"model {member}: the hook '{different[0]}' is another one than in {other}; models of different size must "
-                f"share the functions that are hooks"
+                f"model {member}: '{different[0]}' is {different[1]!r} but in {other} it is {different[2]!r}; models of "
+                f"different size may differ in integers, which are sizes, and floats, but share every other setting"
             )
     tensors, likes = _named({"": module})[""], _named({"": like})[""]
     for name, leaf in tensors.items():

@@ -1,8 +1,7 @@
 """Compares models beyond the values of their parameters: classes, modes, ties and plain settings.
 
 An array runs the *first* model's code for every member. So plain values, such as a stride or the name of an activation,
-constant tensors and functions, which forward hooks may be, must be equal in all of them. Caches and helpers are those of the
-first, and hooks that are objects, such as those of pruning, whose tensors are each member's own buffers.
+constant tensors, functions, and what forward hooks hold, must be equal in all of them. Other objects are those of the first.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import dis
 import enum
 import functools
-import os
+import sys
 import sysconfig
 import textwrap
 import types
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, weight_hooks
 from hfta_func.calls.captured import contents
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import may_differ
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 _BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
     *(torch.dtype, types.BuiltinFunctionType, types.CodeType),
@@ -53,13 +52,13 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    known = compared_apart(model, first)
+    known = tensors_of_both(model, first)
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     for path, module, other in pairs(modules, first_modules, member, "module "):
         check_same_class(module, other, path, f"model {member}", "model 0")
-        for name in [] if is_compiled(module) else [*sorted(settings_of(module) & settings_of(other)), *FORWARD_HOOKS]:
-            a, b, label = vars(module)[name], vars(other)[name], f"{path}.{name}".lstrip(".")
-            different = (hook_difference if name in FORWARD_HOOKS else setting_difference)(a, b, label, known)
+        for name, a, b in () if is_compiled(module) else settings_of_both(module, other):
+            label = f"{path}.{name}".lstrip(".")
+            different = setting_difference(a, b, label, known)
             # Integers may be sizes, which must be equal.
             is_real = isinstance(a, float) or isinstance(b, float) or label in varied
             if different and is_real and may_differ(module, name) and may_differ(other, name):
@@ -67,9 +66,8 @@ def check_same_structure(
             elif different:
                 where, one, first_one = different
                 free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
-                if _is_constant(one):
-                    free = "; register it as a parameter or a buffer, which may differ, and modules in an nn.ModuleList"
-                    where, one, first_one = _entry(where, one, first_one)
+                if isinstance(one, Tensor):
+                    free = "; register it as a parameter or a buffer, which may differ"
                 raise StackError(
                     f"model {member}: '{where}' is {_shown(one)} but in model 0 it is {_shown(first_one)}; models in one "
                     f"array must share every setting, but for floats that are attributes of a module (self.lr){free}"
@@ -108,9 +106,25 @@ def _class_of(module: nn.Module) -> Any:
     return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
 
 
-def settings_of(module: nn.Module) -> set[str]:
-    """The names of plain attributes that are not what calls leave there, such as counters and attention maps."""
-    return vars(module).keys() - MODULE_ATTRIBUTES - computed(module).keys() - _assigned_in_calls(type(module))
+def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """The name and both values of each plain attribute of two modules, and their hooks.
+
+    Left out is what calls leave there, such as counters and attention maps.
+    """
+    names = vars(module).keys() & vars(other).keys() - MODULE_ATTRIBUTES - _assigned_in_calls(type(module))
+    for name in sorted(names - computed(module).keys() - computed(other).keys()):
+        yield name, vars(module)[name], vars(other)[name]
+    for name in _FORWARD_HOOKS:
+        hooks, others = (
+            [_held(hook) for hook in vars(each)[name].values() if _is_users(hook)] for each in (module, other)
+        )
+        yield name, *((len(hooks), len(others)) if len(hooks) != len(others) else (hooks, others))
+
+
+def _is_users(hook: Any) -> bool:
+    # Those of libraries, such as PyTorch's for pruning, work on buffers, which are each member's own.
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return not (getattr(sys.modules.get(hook.__module__), "__file__", None) or "").startswith(_LIBRARIES)
 
 
 @functools.lru_cache
@@ -120,69 +134,31 @@ def _assigned_in_calls(kind: type[nn.Module]) -> set[str]:
     return {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
 
 
-def setting_difference(
-    a: Any, b: Any, path: str, known: Collection[int], depth: int = 0
-) -> tuple[str, Any, Any] | None:
+def tensors_of_both(model: nn.Module, other: nn.Module) -> set[int]:
+    """The identities of parameters and buffers, which settings may hold, too."""
+    return {id(part) for each in (model, other) for part in (*each.parameters(), *each.buffers())}
+
+
+def setting_difference(a: Any, b: Any, path: str, known: Collection[int]) -> tuple[str, Any, Any] | None:
     """The first plain values or constant tensors in which two settings differ, in containers too, with their path.
 
-    ``known`` are the identities of tensors and modules that are compared elsewhere.
+    ``known`` are the identities of tensors that are compared elsewhere.
     """
     if id(a) in known and id(b) in known:
         return None
     if _is_constant(a) and _is_constant(b):
-        return (path, a, b) if _kind(a) != _kind(b) or bool(_differ(a, b).any()) else None
+        is_same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        return None if is_same else (path, a, b)
     if type(a) is not type(b) and callable(a) and callable(b):
         return path, a, b
-    a, b = _parts(a), _parts(b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        # Caches may hold what others do not hold yet, and containers themselves.
-        parts = ((a[key], b[key], path + key, known, depth + 1) for key in a if key in b)
-        return None if depth > 8 else next(filter(None, (setting_difference(*part) for part in parts)), None)
+    if not _is_plain(a) and not _is_plain(b) and type(a) is type(b):
+        # Caches may hold what others do not hold yet.
+        parts, others = _parts(a), _parts(b)
+        found = (setting_difference(parts[key], others[key], path + key, known) for key in parts if key in others)
+        return next(filter(None, found), None)
     if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
         return None
     return path, a, b
-
-
-def compared_apart(*models: nn.Module) -> set[int]:
-    """The identities of the tensors and modules of models, which settings may refer to."""
-    return {id(part) for each in models for part in (*each.parameters(), *each.buffers(), *each.modules())}
-
-
-def hook_difference(
-    hooks: Mapping[Any, Any], others: Mapping[Any, Any], path: str, known: Collection[int]
-) -> tuple[str, Any, Any] | None:
-    """As :func:`setting_difference`, but lists and dicts may hold what hooks leave there, such as a layer's outputs."""
-    given, like = [*hooks.values()], [*others.values()]
-    if len(given) != len(like):
-        # Libraries add some when a model is called or changed, as transformers does to note outputs of layers.
-        given, like = ([hook for hook in each if not _is_of_library(hook)] for each in (given, like))
-    if len(given) != len(like):
-        return path, [_shown(hook) for hook in given], [_shown(hook) for hook in like]
-    held = [parts for hook in (*given, *like) if isinstance(parts := _parts(hook), dict)]
-    left = {id(part) for parts in held for part in parts.values() if isinstance(part, list | dict)}
-    return setting_difference(given, like, path, {*known, *left})
-
-
-def _is_of_library(hook: Any) -> bool:
-    func = hook.func if isinstance(hook, functools.partial) else hook
-    code = getattr(getattr(func, "__func__", func), "__code__", None)
-    return code is None or code.co_filename.startswith(_LIBRARIES)
-
-
-def _kind(constant: Any) -> tuple[Any, ...]:
-    return constant.shape, constant.dtype, getattr(constant, "device", None)
-
-
-def _differ(a: Any, b: Any) -> Any:
-    return (a != b) & ((a == a) | (b == b))
-
-
-def _entry(path: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-    """The first entries in which two constants of a kind differ, with their path."""
-    if _kind(a) != _kind(b):
-        return path, a, b
-    at = tuple(torch.as_tensor(_differ(a, b)).nonzero()[0].tolist())
-    return f"{path}{[*at] if at else ''}", a[at].item(), b[at].item()
 
 
 def _is_plain(value: Any) -> bool:
@@ -191,13 +167,20 @@ def _is_plain(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.layout == torch.strided and value.grad_fn is None and not value.is_meta
+        return value.layout == torch.strided and not value.requires_grad and not value.is_meta
     return type(value).__name__ == "ndarray"
 
 
-def _parts(value: Any) -> Any:
-    """A container as a dict by what its parts add to a path, and what tells a function from others."""
-    if isinstance(value, list | tuple) and not _is_plain(value):
+def _held(hook: Any) -> Any:
+    """A hook, or what one that is an object holds, but for lists and dicts, where hooks leave what they meet."""
+    if isinstance(hook, types.FunctionType | types.MethodType | functools.partial):
+        return hook
+    return {name: value for name, value in vars(hook).items() if not isinstance(value, list | dict)}
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What a container or a function holds, by what it adds to a path."""
+    if isinstance(value, list | tuple):
         return {f"[{number}]": part for number, part in enumerate(value)}
     if isinstance(value, Mapping):
         return {f"[{key!r}]": part for key, part in value.items() if isinstance(key, str | int)}
@@ -205,26 +188,17 @@ def _parts(value: Any) -> Any:
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     if isinstance(func := getattr(value, "__func__", value), types.FunctionType):
         cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
-        values = {f".{name}": held[0] for name, held in cells if held}
+        values = {f".{name}": held[0] for name, held in cells if held and _is_plain(held[0])}
         return {"": func.__code__, ".__defaults__": func.__defaults__, ".__kwdefaults__": func.__kwdefaults__} | values
-    if isinstance(value, nn.Module):
-        settings = {f".{name}": vars(value)[name] for name in settings_of(value)}
-        children = {f".{name}": child for name, child in value.named_children()}
-        return settings | {f".{name}": tensor for name, tensor in tensors_of(value).items()} | children
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f".{field.name}": getattr(value, field.name, None) for field in dataclasses.fields(value) if field.compare
-        }
-    if type(value) in (types.SimpleNamespace, Namespace):
-        return {f".{name}": part for name, part in vars(value).items()}
-    return value
+    if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | Namespace):
+        fields = getattr(value, "__dataclass_fields__", {})
+        return {f".{name}": part for name, part in vars(value).items() if name not in fields or fields[name].compare}
+    return {}
 
 
 def _shown(value: Any) -> str:
-    if _is_constant(value):
-        return f"a constant {[*value.shape]} of {value.dtype} on {getattr(value, 'device', 'cpu')}"
     if isinstance(value, types.CodeType):
-        return f"{value.co_name} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
+        return f"{value.co_name} (line {value.co_firstlineno})"
     return getattr(value, "__name__", None) or textwrap.shorten(repr(value), 60)
 
 
