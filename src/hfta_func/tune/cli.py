@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
+import collections
 import importlib.metadata
 import importlib.util
 import inspect
-import logging
 import os
 import pathlib
 import platform
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import hfta_func as hfta
 from hfta_func._kernels import native
-from hfta_func._types import text_table
+from hfta_func._types import require, text_table
+from hfta_func.errors import CheckpointError
 from hfta_func.run import kept
 from hfta_func.tune import schedulers
 from hfta_func.tune.callbacks import tensorboard
+from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.population import Population
 from hfta_func.tune.run import run
-from hfta_func.tune.sampling import SamplerSession
-from hfta_func.tune.status import read, shown
+from hfta_func.tune.sampling import STATES, SamplerSession
 from hfta_func.tune.study import Study
 
-SCHEDULERS = {
-    "none": lambda eta: None,
-    "halving": schedulers.halving,
-    "hyperband": schedulers.hyperband,
-    "asynchronous-halving": schedulers.asynchronous_halving,
-    "median-stopping": lambda eta: schedulers.median_stopping(),
-    "population-based": lambda eta: schedulers.population_based(),
-}
-SAMPLERS = {"random": "RandomSampler", "tpe": "TPESampler", "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}
+SCHEDULERS = "halving", "hyperband", "asynchronous-halving", "median-stopping", "population-based"
 _ROWS = 5
 
 
@@ -52,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(args.command(args))
         return 0
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-        # One word, such as a key, says nothing alone.
-        print(f"hfta-func: {text if ' ' in text else f'{type(error).__name__}: {text}'}", file=sys.stderr)
+        print(f"hfta-func: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -78,21 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
     add("--epochs", type=int, help="epochs of a trial that is not stopped")
     add("--scheduler", choices=SCHEDULERS, help="which trials go on")
-    add("--eta", type=float, default=3, help="number of trials for each that goes on (default: 3)")
-    add("--sampler", choices=SAMPLERS, help="Optuna's sampler")
-    add("--batch", type=int, help="trials asked for at a time")
     add("--workers", type=_models, help="processes that train an array each, or auto")
     add("--max-models", type=_models, help="the largest array, or auto")
     add("--seeds", type=int, help="number of members of every trial")
     add("--seed", type=int, help="the first seed")
-    add("--retry", type=int, help="how often a failed trial is tried again")
     add("--timeout", type=float, help="seconds after which the study ends")
     add("--storage", help="Optuna's storage, such as sqlite:///study.db")
-    add("--name", help="name of the study in the storage (default: the file's name)")
     add("--folder", help="the study's folder (default: <file>.study)")
     add("--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard")
-    add = command("status", lambda args: shown(read(args.folder)), "Show what a running study does, from its folder.")
-    add("folder", help="the folder, <file>.study for studies of this command line")
+    command("status", _status, "Show the trials of a study, from its folder.")(
+        "folder", help="the folder, <file>.study"
+    )
     add = command("plan", _plan, "Measure how many models of a file's study fit into an array.", of_study)
     add("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
     add("--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)")
@@ -106,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", **models)
     add("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
     command("cache", _cache, "Show the compiled graphs that are kept on disk.")("--clear", action="store_true")
-    command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
+    command("doctor", _doctor, "Show versions, devices, compiler and rules.")
     return parser
 
 
@@ -142,29 +125,19 @@ def _tune(args: argparse.Namespace) -> str:
     module = _module(args.file)
     known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume", "executor"}
     options = {name: module[name] for name in known if name in module}
-    for name in module:
-        if name not in known and (close := difflib.get_close_matches(name, known - set(module), 1, 0.8)):
-            text = f"{args.file} defines {name}, which is not used; did you mean {close[0]}?"
-            print(f"hfta-func: {text}", file=sys.stderr)
     options |= {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
     if args.scheduler is not None:
-        options["scheduler"] = SCHEDULERS[args.scheduler](args.eta)
-    if args.sampler is not None:
-        optuna: Any = importlib.import_module("optuna")
-        more = {"constant_liar": True} if args.sampler == "tpe" else {}
-        options["sampler"] = getattr(optuna.samplers, SAMPLERS[args.sampler])(seed=options.get("seed", 0), **more)
+        options["scheduler"] = getattr(schedulers, args.scheduler.replace("-", "_"))()
     for name in ("metric", "trials", "epochs"):
         if name not in options:
-            flag = "" if name == "metric" else f", or pass --{name}"
-            raise ValueError(f"{args.file} does not define {name}; define it there{flag}")
+            raise ValueError(f"{args.file} does not define {name}; define it there")
     if "storage" in options:
         options.setdefault("name", pathlib.Path(args.file).stem)
     folder = args.folder or f"{pathlib.Path(args.file).with_suffix('')}.study"
     callbacks: list[Any] = [lambda study: study.write(folder), _Counts().show]
     if args.tensorboard:
         callbacks.append(tensorboard(os.path.join(folder, "tensorboard")))
-    with _logged(folder):
-        study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=callbacks, **options)
+    study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=callbacks, **options)
     study.write(folder)
     if study.interrupted:
         print(_summary(study))
@@ -173,21 +146,23 @@ def _tune(args: argparse.Namespace) -> str:
     return _summary(study)
 
 
-@contextlib.contextmanager
-def _logged(folder: str) -> Iterator[None]:
-    """Log the events of members and workers to a file in the folder."""
-    os.makedirs(folder, exist_ok=True)
-    logger = logging.getLogger("hfta_func")
-    before = logger.level
-    with contextlib.closing(logging.FileHandler(os.path.join(folder, "study.log"), delay=True)) as handler:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(before)
+def _status(args: argparse.Namespace) -> str:
+    folder = StudyFolder(args.folder)
+    if not os.path.exists(folder.journal):
+        raise ValueError(f"{args.folder} holds no study; pass the folder of tune.run(resume=...), or <file>.study")
+    optuna, names = require("optuna", "tune"), {state: status for status, state in STATES.items()}
+    # The study's own backend mends the file, which only the process that writes it may do.
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(folder.journal))
+    trials = optuna.load_study(study_name="study", storage=storage).get_trials(deepcopy=False)
+    counts = collections.Counter(names.get(trial.state.name, "waiting") for trial in trials)
+    try:
+        with folder.held():
+            state = "not running; the same call goes on from its folder"
+    except CheckpointError:
+        state = f"running, last change {time.time() - os.path.getmtime(folder.journal):.0f} s ago"
+    failed = [trial for trial in trials if trial.state.name == "FAIL"]
+    lines = [f"{state}: {', '.join(f'{count} {name}' for name, count in counts.items())}"]
+    return "\n".join(lines + [f"  trial {each.number} failed: {each.user_attrs.get('error')}" for each in failed[-3:]])
 
 
 class _Counts:
@@ -256,49 +231,28 @@ def _cache(args: argparse.Namespace) -> str:
 
 
 def _doctor(args: argparse.Namespace) -> str:
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
-    cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
-    folder = str(native.folder())
-    kernels = native.compiler() and f"{native.compiler()}, kept in {folder} ({_writable(folder)})"
-    libc = "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
     hfta.rules.install()
     x = torch.ones(2, 3)
     (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    versions = {
+        name: importlib.util.find_spec(name) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")
+    }
     rows = [
-        *(("hfta_func", hfta.__version__), ("Python", platform.python_version())),
-        *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
+        ("hfta_func", hfta.__version__),
+        ("Python", platform.python_version()),
+        *((name, importlib.metadata.version(name) if spec else "not installed") for name, spec in versions.items()),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {threads}"),
         ("devices", ", ".join(devices) or "none besides the processor"),
-        ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
-        ("compiled graphs", f"{cache} ({_writable(cache)})"),
-        ("kernels in C", kernels or "none; they need cc, gcc or clang"),
+        (
+            "kernels in C",
+            f"by {native.compiler() or 'no compiler; install cc, gcc or clang'}, kept in {native.folder()}",
+        ),
         ("rules", f"installed; linear of two models runs as {choice.lowering}"),
-        ("allocator", cuda if torch.cuda.is_available() else libc),
     ]
     return text_table(rows, "<<")
-
-
-def _user() -> str:
-    with contextlib.suppress(KeyError, OSError):
-        return importlib.import_module("getpass").getuser()
-    return str(os.getuid())
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _writable(path: str) -> str:
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return "writable" if os.access(path, os.W_OK) else "not writable, so that nothing is kept"
 
 
 if __name__ == "__main__":

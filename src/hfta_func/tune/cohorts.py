@@ -74,32 +74,24 @@ class Cohort(NamedTuple):
             groups.setdefault(group_key(self.params[trial], self.nonfusible), []).append(trial)
         return list(groups.values())
 
-    def check(self, verdicts: Any, copies: bool) -> None:
+    def check(self, verdicts: Mapping[int, Verdict], copies: bool) -> None:
         """Raise a ValueError that names the trial if verdicts are invalid; ``copies`` is the scheduler's attribute."""
-        if not isinstance(verdicts, Mapping):
-            raise ValueError(f"decide returns {verdicts!r}; return a dict of verdicts by trial")
         alive = self.alive
         for trial, verdict in verdicts.items():
-            if not alive.get(trial):
-                state = "has ended" if trial in self.values else "is not in the cohort"
-                raise ValueError(f"decide names trial {trial}, which {'is at no rung' if trial in alive else state}")
+            if not alive.get(trial) or not (isinstance(verdict, Copy) or verdict in ("go", "stop")):
+                text = f"decide says {verdict!r} of trial {trial}"
+                raise ValueError(f"{text}; say 'go', 'stop' or tune.Copy(...) of trials at a rung that have not ended")
             if not isinstance(verdict, Copy):
-                if verdict not in ("go", "stop"):
-                    raise ValueError(f"decide says {verdict!r} of trial {trial}; say 'go', 'stop' or tune.Copy(...)")
                 continue
-            what = f"decide has trial {trial} copy trial {verdict.source}"
-            rungs = [len(alive.get(number, ())) for number in (trial, verdict.source)]
-            if not copies:
-                raise ValueError(f"{what}, but the scheduler's attribute copies is False; set it to True")
-            if verdict.source not in alive or rungs[0] > rungs[1]:
-                raise ValueError(f"{what}, which is not at rung {rungs[0]}; choose one that is, and has not ended")
-            if isinstance(verdicts.get(verdict.source), Copy):
-                raise ValueError(f"{what}, which copies another one itself; choose one that goes on")
-            if len(self.groups((trial, verdict.source))) > 1:
-                raise ValueError(f"{what}, whose names or non-fusible values are others; choose one of its group")
-            unknown = [name for name in verdict.changes if name not in self.space or name in self.nonfusible]
-            if unknown:
-                raise ValueError(f"{what} and change '{unknown[0]}', which is no fusible name of the space")
+            source, fusible = verdict.source, self.space.keys() - {*self.nonfusible}
+            is_behind = len(alive.get(source, ())) < len(alive[trial])
+            if not copies or is_behind or isinstance(verdicts.get(source), Copy) or verdict.changes.keys() - fusible:
+                raise ValueError(
+                    f"decide has trial {trial} copy trial {source} and change {', '.join(verdict.changes)}; with copies = True "
+                    f"it may copy one that is at its rung, has not ended and copies none, and change fusible names"
+                )
+            if len(self.groups((trial, source))) > 1:
+                raise ValueError(f"decide has trial {trial} copy trial {source}, which is of another group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +101,6 @@ class Scheduler:
     Attributes:
         waits: Whether all trials of a cohort begin at once, because they wait for each other.
         copies: Whether verdicts may be :class:`Copy`; trials then have one seed each.
-        eta: About the number of trials at a rung for each that goes on, for estimates of the time left.
     """
 
     waits: ClassVar[bool] = False

@@ -57,7 +57,12 @@ class StudyFolder:
     @property
     def storage(self) -> Any:
         """A storage of Optuna's in the folder, for its trials."""
-        return require("optuna", "tune").storages.JournalStorage(_Journal(self._path(_JOURNAL)))
+        return require("optuna", "tune").storages.JournalStorage(_Journal(self.journal))
+
+    @property
+    def journal(self) -> str:
+        """The path of its file."""
+        return self._path(_JOURNAL)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[StudyFolder]:
@@ -81,12 +86,12 @@ class StudyFolder:
                     hfta.save(block.state, self._path(name))
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
-            groups.append({"limit": group.limits[0], "blocks": blocks})
+            groups.append({"limit": group.limit, "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
         index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
-        if os.path.exists(self._path(_JOURNAL)):
+        if os.path.exists(self.journal):
             # The trials of these members must be there after the machine fails, too.
-            with open(self._path(_JOURNAL), "ab") as journal:
+            with open(self.journal, "ab") as journal:
                 os.fsync(journal.fileno())
         atomic.write(self._path(_INDEX), json.dumps({**index, "groups": groups, **more}).encode())
         self._remove_old_states()
@@ -108,7 +113,7 @@ class StudyFolder:
                 group = population.group_of(population.members[block["members"][0]])
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-                group.limits[0] = saved["limit"]
+                group.limit = saved["limit"]
         self._remove_old_states()
         return index
 

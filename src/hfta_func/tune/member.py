@@ -47,11 +47,7 @@ def rows_of(table: Any) -> list[Mapping[str, Any]]:
     """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
     table = table.to_dict("records") if hasattr(table, "to_dict") else table
     if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-            raise ValueError(f"the columns of the table have different lengths: {counts}")
-        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        table = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     # Numbers of NumPy become those of Python, which JSON can hold.
     return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 

@@ -14,11 +14,10 @@ from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.options import Rank, StudyOptions
+from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
-from hfta_func.tune.status import Status
 from hfta_func.tune.study import Study, notify
 from hfta_func.workers.executor import Executor
 
@@ -95,7 +94,6 @@ def run(
     batch: int | None = None,
     max_models: int | Literal["auto"] = "auto",
     seeds: int = 1,
-    rank: Rank = "mean",
     storage: Any = None,
     name: str | None = None,
     seed: int = 0,
@@ -129,11 +127,7 @@ def run(
             learns from results, as many as an array holds.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seeds: Number of members of every trial, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
-            their differences are paired.
-        rank: How trials of several seeds are compared: by the ``"mean"`` of their values; by the ``"lower"`` end of its
-            one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
-            differences from the best mean, seed by seed: a trial that loses with every seed ranks behind one that loses as
-            much with a few.
+            their differences are paired; trials are compared by the mean of their values.
         storage: Optuna's storage or its URL, which holds the trials and shows them to other programs, such as Optuna's
             dashboard. The same call goes on with what is missing, also with more ``trials``; trials that had not ended
             train from their start, unless there is a folder, too.
@@ -184,23 +178,15 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
-    options = StudyOptions(
-        *(
-            space,
-            metric,
-            direction,
-            nonfusible,
-            trials,
-            epochs,
-            scheduler or Scheduler(),
-            batch,
-            max_models,
-            seeds,
-            rank,
-        ),
-        *(seed, enqueue, keep, retry, timeout),
-    )
-    most = _checked(options, sampler, workers is None or executor is None, storage is None or name is not None)
+    given = dict(space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs)
+    given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
+    options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout)
+    if workers is not None and executor is not None:
+        raise ValueError("there are workers and an executor, which has its own; pass one of both")
+    if storage is not None and name is None:
+        raise ValueError("a storage keeps studies by name; pass name='...'")
+    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
+    most = configurations(sampler, space, enqueue, limit)
     with contextlib.ExitStack() as stack:
         # Until there is a study to return, Ctrl-C waits.
         setting_up = stack.enter_context(contextlib.ExitStack())
@@ -223,8 +209,6 @@ def run(
                 folder.save(members, trajectory=study.trajectory)
 
         search = Search(study, options, most, save)
-        if resume is not None:
-            stack.enter_context(Status(resume, search))
         for params in enqueue:
             session.enqueue(params)
         bar = stack.enter_context(tqdm(total=search.total, disable=not progress, unit="trial", dynamic_ncols=True))
@@ -248,13 +232,3 @@ def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) ->
         bar.update(len(study.trials) - study.counts["running"] - bar.n)
         for callback in callbacks if has_trained else ():
             notify(callback, study)
-
-
-def _checked(options: StudyOptions, sampler: Any, has_one_executor: bool, is_named: bool) -> int | None:
-    """The number of configurations that the sampler has; raises a ValueError for arguments that contradict each other."""
-    if not has_one_executor:
-        raise ValueError("there are workers and an executor, which has its own; pass one of both")
-    if not is_named:
-        raise ValueError("a storage keeps studies by name; pass name='...'")
-    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
-    return configurations(sampler, options.space, options.enqueue, limit)

@@ -72,7 +72,7 @@ class Study:
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = session.study
-        self.metrics, self.directions, self.rank = options.metrics, options.directions, options.rank
+        self.metrics, self.directions = options.metrics, options.directions
         self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
@@ -215,30 +215,13 @@ class Study:
             for trial in self.ranked(feasible=False)
         }
 
-    def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
-        """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        first_scores, second_scores = (
-            [self.score(value) for value in self._values(one, self.metrics[0], epoch)] for one in (trial, other)
-        )
-        if trial is other or not all(map(math.isfinite, first_scores + second_scores)):
-            return 0.0 if trial is other else -math.inf
-        differences = [first - second for first, second in zip(first_scores, second_scores, strict=True)]
-        return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)) + 1e-12)
-
-    def _values(self, trial: Trial, metric: str, epoch: int) -> list[float]:
-        return [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
-
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
-        """The objectives of a trial after an epoch, over its members."""
+        """The objectives of a trial after an epoch: means over its members."""
         objectives = []
-        for metric, direction in zip(self.metrics, self.directions, strict=True):
-            values = self._values(trial, metric, epoch)
+        for metric in self.metrics:
+            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
             # Infinities of both signs have no mean.
-            mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
-            if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
-                margin = statistics.NormalDist().inv_cdf(0.95) * statistics.stdev(values) / math.sqrt(len(values))
-                mean += SIGNS[direction] * margin
-            objectives.append(mean)
+            objectives.append(statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan)
         return tuple(objectives)
 
 
