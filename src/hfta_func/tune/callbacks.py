@@ -9,7 +9,6 @@ from typing import Any
 
 from hfta_func._types import require
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.history import History
 from hfta_func.tune.study import Study, Trial
 
 
@@ -32,7 +31,7 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
     require("torch.utils.tensorboard", "tensorboard")
     shown: dict[int, tuple[int, str]] = {}
 
-    def record(study: Study, history: History | None = None) -> None:
+    def record(study: Study) -> None:
         for trial in study.trials:
             epochs = min(len(study.population.members[member].metrics) for member in trial.members)
             if epochs and shown.get(trial.number) != (epochs, trial.status):

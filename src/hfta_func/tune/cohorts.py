@@ -86,9 +86,9 @@ class Cohort(NamedTuple):
             source, fusible = verdict.source, self.space.keys() - {*self.nonfusible}
             is_behind = len(alive.get(source, ())) < len(alive[trial])
             if not copies or is_behind or isinstance(verdicts.get(source), Copy) or verdict.changes.keys() - fusible:
+                text = f"decide has trial {trial} copy trial {source} and change {', '.join(verdict.changes)}; with copies = True"
                 raise ValueError(
-                    f"decide has trial {trial} copy trial {source} and change {', '.join(verdict.changes)}; with copies = True "
-                    f"it may copy one that is at its rung, has not ended and copies none, and change fusible names"
+                    f"{text}, let it copy one that is at its rung and copies none, and change fusible names"
                 )
             if len(self.groups((trial, source))) > 1:
                 raise ValueError(f"decide has trial {trial} copy trial {source}, which is of another group")

@@ -57,12 +57,7 @@ class StudyFolder:
     @property
     def storage(self) -> Any:
         """A storage of Optuna's in the folder, for its trials."""
-        return require("optuna", "tune").storages.JournalStorage(_Journal(self.journal))
-
-    @property
-    def journal(self) -> str:
-        """The path of its file."""
-        return self._path(_JOURNAL)
+        return require("optuna", "tune").storages.JournalStorage(_Journal(self._path(_JOURNAL)))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[StudyFolder]:
@@ -89,9 +84,9 @@ class StudyFolder:
             groups.append({"limit": group.limit, "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
         index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
-        if os.path.exists(self.journal):
+        if os.path.exists(self._path(_JOURNAL)):
             # The trials of these members must be there after the machine fails, too.
-            with open(self.journal, "ab") as journal:
+            with open(self._path(_JOURNAL), "ab") as journal:
                 os.fsync(journal.fileno())
         atomic.write(self._path(_INDEX), json.dumps({**index, "groups": groups, **more}).encode())
         self._remove_old_states()

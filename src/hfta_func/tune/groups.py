@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -60,11 +59,6 @@ class Group:
         block = self._checked(tuple(configs), array)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
-        elif _shapes(block.state) != _shapes(self.array.state):
-            config, first = next(iter(configs.values())), self.trainer.first
-            names = [name for name in config if name != "seed" and config[name] != first[name]]
-            text = f"members of other {', '.join(names)} have other shapes"
-            raise hfta.errors.StackError(f"{text}; pass what decides shapes as nonfusible=[...]")
         self.blocks.append(block)
         return {}
 
@@ -77,21 +71,13 @@ class Group:
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
         rows = list(configs.values())
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in self.fixed}
-        try:
-            return self.trainer.build(dict(self.fixed), columns)
-        except KeyError as error:
-            if (name := next(iter(error.args), None)) not in columns:
-                raise
-            text = f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
-            raise KeyError(text) from error
+        return self.trainer.build(dict(self.fixed), columns)
 
-    def _checked(self, numbers: tuple[int, ...], made: Any) -> Block:
-        if not isinstance(made, Array):
-            raise TypeError(f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader)")
+    def _checked(self, numbers: tuple[int, ...], made: Array) -> Block:
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
         if {count, loads} != {len(numbers)}:
-            text = f"build returned a state of {count} models and a loader for {loads} for {len(numbers)} members"
+            text = f"build returned {count} models and a loader for {loads} for {len(numbers)} members"
             raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
         if keys is not None:
             self._keys |= dict(zip(numbers, keys, strict=True))
@@ -187,7 +173,3 @@ def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any
     """A key that is equal for equal names and equal non-fusible values; unlike in Python, 1 and True differ."""
     fixed = {name: (type(config[name]), config[name]) for name in nonfusible if name in config}
     return frozenset(config), *fixed.items()
-
-
-def _shapes(state: Any) -> Any:
-    return optree.tree_structure(state), [(leaf.shape[1:], leaf.dtype) for leaf in optree.tree_leaves(state)]

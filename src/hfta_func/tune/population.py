@@ -250,8 +250,8 @@ class Population:
         by_group: dict[Group, list[int]] = {}
         for index, (copy, source) in enumerate((self.members[a], self.members[b]) for a, b in pairs):
             if (group := self.group_of(copy)) is not self.group_of(source) or copy.epoch != source.epoch:
-                text = f"members {copy.number} and {source.number} have trained {copy.epoch} and {source.epoch} epochs, or differ"
-                raise ValueError(f"{text} in names or non-fusible values; copy members that are alike")
+                text = f"members {copy.number} and {source.number} have trained {copy.epoch} and {source.epoch} epochs"
+                raise ValueError(f"{text}, or differ in names or non-fusible values; copy members that are alike")
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))

@@ -18,7 +18,7 @@ from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
-from hfta_func.tune.study import Study, notify
+from hfta_func.tune.study import Study
 from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ def run(
         resume: The study's folder, with its storage, if ``storage`` names no other, and the members' states: the same call
             goes on where a broken-off one ended, with the same results to the bit.
         progress: Show a progress bar.
-        callbacks: Called after every array that has trained with ``(study, history)``, as those of :func:`hfta_func.fit` are
-            with state and history: see :attr:`Study.history`. A function of one argument gets the study alone.
+        callbacks: Called with the study after every array that has trained.
         workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
             ``"auto"`` is one per processor or GPU. ``build`` is sent to them, and makes its arrays there. A process that dies
             is replaced, and its call is repeated.
@@ -231,4 +230,4 @@ def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) ->
     for has_trained in search.rounds():
         bar.update(len(study.trials) - study.counts["running"] - bar.n)
         for callback in callbacks if has_trained else ():
-            notify(callback, study)
+            callback(study)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import hfta_func as hfta
-from hfta_func.tune.cohorts import Cohort, Copy, Verdict
+from hfta_func.tune.cohorts import Copy, Verdict
 from hfta_func.tune.member import Member
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.sampling import STATES
