@@ -86,7 +86,9 @@ class Cohort(NamedTuple):
             source, fusible = verdict.source, self.space.keys() - {*self.nonfusible}
             is_behind = len(alive.get(source, ())) < len(alive[trial])
             if not copies or is_behind or isinstance(verdicts.get(source), Copy) or verdict.changes.keys() - fusible:
-                text = f"decide has trial {trial} copy trial {source} and change {', '.join(verdict.changes)}; with copies = True"
+                text = (
+                    f"decide has trial {trial} copy trial {source} and change {[*verdict.changes]}; with copies = True"
+                )
                 raise ValueError(
                     f"{text}, let it copy one that is at its rung and copies none, and change fusible names"
                 )
