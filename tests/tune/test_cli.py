@@ -73,12 +73,6 @@ def test_storage_and_seeds(study: pathlib.Path, capsys: pytest.CaptureFixture[st
     assert [trial.state.name for trial in shown.trials] == ["COMPLETE"] * 6
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
-    found = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert found["torch"].strip() and "runs as" in found["rules"]
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
 def test_workers_import_the_file(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "example_study.py", "--epochs", "1"]) == 0

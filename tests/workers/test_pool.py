@@ -177,8 +177,6 @@ def test_a_study_in_workers_finds_the_same(crew: hfta.workers.WorkerPool, schedu
     mine, other = (study.state(study.best.number).params for study in (found, expected))
     torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
     assert found.export(found.best.number) is not None
-    # The study trains here once its workers are gone.
-    found.population.fit(1)
 
 
 def test_both_workers_train_and_none_waits_for_the_slowest(
