@@ -20,8 +20,6 @@ from hfta_func.rl.environment import Running as Running
 from hfta_func.rl.environment import advance as advance
 from hfta_func.rl.environment import episode_metrics as episode_metrics
 from hfta_func.rl.environment import start as start
-from hfta_func.rl.grid import Bricks as Bricks
-from hfta_func.rl.grid import Crossing as Crossing
 from hfta_func.rl.gymnasium_envs import GymnasiumEnvs as GymnasiumEnvs
 from hfta_func.rl.rollouts import Moments as Moments
 from hfta_func.rl.rollouts import discounted as discounted

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import can_look
 from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import alike
@@ -99,16 +98,15 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
         n: How many.
 
     Returns:
-        A tree of tensors ``[M, n, ...]`` and their places ``[M, n]``.
+        A tree of tensors ``[M, n, ...]`` and their places ``[M, n]``. Rows of an empty buffer are NaN, so that this member
+        fails in its step, and the others do not.
 
     Raises:
-        StateError: if a member's buffer is empty; it names the member. Where values cannot be read, in a graph or on a GPU,
-            its rows are NaN instead, so that it fails in its step, and the others do not.
         BatchError: if there are not as many keys as members.
         ValueError: if there is nothing to draw.
     """
     check_counts(n=n)
-    _check_filled(buffer, keys)
+    check_keys(keys, len(buffer.size))
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
     return _sampled(buffer, index), index
 
@@ -131,13 +129,13 @@ def sample_by_priority(
         A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
 
     Raises:
-        StateError: if there are no priorities, or a member's buffer is empty, as for :func:`sample`.
+        StateError: if there are no priorities.
 
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
     check_counts(n=n)
-    _check_filled(buffer, keys)
+    check_keys(keys, len(buffer.size))
     priority, size = _usable(_priorities(buffer)).double(), buffer.size.unsqueeze(-1)
     power, correction = (per_member(number, priority) for number in (exponent, correction))
     highest = priority.amax(1, keepdim=True)
@@ -181,17 +179,8 @@ def _usable(priority: Tensor) -> Tensor:
 
 def _sampled(buffer: Replay, index: Tensor) -> Any:
     rows = tree_map(lambda leaf: rows_at(leaf, index), buffer.rows)
-    if can_look(index):
-        return rows
     nothing = tree_map(lambda leaf: torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf, rows)
     return where(buffer.size > 0, rows, nothing)
-
-
-def _check_filled(buffer: Replay, keys: Tensor) -> None:
-    check_keys(keys, len(buffer.size))
-    if can_look(buffer.size) and not bool((buffer.size > 0).all()):
-        member = int((buffer.size == 0).nonzero()[0])
-        raise StateError(f"model {member}: its buffer is empty; write rows before, such as those of a first rollout")
 
 
 def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import can_look
-from hfta_func._tree import leaves, names, tree_map, watched
+from hfta_func._tree import leaves, names, tree_map
 from hfta_func._types import Tree, check_counts, require
 from hfta_func.calls.scan import alike
 from hfta_func.errors import BatchError, StateError
@@ -61,9 +61,6 @@ class Environment(abc.ABC):
             name: value for name, value in given.items() if getattr(value, "ndim", isinstance(value, list | tuple))
         }
         vectors = {name: torch.as_tensor(value, dtype=self.dtype, device=key.device) for name, value in listed.items()}
-        for name, vector in vectors.items():
-            if vector.shape != key.shape[:1]:
-                raise StateError(f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one each")
         return {name: v.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape) for name, v in vectors.items()}
 
     def number(self, state: Any, *names: str) -> list[Any]:
@@ -108,8 +105,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     Raises:
         ValueError: if there is no environment, or its ``max_steps`` is no count.
         BatchError: if ``keys`` are not one per member.
-        StateError: if an environment writes its state in place, or mixes several; it names the environment and the leaf. If
-            what it returns is not one reward, and one bool each for both ends of an episode, per environment.
+        StateError: if an environment mixes several or remembers; it names the environment and the leaf.
         RandomnessError: if it draws otherwise than by its key.
         TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
             dtype; it names the leaf.
@@ -120,8 +116,6 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         >>> running.observation.shape
         torch.Size([3, 4, 4])
     """
-    if not isinstance(environment, Environment):
-        raise StateError(f"the environment is a {type(environment).__qualname__}; give one of rl, or use GymnasiumEnvs")
     check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
     check_keys(keys)
     keys = random.fold_in(keys, _START)
@@ -146,11 +140,10 @@ def began(keys: Tensor, num_envs: int, state: Tree, observation: Tensor, reward:
 
 def check_keys(keys: Tensor, count: int | None = None) -> None:
     """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
-    is_key = isinstance(keys, Tensor) and keys.dtype == torch.int64 and keys.dim() == 1
-    if not is_key or len(keys) != (len(keys) if count is None else count):
-        kind = f"{keys.dtype}{[*keys.shape]}" if isinstance(keys, Tensor) else f"a {type(keys).__qualname__}"
-        wanted = "M" if count is None else count
-        raise BatchError(f"keys are {kind}, but must be torch.int64[{wanted}], one per member; see random.keys(seeds)")
+    wanted = "M" if count is None else count
+    if keys.dtype != torch.int64 or keys.dim() != 1 or len(keys) != (len(keys) if count is None else count):
+        text = f"keys are {keys.dtype}{[*keys.shape]}, but must be torch.int64[{wanted}], one per member"
+        raise BatchError(f"{text}; see random.keys(seeds)")
 
 
 def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
@@ -158,29 +151,21 @@ def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
     return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
 
 
-_PARTS = "state", "observation", "reward", "terminated", "truncated"
-
-
 def _check(environment: Environment, state: Tree, observation: Tensor, keys: Tensor) -> None:
     """Take a step in all environments, and in each alone; it must be the same step, of the shapes that it began with."""
-    name = type(environment).__qualname__
+    name, space = type(environment).__qualname__, environment.action_space
     flat, layout = optree.tree_flatten(cast(Any, state))
 
     def step(flat: list[Tensor], action: Tensor, key: Tensor) -> Any:
         result = environment.step(optree.tree_unflatten(layout, flat), action, key)
-        return dict(zip(_PARTS, result, strict=True))
+        return dict(zip(("state", "observation", "reward", "terminated", "truncated"), result, strict=True))
 
-    action, written = sample(environment.action_space, keys), watched({"state": state})
-    together = step([leaf.detach() for leaf in flat], action, keys)
-    if path := written():
-        raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    actions = require("gymnasium.vector.utils", "rl").batch_space(space, keys.numel())
+    actions.seed(0)
+    action = torch.as_tensor(actions.sample(), device=keys.device).unflatten(0, keys.shape)
+    together = step([leaf.clone() for leaf in flat], action, keys)
     for part, given in (("state", state), ("observation", observation)):
         alike(given, part, (f"{name}.reset", f"{name}.step"))(together[part])
-    for part in _PARTS[2:]:
-        leaf, kind = torch.as_tensor(together[part]), observation.dtype if part == "reward" else torch.bool
-        if leaf.shape != keys.shape or (leaf.dtype != kind and part != "reward"):
-            asked = f"{kind}{[*keys.shape]} is asked: one per environment"
-            raise StateError(f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {asked}")
     alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
     near = max(1e-3, 8 * torch.finfo(_number(observation)).eps)
     for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
@@ -188,24 +173,11 @@ def _check(environment: Environment, state: Tree, observation: Tensor, keys: Ten
             raise StateError(f"{name}.step mixes environments or remembers: {path} of one alone is another; keep apart")
 
 
-def sample(space: Any, keys: Tensor) -> Tensor:
-    """A random action for each key ``[...]``, of a space of gymnasium."""
-    if isinstance(space, spaces.Discrete):
-        return int(space.start) + random.randint(keys, 0, int(space.n), ())
-    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces, those of floats")
-    low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
-    return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
-
-
 def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
     """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
-    whole, wanted = space.dtype.kind != "f", [*shape, *space.shape]
-    if [*action.shape] != wanted or action.is_floating_point() == whole:
-        asked = (
-            f"{'integers' if whole else 'floating-point numbers'} {wanted}: one action for each environment of a member"
-        )
-        raise StateError(f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {asked}")
+    is_whole, wanted = space.dtype.kind != "f", [*shape, *space.shape]
+    if [*action.shape] != wanted or action.is_floating_point() == is_whole:
+        raise StateError(f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {wanted}")
     if isinstance(space, spaces.Discrete) and can_look(action):
         low, high = action.min(), action.max()
         if low < space.start or high >= space.start + space.n:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
-from hfta_func._types import check_counts, require
+from hfta_func._types import check_counts
 from hfta_func.errors import StateError
-from hfta_func.rl.environment import Running, began, check_action, check_keys, counted, spaces
+from hfta_func.rl.environment import Running, began, check_action, check_keys, counted
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
@@ -25,52 +24,35 @@ class GymnasiumEnvs:
 
     Args:
         envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``, or ``DISABLED``, which
-            gymnasium's wrappers need, or by ``envpool.make_gymnasium``. Environments of member i are those from ``i * N`` on.
+            gymnasium's wrappers need. Environments of member i are those from ``i * N`` on.
         num_models: Number M of members.
 
     Raises:
-        StateError: if it is no vector environment, M does not divide the number of environments, another autoreset mode hides
-            final observations, a step is not of all environments, or observations or actions are not one array each.
+        StateError: if another autoreset mode hides final observations, or a wrapper mixes statistics of all agents.
     """
 
     def __init__(self, envs: Any, num_models: int):
-        if not isinstance(envs, require("gymnasium.vector", "rl").VectorEnv):
-            raise StateError(f"envs is a {type(envs).__qualname__}; give several as one, as gymnasium.make_vec does")
         wrapped = [envs]
         while hasattr(wrapped[-1], "env"):
             wrapped.append(wrapped[-1].env)
         for name in (type(one).__name__ for one in wrapped if num_models > 1):
             if name in ("NormalizeObservation", "NormalizeReward"):
                 raise StateError(f"{name} mixes the statistics of all agents; use rl.moments, which are each one's own")
-        mode = getattr(envs.metadata.get("autoreset_mode"), "value", envs.metadata.get("autoreset_mode"))
-        # EnvPool has a mode without final observations only, but resets the environments that it is told to.
-        self._is_envpool = hasattr(envs, "recv")
-        self._is_told = self._is_envpool or mode == "Disabled"
-        if self._is_envpool and envs.config["batch_size"] != envs.num_envs:
-            raise StateError(f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out")
-        if not self._is_told and mode != "SameStep":
+        mode = getattr(envs.metadata.get("autoreset_mode"), "value", None)
+        self._is_told = mode == "Disabled"
+        if mode not in ("Disabled", "SameStep"):
             cure = "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP}"
             raise StateError(f"the environments' autoreset_mode is {mode}; make them with {cure}")
-        for kind, space in (("observation", envs.single_observation_space), ("action", envs.single_action_space)):
-            if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-                raise StateError(f"the {kind} space is {space}; wrap the environments, so that it is one array")
-        check_counts(num_models=num_models)
-        if envs.num_envs % num_models:
-            raise StateError(
-                f"{envs.num_envs} environments cannot be shared out to {num_models} members; make a multiple"
-            )
         self.envs, self.num_models, self.num_envs = envs, num_models, envs.num_envs // num_models
 
     def start(self, keys: Tensor) -> Running:
-        """All environments at the start of their first episodes, seeded by the members' ``keys``.
-
-        Those of EnvPool are not: they have the seeds that they were made with, ``env_seed=[...]``.
-        """
+        """All environments at the start of their first episodes, seeded by the members' ``keys``."""
         check_keys(keys, self.num_models)
         seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
-        observation, _ = self.envs.reset(**({} if self._is_envpool else {"seed": seeds.flatten().tolist()}))
+        observation, _ = self.envs.reset(seed=seeds.flatten().tolist())
         return began(keys, self.num_envs, (), self._apart(observation), torch.float32)
 
+    @torch.compiler.disable
     def rollout(self, policy: Policy, state: Any, running: Running, steps: int) -> tuple[Running, dict[str, Tensor]]:
         """As :func:`~hfta_func.rl.rollout`.
 
@@ -81,15 +63,11 @@ class GymnasiumEnvs:
             steps: Number T of steps in each environment.
 
         Raises:
-            StateError: if members are not those of the environments, which do not follow them, or in a compiled function.
+            StateError: if members are not those of the environments, which do not follow them.
         """
         check_counts(steps=steps)
-        if torch.compiler.is_compiling():
-            _refuse_compiling()
-        if len(running.keys) != self.num_models:
-            text = (
-                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them"
-            )
+        if (count := len(running.keys)) != self.num_models:
+            text = f"there are {count} members in environments of {self.num_models}, which do not follow them"
             raise StateError(f"{text}; train all of them in this process, without workers and compact")
         happened = []
         for _ in range(steps):
@@ -113,18 +91,10 @@ class GymnasiumEnvs:
         observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
         final, ended = np.array(observation), terminated | truncated
         if self._is_told and ended.any():
-            again, infos = self.envs.reset(options={"reset_mask": ended})
-            # EnvPool returns these only, and the others all.
-            observation = np.array(observation)
-            observation[infos["env_id"] if self._is_envpool else slice(None)] = again
+            observation, _ = self.envs.reset(options={"reset_mask": ended})
         elif ended.any():
             final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
         after = counted(running, reward, terminated | truncated)._replace(observation=self._apart(observation))
         step = {"reward": reward, "terminated": terminated, "truncated": truncated}
         return after, step | {"next_observation": self._apart(final)}
-
-
-@constant_to_compiler
-def _refuse_compiling() -> None:
-    raise StateError("environments of gymnasium cannot be compiled; leave what acts in them uncompiled")

@@ -186,8 +186,6 @@ def per_member(number: PerModel, like: Tensor) -> Tensor:
     """A number, or one per member, to multiply values ``[M, ...]`` by."""
     dtype = like.dtype if like.is_floating_point() else torch.float32
     vector = torch.as_tensor(number, dtype=dtype, device=like.device)
-    if vector.dim() and vector.shape != like.shape[:1]:
-        raise BatchError(f"got {vector.numel()} numbers for {len(like)} members; give one number, or one per member")
     return per_model(vector, like) if vector.dim() else vector
 
 
@@ -205,7 +203,7 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
 
     Raises:
         ValueError: if there is no minibatch or epoch.
-        BatchError: if rows are not ``[M, n, ...]``, ``count`` does not divide n, or there are not as many keys as members.
+        BatchError: if rows are not ``[M, n, ...]``, or there are not as many keys as members.
 
     Example:
         >>> batches = minibatches(random.keys([0, 1]), torch.arange(6).expand(2, 6), 3, epochs=2)
@@ -214,8 +212,6 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
     """
     check_counts(count=count, epochs=epochs)
     n = check_rows(rows)
-    if n % count:
-        raise BatchError(f"{n} rows cannot be split into {count} minibatches; give a number that divides them")
     check_keys(keys, len(leaves(rows)[0]))
     shuffles = random.fold_in(keys.unsqueeze(-1), torch.arange(epochs, device=keys.device))
     order = random.permutation(shuffles, n).reshape(len(keys), epochs * n)
@@ -224,10 +220,9 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
 
 def check_rows(rows: Tree) -> int:
     """The number n of rows in a tree of tensors ``[M, n, ...]``; raises a BatchError that names a leaf unless it is one."""
-    sizes = {path: [*getattr(leaf, "shape", ())] for path, leaf in zip(paths(rows, "rows"), leaves(rows), strict=True)}
-    if len({(*size[:2],) for size in sizes.values()}) != 1 or any(len(size) < 2 for size in sizes.values()):
-        text = " and ".join(f"{path} is {size}" for path, size in sizes.items()) or "there are no rows"
-        raise BatchError(f"{text}; give tensors [M, n, ...] of as many members and rows")
+    sizes = {path: [*leaf.shape] for path, leaf in zip(paths(rows, "rows"), leaves(rows), strict=True)}
+    if len({(*size[:2],) for size in sizes.values()}) != 1:
+        raise BatchError(f"rows are {sizes}; give tensors [M, n, ...] of as many members and rows")
     return leaves(rows)[0].shape[1]
 
 

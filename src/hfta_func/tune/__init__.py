@@ -5,7 +5,6 @@ searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 """
 
 from hfta_func.tune.array import Array as Array
-from hfta_func.tune.callbacks import prometheus as prometheus
 from hfta_func.tune.callbacks import tensorboard as tensorboard
 from hfta_func.tune.cohorts import Cohort as Cohort
 from hfta_func.tune.cohorts import Copy as Copy

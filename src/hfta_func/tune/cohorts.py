@@ -74,32 +74,20 @@ class Cohort(NamedTuple):
             groups.setdefault(group_key(self.params[trial], self.nonfusible), []).append(trial)
         return list(groups.values())
 
-    def check(self, verdicts: Any, copies: bool) -> None:
+    def check(self, verdicts: Mapping[int, Verdict], copies: bool) -> None:
         """Raise a ValueError that names the trial if verdicts are invalid; ``copies`` is the scheduler's attribute."""
-        if not isinstance(verdicts, Mapping):
-            raise ValueError(f"decide returns {verdicts!r}; return a dict of verdicts by trial")
-        alive = self.alive
+        alive, fusible = self.alive, self.space.keys() - {*self.nonfusible}
         for trial, verdict in verdicts.items():
-            if not alive.get(trial):
-                state = "has ended" if trial in self.values else "is not in the cohort"
-                raise ValueError(f"decide names trial {trial}, which {'is at no rung' if trial in alive else state}")
-            if not isinstance(verdict, Copy):
-                if verdict not in ("go", "stop"):
-                    raise ValueError(f"decide says {verdict!r} of trial {trial}; say 'go', 'stop' or tune.Copy(...)")
-                continue
-            what = f"decide has trial {trial} copy trial {verdict.source}"
-            rungs = [len(alive.get(number, ())) for number in (trial, verdict.source)]
-            if not copies:
-                raise ValueError(f"{what}, but the scheduler's attribute copies is False; set it to True")
-            if verdict.source not in alive or rungs[0] > rungs[1]:
-                raise ValueError(f"{what}, which is not at rung {rungs[0]}; choose one that is, and has not ended")
-            if isinstance(verdicts.get(verdict.source), Copy):
-                raise ValueError(f"{what}, which copies another one itself; choose one that goes on")
-            if len(self.groups((trial, verdict.source))) > 1:
-                raise ValueError(f"{what}, whose names or non-fusible values are others; choose one of its group")
-            unknown = [name for name in verdict.changes if name not in self.space or name in self.nonfusible]
-            if unknown:
-                raise ValueError(f"{what} and change '{unknown[0]}', which is no fusible name of the space")
+            is_valid = verdict in ("go", "stop") and bool(alive.get(trial))
+            if isinstance(verdict, Copy) and copies and alive.get(trial):
+                is_ahead = len(alive.get(verdict.source, ())) >= len(alive[trial])
+                is_kept = is_ahead and not isinstance(verdicts.get(verdict.source), Copy)
+                is_valid = (
+                    is_kept and verdict.changes.keys() <= fusible and len(self.groups((trial, verdict.source))) == 1
+                )
+            if not is_valid:
+                cure = "say 'go', 'stop' or, if copies is True, tune.Copy of another at its rung and in its group that copies none"
+                raise ValueError(f"decide says {verdict!r} of trial {trial}; {cure}, of trials that are at a rung")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +97,6 @@ class Scheduler:
     Attributes:
         waits: Whether all trials of a cohort begin at once, because they wait for each other.
         copies: Whether verdicts may be :class:`Copy`; trials then have one seed each.
-        eta: About the number of trials at a rung for each that goes on, for estimates of the time left.
     """
 
     waits: ClassVar[bool] = False

@@ -47,7 +47,7 @@ class _Journal:
 class StudyFolder:
     """Writes members when they change: first new states, then the index that names them; then it removes old states.
 
-    A folder is restored only if it was written by a population of the same non-fusible names.
+    A folder is restored into a population of the same non-fusible names.
     """
 
     def __init__(self, folder: Any):
@@ -81,7 +81,7 @@ class StudyFolder:
                     hfta.save(block.state, self._path(name))
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
-            groups.append({"limit": group.limits[0], "blocks": blocks})
+            groups.append({"limit": group.limit, "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
         index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
         if os.path.exists(self._path(_JOURNAL)):
@@ -97,9 +97,6 @@ class StudyFolder:
             return None
         with open(self._path(_INDEX), "rb") as file, damaged_if_it_raises(file.name):
             index = json.loads(file.read())
-        before, now = index["about"]["nonfusible"], [*population.nonfusible]
-        if before != now:
-            raise ValueError(f"{self._folder} holds members whose nonfusible is {before}, not {now}; pass the same")
         population.restore(index["members"], index["last"])
         for saved in index["groups"]:
             for block in saved["blocks"]:
@@ -108,7 +105,7 @@ class StudyFolder:
                 group = population.group_of(population.members[block["members"][0]])
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-                group.limits[0] = saved["limit"]
+                group.limit = saved["limit"]
         self._remove_old_states()
         return index
 

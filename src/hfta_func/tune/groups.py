@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 import hfta_func as hfta
 from hfta_func.tune.array import Array, Build, Trainer, moved
+
+Size = int | Literal["auto"]
+"""Number of members of the largest array."""
 
 
 class Block(NamedTuple):
@@ -23,10 +25,9 @@ class Block(NamedTuple):
 class Group:
     """Members that can share an array, because their values of all non-fusible names are equal."""
 
-    def __init__(self, build: Build, fixed: Mapping[str, Any], limit: int | Literal["auto"]):
+    def __init__(self, build: Build, fixed: Mapping[str, Any], limit: Size):
         self.fixed = dict(fixed)
-        self.limits: dict[int, int | Literal["auto"]] = {0: limit}
-        """The largest array, by limit of workers; 0 is that of all."""
+        self.limit = limit
         self.configs: dict[int, Mapping[str, Any]] = {}
         """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
@@ -60,13 +61,6 @@ class Group:
         block = self._checked(tuple(configs), array)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
-        elif _shapes(block.state) != _shapes(self.array.state):
-            config, first = next(iter(configs.values())), self.trainer.first
-            names = [name for name in config if name != "seed" and config[name] != first[name]]
-            text = (
-                f"members of other {', '.join(names)} have other shapes; pass what decides shapes as nonfusible=[...]"
-            )
-            raise hfta.errors.StackError(text)
         self.blocks.append(block)
         return {}
 
@@ -79,21 +73,13 @@ class Group:
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
         rows = list(configs.values())
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in self.fixed}
-        try:
-            return self.trainer.build(dict(self.fixed), columns)
-        except KeyError as error:
-            if (name := next(iter(error.args), None)) not in columns:
-                raise
-            text = f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
-            raise KeyError(text) from error
+        return self.trainer.build(dict(self.fixed), columns)
 
-    def _checked(self, numbers: tuple[int, ...], made: Any) -> Block:
-        if not isinstance(made, Array):
-            raise TypeError(f"build returned a {type(made).__qualname__}; return tune.Array(step, state, loader)")
+    def _checked(self, numbers: tuple[int, ...], made: Array) -> Block:
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
         if {count, loads} != {len(numbers)}:
-            text = f"build returned a state of {count} models and a loader for {loads} for {len(numbers)} members"
+            text = f"build returned {count} models and a loader for {loads} for {len(numbers)} members"
             raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
         if keys is not None:
             self._keys |= dict(zip(numbers, keys, strict=True))
@@ -129,15 +115,15 @@ class Group:
         self.blocks.append(Block(tuple(numbers), state))
 
     def arguments(
-        self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int, seconds: float | None
+        self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, seconds: float | None
     ) -> dict[str, Any]:
-        """The arguments of the trainer to train members together for some more epochs, on a worker with a limit."""
+        """The arguments of the trainer to train members together for some more epochs."""
         return {
             "state": self.gather(numbers),
             "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
             "starts": [epoch[number] for number in numbers],
             "epochs": epochs,
-            "size": self._size(len(numbers), limit),
+            "size": self._size(len(numbers)),
             "seconds": seconds,
         }
 
@@ -153,25 +139,15 @@ class Group:
                 if host_state is not block.state:
                     self.blocks[index] = block._replace(state=host_state)
 
-    def most(self, limit: int) -> int | None:
-        """The largest array on workers with a limit, if it is known."""
-        limits = limit, self.limits.get(limit, limit), self.limits[0]
-        return min([size for size in limits if isinstance(size, int) and size], default=None)
-
-    def _size(self, count: int, limit: int) -> int:
+    def _size(self, count: int) -> int:
         """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
-        if isinstance(self.array.step, hfta.step.TrainStep):
-            return count
-        size = 1 << (count - 1).bit_length()
-        return min(size, self.most(limit) or size)
+        size = count if isinstance(self.array.step, hfta.step.TrainStep) else 1 << (count - 1).bit_length()
+        return size if self.limit == "auto" else max(count, min(size, self.limit))
 
-    def capacity(self, numbers: Sequence[int], limit: int, epochs: int) -> int:
-        """The largest number of members that train together for some epochs, of ``numbers``, on a worker with a limit.
-
-        With limit 0, there is no such limit, and ``max_models="auto"`` is measured once.
-        """
+    def capacity(self, numbers: Sequence[int], epochs: int) -> int:
+        """The largest number of ``numbers`` that train together for some epochs; ``max_models="auto"`` is measured once."""
         wanted = len(numbers)
-        if (most := self.most(limit)) is None:
+        if self.limit == "auto":
             if wanted < 4:
                 return wanted
             measured = [number for block in self.blocks for number in block.numbers if number in numbers]
@@ -181,12 +157,11 @@ class Group:
             steps = epochs * len(loader) if isinstance(loader, Sized) else None
             sizes = [size for size in (1, 4, 16) if size <= len(measured)]
             plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes, steps=steps)
-            self.limits[0] = most = max(1, plan.chunk_size or plan.num_models)
-        if limit or wanted <= most:
-            return min(wanted, most)
+            self.limit = max(1, plan.chunk_size or plan.num_models)
+        if wanted <= self.limit or not isinstance(self.array.step, hfta.step.TrainStep):
+            return min(wanted, self.limit)
         # Arrays of equal sizes, not full ones and a small one, unless each size is compiled.
-        turns = -(-wanted // most)
-        return -(-wanted // turns) if isinstance(self.array.step, hfta.step.TrainStep) else most
+        return -(-wanted // -(-wanted // self.limit))
 
 
 def _selected(block: Block, indices: Sequence[int]) -> Block:
@@ -200,7 +175,3 @@ def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any
     """A key that is equal for equal names and equal non-fusible values; unlike in Python, 1 and True differ."""
     fixed = {name: (type(config[name]), config[name]) for name in nonfusible if name in config}
     return frozenset(config), *fixed.items()
-
-
-def _shapes(state: Any) -> Any:
-    return optree.tree_structure(state), [(leaf.shape[1:], leaf.dtype) for leaf in optree.tree_leaves(state)]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hfta_func as hfta
 from hfta_func.tune.groups import Group
-from hfta_func.workers.executor import Executor, Inline
-
-_log = logging.getLogger("hfta_func.tune")
+from hfta_func.workers.executor import Executor
 
 
 class Job(NamedTuple):
@@ -23,7 +18,6 @@ class Job(NamedTuple):
     numbers: tuple[int, ...]  # of its members
     starts: Mapping[int, int]  # the epochs that they start from
     epochs: int  # to train
-    limit: int  # of the workers that train it; 0 if the workers are alike
     timeout: float | None  # seconds after which it ends with the epoch
     calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
     metrics: dict[int, list[dict[str, float]]]
@@ -41,12 +35,9 @@ class Jobs:
         self.under_way: list[Job] = []
 
     @property
-    def free(self) -> list[int]:
-        """The limits of free workers, the largest first; 0 for each if the workers are alike."""
-        free = collections.Counter(self.executor.limits or [0] * self.executor.count)
-        for job in self.under_way:
-            free[job.limit] -= len(job.calls)
-        return sorted((+free).elements(), reverse=True)
+    def free(self) -> int:
+        """The number of free workers."""
+        return self.executor.count - sum(len(job.calls) for job in self.under_way)
 
     @property
     def members(self) -> set[int]:
@@ -54,19 +45,16 @@ class Jobs:
         return {number for job in self.under_way for number in job.numbers}
 
     def start(
-        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0,
-        timeout: float | None = None,
-    ) -> None:  # fmt: skip
-        """Have an array trained, by workers with this limit, for some seconds at most."""
-        job = Job(group, numbers, starts, epochs, limit, timeout, {}, {}, {}, [], {})
+        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, timeout: float | None
+    ) -> None:
+        """Have an array trained, for some seconds at most."""
+        job = Job(group, numbers, starts, epochs, timeout, {}, {}, {}, [], {})
         self._call(job, numbers)
         self.under_way.append(job)
 
     def _call(self, job: Job, numbers: Sequence[int]) -> None:
-        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.limit, job.timeout)
-        call = self.executor.submit(job.group.trainer, job.limit, **arguments)
-        job.calls[call] = tuple(numbers)
-        _log.info("members %s train for %d epochs, call %d", spans(numbers), job.epochs, call)
+        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.timeout)
+        job.calls[self.executor.submit(job.group.trainer, **arguments)] = tuple(numbers)
 
     def wait(self) -> Job:
         """Wait until any array has trained."""
@@ -75,7 +63,6 @@ class Jobs:
             job = next(job for job in self.under_way if call in job.calls)
             numbers = job.calls.pop(call)
             if isinstance(answer, Exception):
-                _log.info("members %s: %s: %s", spans(numbers), type(answer).__name__, answer)
                 if len(numbers) == 1:
                     job.errors[numbers[0]] = answer
                 else:
@@ -85,7 +72,6 @@ class Jobs:
                     job.metrics[number] = [{name: row[index] for name, row in each.items()} for each in answer.epochs]
                     job.seconds[number] = answer.seconds / len(numbers)
                 job.states.append((numbers, answer.state))
-                _log.info("members %s have trained %.2f s", spans(numbers), answer.seconds)
                 if answer.interrupted:
                     # Ctrl-C ends both halves of an array.
                     self.stop()
@@ -99,7 +85,7 @@ class Jobs:
         if hfta.run.is_out_of_memory(error):
             text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
             warnings.warn(text, stacklevel=2)
-            job.group.limits[job.limit] = half
+            job.group.limit = half
         error.__traceback__ = None
         for part in (numbers[:half], numbers[half:]):
             self._call(job, part)
@@ -108,16 +94,3 @@ class Jobs:
         """Forget the arrays that train."""
         self.under_way.clear()
         self.executor.forget()
-
-    def fall_back(self) -> None:
-        """Forget the arrays that train, and train in this process from now on."""
-        self.stop()
-        self.executor = Inline()
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Numbers as ranges: ``"0-3, 7"``."""
-    # In a row, a number and its position differ by the same.
-    runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    texts = ([str(number) for _, number in run] for _, run in runs)
-    return ", ".join("-".join(dict.fromkeys((run[0], run[-1]))) for run in texts)

@@ -35,23 +35,16 @@ class Member:
 
     def value(self, metric: str, epoch: int = -1) -> float:
         """A metric of an epoch, by default the last one; NaN without any epoch."""
-        if not self.metrics:
-            return math.nan
-        metrics = self.metrics[epoch]
-        if metric not in metrics:
-            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(metrics)}")
-        return metrics[metric]
+        if self.metrics and metric not in self.metrics[epoch]:
+            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(self.metrics[epoch])}")
+        return self.metrics[epoch][metric] if self.metrics else math.nan
 
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
     """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
     table = table.to_dict("records") if hasattr(table, "to_dict") else table
     if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-            raise ValueError(f"the columns of the table have different lengths: {counts}")
-        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        table = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     # Numbers of NumPy become those of Python, which JSON can hold.
     return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
@@ -59,8 +52,6 @@ def rows_of(table: Any) -> list[Mapping[str, Any]]:
 def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
     """Raise a ValueError unless all numbers are those of members that are alive."""
     for number in numbers:
-        if not 0 <= number < len(members):
-            raise ValueError(f"there is no member {number}; the population has had {len(members)}")
         if (status := members[number].status) != "alive":
             alive = [member.number for member in members if member.status == "alive"]
             raise ValueError(f"member {number} is {status}, and its state is gone; those alive are {alive}")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from hfta_func._types import Direction, check_counts, require
 from hfta_func.tune.cohorts import Cohort, Scheduler
 from hfta_func.tune.sampling import Space
-
-Rank = Literal["mean", "lower", "paired"]
-"""How trials of several seeds are compared, see :func:`~hfta_func.tune.run`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +26,6 @@ class StudyOptions:
     batch: int | None
     max_models: int | Literal["auto"]
     seeds: int
-    rank: Rank
     seed: int
     enqueue: Sequence[Mapping[str, Any]]
     keep: int | Literal["best", "all"]
@@ -38,39 +33,15 @@ class StudyOptions:
     timeout: float | None
 
     def __post_init__(self) -> None:
-        self._check_space()
-        metrics, directions, scheduler = self.metrics, self.directions, self.scheduler
-        if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
-            raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
-        if len({*metrics}) < len(metrics):
-            raise ValueError(f"metric is {list(metrics)}; name each one once")
-        if not isinstance(scheduler, Scheduler):
-            raise ValueError(f"scheduler is {scheduler!r}; pass one of hfta_func.tune, such as tune.halving(3)")
-        if len(metrics) > 1 and type(scheduler) is not Scheduler:
-            raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
+        scheduler, space = self.scheduler, () if callable(self.space) else self.space
         check_counts(epochs=self.epochs, seeds=self.seeds, batch=1 if self.batch is None else self.batch)
-        for label, value in (("trials", self.trials), ("retry", self.retry)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{label} is {value!r}; pass an integer, at least 0")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"seed is {self.seed!r}; pass an integer")
+        self.check_names(space)
+        if unknown := [name for name in self.nonfusible if space and name not in space]:
+            raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space)}")
+        if len(self.metrics) > 1 and type(scheduler) is not Scheduler:
+            raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
         if scheduler.copies and self.seeds > 1:
             raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")
-        if self.rank == "paired" and self.seeds < 2:
-            raise ValueError(f"rank is 'paired' and seeds is {self.seeds}; pass at least 2, which are compared")
-        if self.keep not in ("best", "all") and not (isinstance(self.keep, int) and self.keep > 0):
-            raise ValueError(f"keep is {self.keep!r}; pass 'best', 'all' or how many of the best, at least 1")
-
-    def _check_space(self) -> None:
-        space, nonfusible = self.space, self.nonfusible
-        if callable(space):
-            return
-        for label, names in (("nonfusible", nonfusible), *(("enqueue", params) for params in self.enqueue)):
-            if unknown := [name for name in names if name not in space]:
-                raise ValueError(f"{label} names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
-        if not set(space) - set(nonfusible):
-            raise ValueError("the space has no fusible name, so no two trials could share an array; use Optuna itself")
-        self.check_names(space)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise a ValueError if a parameter has a name that the study needs itself."""
@@ -106,12 +77,10 @@ class StudyOptions:
         if not scheduler.waits and all(parts):
             parts = [sum(parts)]
         cohorts = [cohort for part in parts for cohort in scheduler.cohorts(part, self.epochs)]
-        if not any(cohort.trials for cohort in cohorts):
-            raise ValueError("trials is 0, the scheduler's own number, and this one has none; pass how many to try")
-        for cohort in cohorts:
-            if not cohort.rungs or any(later <= first for first, later in itertools.pairwise((0, *cohort.rungs))):
-                kind = type(scheduler).__qualname__
-                raise ValueError(f"{kind}: a cohort has the rungs {cohort.rungs}; give it epochs that ascend")
+        if not any(cohort.trials > 0 for cohort in cohorts):
+            raise ValueError(
+                f"trials is {self.trials}, and this scheduler has no number of its own; pass how many to try"
+            )
         return parts, cohorts
 
     def about(self) -> dict[str, Any]:
@@ -119,6 +88,6 @@ class StudyOptions:
         space, describe = self.space, require("optuna", "tune").distributions.distribution_to_json
         name = getattr(space, "__qualname__", type(space).__qualname__)
         described = f"the function {name}" if callable(space) else {key: describe(kind) for key, kind in space.items()}
-        values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed", "rank")}
+        values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed")}
         names = {"metric": self.metrics, "direction": self.directions, "scheduler": repr(self.scheduler)}
         return {"space": described, **names, **values}

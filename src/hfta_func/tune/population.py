@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -15,7 +15,7 @@ from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.groups import Group, group_key
+from hfta_func.tune.groups import Group, Size, group_key
 from hfta_func.tune.jobs import Job, Jobs
 from hfta_func.tune.member import Member, check_alive, counted, rows_of, tuples
 from hfta_func.workers.executor import Executor, Inline
@@ -37,20 +37,19 @@ class Population:
         self,
         build: Build,
         nonfusible: Sequence[str],
-        max_models: int | Literal["auto"],
+        max_models: Size,
         seed: int,
-        table: Any = (),
-        executor: Executor | None = None,
+        table: Any,
+        executor: Executor | None,
     ):
         if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
         self._build, self._seed = build, seed
-        self._limit: int | Literal["auto"] = max_models
+        self._limit = max_models
         self._groups: dict[tuple[Any, ...], Group] = {}
         self.last: tuple[int, ...] = ()
-        self._errors: dict[int, Exception] = {}
         self.interrupted = False
         self.jobs = Jobs(executor or Inline())
         self.add(table)
@@ -68,19 +67,14 @@ class Population:
         for name in self.nonfusible:
             if rows and not any(name in row for row in rows):
                 raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
-        first = len(self.members)
         added = self.extend(rows)
         groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
-        try:
-            for group in groups:
-                self._fail(group.make(number for number in added if number in group.configs))
-            if added and all(self.members[number].status == "failed" for number in added):
-                raise self._errors[first]
-        except BaseException:
-            for group in groups:
-                group.drop(added)
-            del self.members[first:]
-            raise
+        errors: dict[int, Exception] = {}
+        for group in groups:
+            errors |= group.make(number for number in added if number in group.configs)
+        self._fail(errors)
+        if added and len(errors) == len(added):
+            raise errors[added[0]]
         return added
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -111,7 +105,6 @@ class Population:
         for number, error in errors.items():
             member = self.members[number]
             member.status, member.error = "failed", f"{type(error).__name__}: {error}"
-            self._errors[number] = error.with_traceback(None)
             self.group_of(member).drop([number])
 
     @property
@@ -172,23 +165,20 @@ class Population:
         group = self.group_of(waiting[0])
         together = [member.number for member in waiting if self.group_of(member) is group]
         # As many as an array is likely to hold are made, so that no more states than those that train are in memory.
-        limit, *others = self.jobs.free
-        turns = -(-len(together) // (group.most(limit) or 16))
+        turns = -(-len(together) // (16 if group.limit == "auto" else group.limit))
         self._fail(group.make(together[: -(-len(together) // turns)]))
         if (first := waiting[0]).status == "failed":
             return True
         shared, left = group.is_shared, [number for number in together if self.members[number].status == "alive"]
         same = [number for number in left if not shared or self.members[number].epoch == first.epoch]
-        # Workers of unequal limits share the waiting members in proportion; the largest is served first.
-        most = group.capacity(same, limit, targets[first.number] - first.epoch)
-        if others:
-            weights = [other or 1 for other in (limit, *others)]
-            most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
+        # All free workers get a share of those that wait.
+        most = group.capacity(same, targets[first.number] - first.epoch)
+        most = min(most, -(-len(waiting) // self.jobs.free))
         self._fail(group.make(same[:most]))
         chosen = tuple(sorted(number for number in same[:most] if self.members[number].status == "alive"))
         starts = {number: self.members[number].epoch for number in chosen}
         epochs = min(targets[number] - starts[number] for number in chosen)
-        self.jobs.start(group, chosen, starts, epochs, limit, seconds)
+        self.jobs.start(group, chosen, starts, epochs, seconds)
         return True
 
     def _record(self, trained: Job) -> None:
@@ -251,22 +241,16 @@ class Population:
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
         check_alive(self.members, [number for pair in pairs for number in pair])
-        if len({member for member, _ in pairs}) < len(pairs):
-            raise ValueError("a member copies two others; give each member one pair")
         for name, values in changes.items():
             if len(values) != len(pairs) or name in self.nonfusible:
-                what = (
-                    "is non-fusible" if name in self.nonfusible else f"has {len(values)} values for {len(pairs)} pairs"
+                raise ValueError(
+                    f"'{name}' has {len(values)} values; give a fusible name one for each of {len(pairs)} pairs"
                 )
-                raise ValueError(f"'{name}' {what}; give one value per pair, of names that are fusible")
         by_group: dict[Group, list[int]] = {}
-        for index, pair in enumerate(pairs):
-            (group, epoch), other = (
-                (self.group_of(one), one.epoch) for one in (self.members[number] for number in pair)
-            )
-            if (group, epoch) != other:
-                text = f"member {pair[0]} has trained {epoch} epochs and member {pair[1]} {other[1]}, or they differ"
-                raise ValueError(f"{text} in names or non-fusible values; copy members that are alike")
+        for index, (copy, source) in enumerate((self.members[a], self.members[b]) for a, b in pairs):
+            if (group := self.group_of(copy)) is not self.group_of(source) or copy.epoch != source.epoch:
+                text = f"members {copy.number} and {source.number} have trained {copy.epoch} and {source.epoch} epochs"
+                raise ValueError(f"{text}, or differ in names or non-fusible values; copy members that are alike")
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))

@@ -10,16 +10,15 @@ from tqdm.auto import tqdm
 
 import hfta_func as hfta
 from hfta_func._types import Direction
-from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.options import Rank, StudyOptions
+from hfta_func.tune.groups import Size
+from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
-from hfta_func.tune.status import Status
-from hfta_func.tune.study import Study, notify
+from hfta_func.tune.study import Study
 from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
@@ -27,14 +26,9 @@ if TYPE_CHECKING:
 
 
 def population(
-    build: Build,
-    table: Any = (),
-    *,
-    nonfusible: Sequence[str] = (),
-    max_models: int | Literal["auto"] = "auto",
-    seed: int = 0,
+    build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
     executor: Executor | None = None,
-) -> Population:
+) -> Population:  # fmt: skip
     """A population of models that train as arrays.
 
     Args:
@@ -93,9 +87,8 @@ def run(
     timeout: float | None = None,
     keep: int | Literal["best", "all"] = "best",
     batch: int | None = None,
-    max_models: int | Literal["auto"] = "auto",
+    max_models: Size = "auto",
     seeds: int = 1,
-    rank: Rank = "mean",
     storage: Any = None,
     name: str | None = None,
     seed: int = 0,
@@ -129,11 +122,7 @@ def run(
             learns from results, as many as an array holds.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seeds: Number of members of every trial, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
-            their differences are paired.
-        rank: How trials of several seeds are compared: by the ``"mean"`` of their values; by the ``"lower"`` end of its
-            one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
-            differences from the best mean, seed by seed: a trial that loses with every seed ranks behind one that loses as
-            much with a few.
+            their differences are paired; trials are compared by the mean of their values.
         storage: Optuna's storage or its URL, which holds the trials and shows them to other programs, such as Optuna's
             dashboard. The same call goes on with what is missing, also with more ``trials``; trials that had not ended
             train from their start, unless there is a folder, too.
@@ -142,8 +131,7 @@ def run(
         resume: The study's folder, with its storage, if ``storage`` names no other, and the members' states: the same call
             goes on where a broken-off one ended, with the same results to the bit.
         progress: Show a progress bar.
-        callbacks: Called after every array that has trained with ``(study, history)``, as those of :func:`hfta_func.fit` are
-            with state and history: see :attr:`Study.history`. A function of one argument gets the study alone.
+        callbacks: Called with the study after every array that has trained.
         workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
             ``"auto"`` is one per processor or GPU. ``build`` is sent to them, and makes its arrays there. A process that dies
             is replaced, and its call is repeated.
@@ -184,31 +172,20 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
-    options = StudyOptions(
-        *(
-            space,
-            metric,
-            direction,
-            nonfusible,
-            trials,
-            epochs,
-            scheduler or Scheduler(),
-            batch,
-            max_models,
-            seeds,
-            rank,
-        ),
-        *(seed, enqueue, keep, retry, timeout),
-    )
-    most = _checked(options, sampler, workers is None or executor is None, storage is None or name is not None)
+    given = dict(space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs)
+    given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
+    options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout)
+    if workers is not None and executor is not None:
+        raise ValueError("there are workers and an executor, which has its own; pass one of both")
+    if storage is not None and name is None:
+        raise ValueError("a storage keeps studies by name; pass name='...'")
+    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
+    most = configurations(sampler, space, enqueue, limit)
     with contextlib.ExitStack() as stack:
-        # Until there is a study to return, Ctrl-C waits.
-        setting_up = stack.enter_context(contextlib.ExitStack())
-        pressed = setting_up.enter_context(ctrl_c())
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
-        members = Population(build, nonfusible, max_models, seed, executor=executor)
-        stack.callback(members.jobs.fall_back)
+        members = Population(build, nonfusible, max_models, seed, (), executor)
+        stack.callback(members.jobs.stop)
         folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
         if folder is not None and storage is None:
             storage, name = folder.storage, "study"
@@ -223,14 +200,10 @@ def run(
                 folder.save(members, trajectory=study.trajectory)
 
         search = Search(study, options, most, save)
-        if resume is not None:
-            stack.enter_context(Status(resume, search))
         for params in enqueue:
             session.enqueue(params)
         bar = stack.enter_context(tqdm(total=search.total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
-            setting_up.close()
-            members.interrupted = pressed()
             _train(search, bar, callbacks)
             save()
         except KeyboardInterrupt:
@@ -247,14 +220,4 @@ def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) ->
     for has_trained in search.rounds():
         bar.update(len(study.trials) - study.counts["running"] - bar.n)
         for callback in callbacks if has_trained else ():
-            notify(callback, study)
-
-
-def _checked(options: StudyOptions, sampler: Any, has_one_executor: bool, is_named: bool) -> int | None:
-    """The number of configurations that the sampler has; raises a ValueError for arguments that contradict each other."""
-    if not has_one_executor:
-        raise ValueError("there are workers and an executor, which has its own; pass one of both")
-    if not is_named:
-        raise ValueError("a storage keeps studies by name; pass name='...'")
-    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
-    return configurations(sampler, options.space, options.enqueue, limit)
+            callback(study)

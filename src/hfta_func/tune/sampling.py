@@ -30,7 +30,7 @@ class SamplerSession:
         self,
         space: Space,
         directions: Sequence[str],
-        sampler: optuna.samplers.BaseSampler | None,
+        sampler: Any,
         seed: int,
         storage: Any = None,
         name: str | None = None,
@@ -39,17 +39,9 @@ class SamplerSession:
         self._suggest = space if callable(space) else None
         # Those of a function are known once a trial has them.
         self.space: dict[str, Any] = {} if callable(space) else dict(space)
-        for key, distribution in self.space.items():
-            if not isinstance(distribution, module.distributions.BaseDistribution):
-                kind = type(distribution).__qualname__
-                raise ValueError(
-                    f"space['{key}'] is a {kind}; pass one of optuna.distributions, as FloatDistribution(0, 1)"
-                )
         samplers = module.samplers
         # NumPy's seeds are not negative and have 32 bits.
         sampler = sampler or samplers.RandomSampler(seed=seed % 2**32)
-        if not isinstance(sampler, samplers.BaseSampler):
-            raise ValueError(f"sampler is {sampler!r}; pass one of optuna.samplers, such as TPESampler(seed=0)")
         fixed = samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler
         self.learns = not isinstance(sampler, fixed)
         self._is_stored = storage is not None
@@ -103,15 +95,12 @@ class SamplerSession:
     def identify(self, about: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Note what the study searches; raises a ValueError if its storage holds another one."""
         before, now = self.study.user_attrs.get("hfta_func"), json.loads(json.dumps(about))
-        text, cure = (
-            f"the storage has another study '{self.study.study_name}'",
-            "pass another name or folder, or the same",
-        )
         if before is None and self._frozen:
-            raise ValueError(f"{text}; {cure} arguments")
-        for name, value in (before or {}).items():
+            before = dict.fromkeys(now)
+        for name, value in (before or now).items():
             if value != now.get(name):
-                raise ValueError(f"{text}, whose {name} is {value} and not {now.get(name)}; {cure} arguments")
+                text = f"the storage has another study '{self.study.study_name}', whose {name} is {value} and not"
+                raise ValueError(f"{text} {now.get(name)}; pass another name or folder, or the same arguments")
         with quiet():
             self.study.set_user_attr("hfta_func", now)
             self.study.set_metric_names(list(metrics))
@@ -145,8 +134,8 @@ class SamplerSession:
             kinds = self._optuna.distributions.CategoricalDistribution
             for name, kind in self.space.items():
                 view.suggest_categorical(name, kind.choices) if isinstance(kind, kinds) else trial._suggest(name, kind)
-        elif isinstance(returned := self._suggest(view), Mapping):  # pyright: ignore[reportArgumentType]
-            raise ValueError(f"the space returned {returned!r}; suggest values by the trial, set constants in build")
+        else:
+            self._suggest(view)  # pyright: ignore[reportArgumentType]
         values = {**trial.params, **view.values}
         self.space |= {name: kind for name, kind in trial.distributions.items() if name not in self.space}
         return {name: values[name] for name in self.space if name in values}
@@ -179,7 +168,9 @@ class SamplerSession:
         """A trial has ended."""
         before = self.is_stopped
         with quiet():
-            self.study.tell(trial, list(values) if status == "complete" and values else None, _state(status))
+            self.study.tell(
+                trial, values if status == "complete" else None, self._optuna.trial.TrialState[STATES[status]]
+            )
         # A sampler that has gone through its grid stops the study.
         self.is_exhausted, self.is_stopped = self.is_stopped, before
 
@@ -230,10 +221,6 @@ def configurations(sampler: Any, space: Space, enqueue: Sequence[Mapping[str, An
 
 STATES = {"running": "RUNNING", "complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
 """Optuna's name of the status of a trial."""
-
-
-def _state(status: str) -> Any:
-    return require("optuna", "tune").trial.TrialState[STATES[status]]
 
 
 @contextlib.contextmanager

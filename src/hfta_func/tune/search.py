@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import hfta_func as hfta
-from hfta_func.tune.cohorts import Cohort, Copy, Verdict
+from hfta_func.tune.cohorts import Copy, Verdict
 from hfta_func.tune.member import Member
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.sampling import STATES
@@ -34,7 +32,7 @@ class Search:
         self._verdicts: dict[int, Verdict] = {}
         self._save = save
         executor = study.population.jobs.executor
-        room = sum(executor.limits) or executor.count * (16 if options.max_models == "auto" else options.max_models)
+        room = executor.count * (16 if options.max_models == "auto" else options.max_models)
         at_once = max(1, room // options.seeds) if self.learns else self.total
         self.batch = options.batch or at_once
         self._until = math.inf if options.timeout is None else time.monotonic() + options.timeout
@@ -46,15 +44,6 @@ class Search:
     def total(self) -> int:
         """The number of trials of all cohorts."""
         return sum(cohort.trials for cohort in self.cohorts)
-
-    @property
-    def planned(self) -> int:
-        """About the number of epochs that all members train in all, by the share of trials that go on, if it is known."""
-        eta, total = getattr(self.scheduler, "eta", 1), 0
-        for cohort in self.cohorts:
-            for number, (start, end) in enumerate(itertools.pairwise((0, *cohort.rungs))):
-                total += (end - start) * max(min(1, cohort.trials), int(cohort.trials / eta**number + 1e-9))
-        return total * len(self.seeds)
 
     def _restore(self) -> None:
         """Take over the trials of the storage; those that have not ended go on from the members of the population."""
@@ -76,7 +65,7 @@ class Search:
                     member.epoch = attributes.get("epochs", 0)
                     member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
                     population.drop([member.number] if member.status == "alive" else ())
-                    if member.epoch and (self.scheduler.copies or self._options.rank == "paired"):
+                    if member.epoch and self.scheduler.copies:
                         text = f"trial {number} has ended, and this study needs the metrics and states of all"
                         raise ValueError(f"{text}; pass the folder that it was run with by resume=, or another name")
         self._retried |= {trial.retry_of for trial in study.trials}
@@ -156,8 +145,6 @@ class Search:
             cohort = cohort if retry_of is None else study.trials[retry_of].cohort
             new.append(self._begin(asked.number, params, cohort, retry_of))
             study.session.note(asked.number, cohort=cohort)
-        if new and self.scheduler.copies:
-            self._check_names()
         return bool(new)
 
     def _retry(self) -> None:
@@ -170,21 +157,6 @@ class Search:
             if trial.status == "failed" and trial.number not in self._retried and tries < self._options.retry:
                 self._retried.add(trial.number)
                 self.study.session.enqueue(trial.params, retry_of=trial.number)
-
-    def _check_names(self) -> None:
-        """Refuse names that :meth:`_copy` could not change, before training begins."""
-        population = self.study.population
-        firsts = {population.group_of(population.members[number]): number for number in reversed(population.alive)}
-        for number in firsts.values():
-            config = population.members[number].config
-            changed = {name: [config[name]] for name in sorted(set(config) - {"seed", *population.nonfusible})}
-            try:
-                hfta.with_hyperparams(population.state(number), **changed)
-            except hfta.errors.HyperparameterError as error:
-                text = (
-                    "the scheduler changes hyperparameters by name; name them as the optimizer or hparams do, or pass"
-                )
-                raise ValueError(f"{text} them as nonfusible ({error})") from None
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         session = self.study.session
@@ -240,8 +212,6 @@ class Search:
         for number, cohort in enumerate(self.cohorts):
             trials = [one for one in study.trials if one.cohort == number and one.number not in self._retried]
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
-            if study.rank == "paired":
-                values = self._paired(trials, cohort)
             ended = frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed"))
             params = {trial.number: trial.params for trial in trials}
             known = dict(space=study.session.space, nonfusible=study.population.nonfusible, seed=self.seeds[0])
@@ -255,18 +225,6 @@ class Search:
             self._copy(verdicts)
             stopped = [study.trials[number] for number, verdict in verdicts.items() if verdict == "stop"]
             self._end([trial for trial in stopped if trial.status == "running"], "stopped")
-
-    def _paired(self, trials: Sequence[Trial], cohort: Cohort) -> dict[int, list[float]]:
-        """For every trial at each rung, the t statistic of its differences from the trial with the best mean, itself 0."""
-        study, leads = self.study, {trial.number: [] for trial in trials}
-        for rung, epoch in enumerate(cohort.rungs):
-            reached = [trial for trial in trials if len(trial.values) > rung]
-            if not reached:
-                break
-            best = max(reached, key=lambda trial: study.score(trial.values[rung][0]))
-            for trial in reached:
-                leads[trial.number].append(study.lead(trial, best, epoch))
-        return leads
 
     def _copy(self, verdicts: Mapping[int, Verdict]) -> None:
         """Have trials copy others, unless an earlier call has carried out the same verdict."""

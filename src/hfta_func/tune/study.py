@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import html
-import inspect
-import io
-import itertools
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, html_table, require
-from hfta_func.files import atomic
-from hfta_func.files.atomic import PathLike
+from hfta_func._types import SIGNS, require
 from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
@@ -72,7 +62,7 @@ class Study:
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = session.study
-        self.metrics, self.directions, self.rank = options.metrics, options.directions, options.rank
+        self.metrics, self.directions = options.metrics, options.directions
         self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
@@ -81,36 +71,11 @@ class Study:
         shown = [f"; best is trial {trial.number}, {self.metrics[0]} {trial.values[-1][0]:.4g}" for trial in best]
         return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(shown)}>"
 
-    def _repr_html_(self) -> str:
-        # The best ones; of several objectives, the first.
-        numbers = [trial.number for trial in (self.ranked() if len(self.metrics) == 1 else self.trials)[:5]]
-        rows = self._rows()
-        shown = [[f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
-        cells = [shown[number] for number in numbers]
-        return f"{html.escape(repr(self))}{html_table([[*rows[0]], *cells]) if cells else ''}"
-
     @property
     def counts(self) -> dict[str, int]:
         """The number of trials of each status."""
         statuses = [trial.status for trial in [*self.trials]]
         return {status: statuses.count(status) for status in ("running", "complete", "stopped", "failed")}
-
-    @property
-    def history(self) -> hfta.run.History:
-        """The metrics of all members by epoch, as callbacks of :func:`hfta_func.fit` get them.
-
-        A column is a member of :attr:`population`, with NaN after the epochs that it has trained; ``history.members`` are
-        the members that have trained last.
-        """
-        members = self.population.members
-        history = hfta.run.History(torch.tensor([member.config["seed"] for member in members]))
-        history.members = torch.tensor(self.population.last, dtype=torch.int64)
-        for rows in itertools.zip_longest(*(member.metrics for member in members), fillvalue={}):
-            columns = {
-                name: [row.get(name, math.nan) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))
-            }
-            history.epochs.append({name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
-        return history
 
     def note(self, trial: Trial) -> None:
         """Add the last value of a trial to :attr:`trajectory` if it is better than all before it."""
@@ -133,10 +98,8 @@ class Study:
         """
         if len(self.metrics) > 1:
             raise ValueError("there are several objectives; study.optuna.best_trials has their front")
-        if not any(trial.status == "complete" for trial in self.trials):
-            raise ValueError("no trial is complete; train for more epochs, or look at study.frame()")
         if not (ranked := self.ranked()):
-            raise ValueError("no complete trial fulfils the sampler's constraints; try more, or loosen the constraints")
+            raise ValueError("no trial is complete and fulfils the sampler's constraints; look at study.frame()")
         return ranked[0]
 
     def ranked(self, feasible: bool = True) -> list[Trial]:
@@ -160,12 +123,10 @@ class Study:
 
     def state(self, trial: int) -> Any:
         """The state of a trial, one member per seed; of complete trials, ``keep`` of :func:`run` says which have one."""
-        status, members = self.trials[trial].status, self.trials[trial].members
+        members = self.trials[trial].members
         if not {*members} <= {*self.population.alive}:
-            cure = (
-                "train with keep='all', or a larger number" if status == "complete" else "only complete trials keep it"
-            )
-            raise ValueError(f"trial {trial} is {status}, and its state is gone; {cure}")
+            text = f"trial {trial} is {self.trials[trial].status}, and its state is gone"
+            raise ValueError(f"{text}; train with keep='all', or a larger number, which keeps those of complete trials")
         return hfta.concat([self.population.state(member) for member in members])
 
     def export(self, trial: int, seed: int = 0) -> nn.Module:
@@ -176,8 +137,6 @@ class Study:
             seed: The index of its seed, from 0.
         """
         self.state(trial)
-        if not 0 <= seed < len(self.trials[trial].members):
-            raise ValueError(f"seed is {seed}, but trial {trial} has {len(self.trials[trial].members)} members, from 0")
         return self.population.export(self.trials[trial].members[seed])
 
     def frame(self) -> pandas.DataFrame:
@@ -187,9 +146,10 @@ class Study:
             Columns ``trial``; the parameters, as they are now; ``status``; ``epochs``; ``seconds``, the trial's share of
             the time of the arrays that it trained in; and the objectives at its last rung.
         """
-        return require("pandas", "plot").DataFrame(self._rows())
+        return require("pandas", "plot").DataFrame(self.rows())
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of :meth:`frame`."""
         rows: list[dict[str, Any]] = []
         names = dict.fromkeys(name for trial in self.trials for name in trial.params)
         for trial in self.trials:
@@ -203,10 +163,6 @@ class Study:
             )
         return rows
 
-    def write(self, folder: PathLike) -> None:
-        """Write the rows of :meth:`frame` to ``history.csv``, and :attr:`trajectory` to ``trajectory.csv``, in a folder."""
-        write_tables(folder, self._rows(), self.metrics[0], self.trajectory)
-
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""
         members = self.population.members
@@ -215,53 +171,11 @@ class Study:
             for trial in self.ranked(feasible=False)
         }
 
-    def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
-        """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        first_scores, second_scores = (
-            [self.score(value) for value in self._values(one, self.metrics[0], epoch)] for one in (trial, other)
-        )
-        if trial is other or not all(map(math.isfinite, first_scores + second_scores)):
-            return 0.0 if trial is other else -math.inf
-        differences = [first - second for first, second in zip(first_scores, second_scores, strict=True)]
-        return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)) + 1e-12)
-
-    def _values(self, trial: Trial, metric: str, epoch: int) -> list[float]:
-        return [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
-
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
-        """The objectives of a trial after an epoch, over its members."""
+        """The objectives of a trial after an epoch: means over its members."""
         objectives = []
-        for metric, direction in zip(self.metrics, self.directions, strict=True):
-            values = self._values(trial, metric, epoch)
+        for metric in self.metrics:
+            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
             # Infinities of both signs have no mean.
-            mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
-            if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
-                margin = statistics.NormalDist().inv_cdf(0.95) * statistics.stdev(values) / math.sqrt(len(values))
-                mean += SIGNS[direction] * margin
-            objectives.append(mean)
+            objectives.append(statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan)
         return tuple(objectives)
-
-
-def notify(callback: Callable[..., Any], study: Study) -> None:
-    """Call a callback with study and history, or with the study alone if it takes one argument."""
-    try:
-        inspect.signature(callback).bind(study)
-    except TypeError:
-        callback(study, study.history)
-    else:
-        callback(study)
-
-
-def write_tables(
-    folder: PathLike, rows: Sequence[Mapping[str, Any]], metric: str, trajectory: Iterable[Sequence[Any]]
-) -> None:
-    """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` each new best value of a metric."""
-    os.makedirs(folder, exist_ok=True)
-    for name, head, body in (
-        ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
-        ("trajectory", ["seconds", "trial", metric], trajectory),
-    ):
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows([head, *body])
-        # Replaced as a whole, because others read it while the study runs.
-        atomic.write(os.path.join(folder, f"{name}.csv"), text.getvalue().encode())
