@@ -320,20 +320,3 @@ def test_plateau_of_any_hyperparameter():
 def test_plateau_that_does_not_fit(make, message):
     with pytest.raises(hfta.errors.HyperparameterError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        (lambda count, start: start[0], r"\[\]"),
-        (lambda count, start: start.repeat(2), r"\[6\]"),
-        (lambda count, start: 0.1, "float"),
-    ],
-)
-def test_a_schedule_of_the_wrong_shape(value, got):
-    optimizer = hfta.sgd(lr=hfta.schedules.Schedule({"start": LR}, value))
-    state = optimizer.init(PARAMS)
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=rf"schedule of lr returned {got}, not one number per model \[3\]"
-    ):
-        optimizer.update(PARAMS, state, PARAMS)

@@ -63,9 +63,7 @@ def adam(
         largest = most[0].clamp_min_(square) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
-    hyperparams = hyperparams.without_zeros("weight_decay")
-    unused = () if amsgrad else ("max_exp_avg_sq",)
-    decoupled = decoupled_weight_decay
+    unused, decoupled = () if amsgrad else ("max_exp_avg_sq",), decoupled_weight_decay
     return leafwise(AdamState, hyperparams, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 
 
@@ -143,7 +141,7 @@ def adamax(
         largest.mul_(k["beta2"]).clamp_min_(grad.abs().add_(k["eps"]))
         return mean / largest
 
-    return leafwise(AdamaxState, hyperparams.without_zeros("weight_decay"), rule, prepare, maximize=maximize)
+    return leafwise(AdamaxState, hyperparams, rule, prepare, maximize=maximize)
 
 
 NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
@@ -202,10 +200,8 @@ def nadam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    hyperparams, decoupled = hyperparams.without_zeros("weight_decay"), decoupled_weight_decay
-    return leafwise(
-        NAdamState, hyperparams, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize
-    )
+    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
+    return leafwise(NAdamState, hyperparams, rule, prepare, carried=("mu_product",), **options)
 
 
 RAdamState = namedtuple("RAdamState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -262,5 +258,4 @@ def radam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    hyperparams = hyperparams.without_zeros("weight_decay")
     return leafwise(RAdamState, hyperparams, rule, prepare, decoupled=decoupled_weight_decay, maximize=maximize)

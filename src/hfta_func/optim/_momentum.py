@@ -49,12 +49,10 @@ def sgd(
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
     hyperparams = Hyperparams(SGDState, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
-    hyperparams = hyperparams.without_zeros("momentum", "dampening", "weight_decay")
-    if "momentum" not in hyperparams:
-        hyperparams = hyperparams.without("dampening")
+    hyperparams = hyperparams.without_zeros("momentum", "dampening")
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        if "dampening" in at:
+        if "dampening" in at and "momentum" in at:
             at["fresh"] = torch.where((count == 1) | (at["momentum"] == 0), 1.0, 1 - at["dampening"])
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], *buffers: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ def lion(
         decay_mean(mean, grad, k["1-beta2"])
         return direction
 
-    return leafwise(LionState, hyperparams.without_zeros("weight_decay"), rule, decoupled=True, maximize=maximize)
+    return leafwise(LionState, hyperparams, rule, decoupled=True, maximize=maximize)
 
 
 AdEMAMixState = namedtuple("AdEMAMixState", [*FIELDS, "exp_avg", "exp_avg_slow", "exp_avg_sq"])
@@ -170,5 +168,4 @@ def ademamix(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (fast + slow * k["mix"]).div_(square.sqrt().add_(k["eps"]))
 
-    hyperparams = hyperparams.without_zeros("weight_decay")
     return leafwise(AdEMAMixState, hyperparams, rule, prepare, decoupled=True, maximize=maximize)
