@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -249,19 +249,12 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
     return vector(name, spec, count, device)
 
 
-def labels(name: str, inner_names: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
-    """The label and range that each hyperparameter of the schedule of ``name`` is checked by; the first is its own value."""
-    return {
-        inner: (inner, range_of(Schedule, inner)) if position else (name, allowed)
-        for position, inner in enumerate(inner_names)
-    }
-
-
 def _check_spec(name: str, spec: PerModel, allowed: Range) -> None:
     if not isinstance(spec, Schedule):
         return check(name, spec, allowed)
-    for inner, (label, inner_range) in labels(name, spec.knobs, allowed).items():
-        _check_spec(label, spec.knobs[inner], inner_range)
+    # The first number of a schedule is a value of the hyperparameter itself.
+    for position, (inner, value) in enumerate(spec.knobs.items()):
+        _check_spec(*((inner, value, range_of(Schedule, inner)) if position else (name, value, allowed)))
 
 
 def check(name: str, spec: Any, allowed: Range) -> None:
@@ -290,8 +283,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     """One number or row of numbers per member, ``float64[count, ...]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
-        named = labels(name, spec.knobs, Range.FINITE)
-        return {inner: vector(label, spec.knobs[inner], count, device) for inner, (label, _) in named.items()}
+        return {inner: vector(f"{name}.{inner}", value, count, device) for inner, value in spec.knobs.items()}
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
         return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)

@@ -133,11 +133,6 @@ def plateau(
             metrics, since = metrics[:, history.members], history.since[history.members]
 
         def reduced(value: Tensor) -> Tensor:
-            if metrics.shape[1:] != value.shape:
-                raise HyperparameterError(
-                    f"metric '{metric}' has shape {list(metrics.shape[1:])} per epoch but {hyperparameter} has "
-                    f"{list(value.shape)}; plateau needs one number per model"
-                )
             k = {name: vector(name, number, len(value), value.device) for name, number in numbers.items()}
             lower = torch.maximum(value * k["factor"], k["min_lr"])
             due = is_due(metrics.to(value.device), k, since.to(value.device))

@@ -35,6 +35,8 @@ _FORMS: Mapping[Any, str] = {
 _SAME = {operator.truediv: "div", operator.neg: "neg"}
 
 
+_Columns = Sequence[Sequence[Tensor]]
+
 MAX_INLINE_LEAVES = 16
 """With more leaves, a compiled step calls the kernel as one operator instead of generating code for every leaf."""
 
@@ -48,14 +50,8 @@ class Kernel:
         _KERNELS[self._number] = self
 
     def __call__(
-        self,
-        columns: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, Tensor],
-        keep: Tensor | None = None,
-        *,
-        donate: bool = False,
-        apply: bool = False,
-    ) -> Sequence[Sequence[Tensor]] | None:
+        self, columns: _Columns, numbers: Mapping[str, Tensor], keep: Tensor | None, donate: bool, apply: bool
+    ) -> _Columns | None:
         """Run the kernel over leaves ``[M, ...]``: lists of gradients and of parameters, and one for every slot.
 
         Members where ``keep`` is False keep parameters and slots. With ``donate`` slots and, with ``apply``, parameters are
@@ -217,14 +213,11 @@ def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
 
 
-def _run(
-    source: str, columns: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]], numbers: Tensor, keep: Any
-) -> None:
-    models = numbers.shape[1]
-    pointers = [leaf for column in (*columns, *outs) for leaf in column]
-    run = native.program(source)
+def _run(source: str, columns: _Columns, outs: _Columns, numbers: Tensor, keep: Any) -> None:
+    models, run = numbers.shape[1], native.program(source)
     assert run is not None
-    run([grad.numel() // models for grad in columns[0]], models, [pointers, numbers, keep])
+    leaves = [leaf for column in (*columns, *outs) for leaf in column]
+    run([grad.numel() // models for grad in columns[0]], models, [leaves, numbers, keep])
 
 
 def _note_writes(leaves: Sequence[Tensor]) -> None:

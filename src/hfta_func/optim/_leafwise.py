@@ -38,6 +38,18 @@ def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
     square.mul_(decay).add_((grad * share).mul_(grad))
 
 
+def moments(grad: Tensor, k: Mapping[str, Any], mean: Tensor, square: Tensor) -> None:
+    """Adam's averages of gradients and of their squares, in place."""
+    decay_mean(mean, grad, k["1-beta1"])
+    decay_square(square, k["beta2"], grad, k["1-beta2"])
+
+
+def correct(at: dict[str, Tensor], count: Tensor) -> None:
+    """Adam's bias corrections in numbers per member, outside the leaves: of the root in the step and in ``eps``."""
+    root = (1 - at["beta2"] ** count).sqrt()
+    at["step"], at["eps"] = -at["lr"] * root, at["eps"] * root
+
+
 def leafwise(
     state: Callable[..., Any],
     knobs: Hyperparams,

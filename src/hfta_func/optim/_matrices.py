@@ -12,7 +12,7 @@ from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel, recorded
 from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, true_sizes
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, moments, pair_of
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
 """Averages of the gradients and of their squares."""
@@ -55,8 +55,7 @@ def lamb(
         at["inner decay"] = at.pop("weight_decay", torch.zeros_like(at["lr"]))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
-        decay_mean(mean, grad, k["1-beta1"])
-        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        moments(grad, k, mean, square)
         direction = (
             (mean / k["left1"]).div_((square / k["left2"]).sqrt_().add_(k["eps"])).add_(param * k["inner decay"])
         )

@@ -39,6 +39,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> updates["w"]
         tensor([[-0.0600, -0.0800]])
     """
+    if not transformations:
+        raise HyperparameterError("a chain has no parts; pass at least one")
 
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
@@ -53,8 +55,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(part)
         return grads, tuple(states)
 
-    # An empty chain has no last part that could apply the updates.
-    return by_renew(init, run) if transformations else GradientTransformation(init, lambda grads, *rest: (grads, ()))
+    return by_renew(init, run)
 
 
 HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
