@@ -1244,9 +1244,6 @@ MISUSES = {
         lambda: hfta.make_train_step(Net(), _loss, torch.optim.SGD(Net().parameters())),
         "optimizer is SGD, not a GradientTransformation",
     ),
-    "a list for a chain": (lambda: hfta.chain([hfta.sgd(lr=0.1)]), "part 0 of the chain is list"),
-    "accumulating for none": (lambda: hfta.accumulate(hfta.sgd, 2), "accumulate's optimizer is sgd"),
-    "a group without optimizer": (lambda: hfta.partition({"": "a"}, {"a": hfta.sgd}), "group 'a' is sgd"),
     "params that hold buffers too": (
         lambda: _init(params=hfta.stack_params([Net()])),
         "params is a Stacked; unpack what stack_params returns: step.init(*stacked, seeds=seeds)",
@@ -1257,7 +1254,7 @@ MISUSES = {
     "words for a loss scale": (lambda: hfta.step.LossScale("auto"), "init_scale is 'auto'; give one number"),
     "a schedule in the state": (
         lambda: hfta.with_hyperparams(_init(), lr=schedules.constant(0.1)),
-        "lr is a schedule, which goes into an optimizer when it is made; here give one number, or one per model",
+        "lr is constant(0.1); give one number, or one per model",
     ),
     "a model for a tree": (lambda: hfta.num_models(Net()), "tree is a Net; every leaf must be a tensor [M, ...]"),
     "a data set for data": (

@@ -3,7 +3,6 @@ in ``schedule_cases``."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,42 +95,6 @@ class Lamb(torch.optim.Optimizer):
             x -= lr * ratio * u
 
 
-class AdEMAMix(torch.optim.Optimizer):
-    """Algorithm 1 of Pagliardini et al., ICLR 2025, line by line, with T_alpha = T_beta3 = warmup."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        alpha: float = 5.0,
-        warmup: float = 0.0,
-        maximize: bool = False,
-    ):
-        super().__init__(params, {"lr": lr})
-        self.knobs, self.t = (*betas, eps, weight_decay, alpha, warmup, maximize), 0
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        lr, (beta1, beta2, beta3, eps, weight_decay, alpha, warmup, maximize) = self.param_groups[0]["lr"], self.knobs
-        self.t += 1
-        if self.t < warmup:
-            x, start, end = self.t / warmup, math.log(beta1), math.log(beta3)
-            alpha = min(x * alpha, alpha)
-            beta3 = min(math.exp(start * end / ((1 - x) * end + x * start)), beta3)
-        for theta in self.param_groups[0]["params"]:
-            assert theta.grad is not None
-            g = -theta.grad if maximize else theta.grad
-            m1, m2, nu = self.state[theta].get("averages", [torch.zeros_like(theta)] * 3)
-            m1, m2 = beta1 * m1 + (1 - beta1) * g, beta3 * m2 + (1 - beta3) * g
-            nu = beta2 * nu + (1 - beta2) * g * g
-            self.state[theta]["averages"] = m1, m2, nu
-            mean, scale = m1 / (1 - beta1**self.t), (nu / (1 - beta2**self.t)).sqrt() + eps
-            theta -= lr * ((mean + alpha * m2) / scale + weight_decay * theta)
-
-
 class Muon(torch.optim.Optimizer):
     """Algorithm 2 of Jordan et al., 2024, line by line, in the parameters' own dtype."""
 
@@ -174,10 +137,6 @@ class Muon(torch.optim.Optimizer):
 _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
-_ADEMAMIX = {
-    **{**_ADAM, "betas": [(0.9, 0.999, 0.9999), (0.8, 0.99, 0.9), (0.5, 0.9, 0.99)]},
-    **{"alpha": [5.0, 0.0, 2.0], "warmup": [0.0, 20.0, 300.0]},
-}
 
 OPTIMIZERS = [
     OptimizerCase("sgd", hfta.sgd, torch.optim.SGD, {"lr": [0.1, 0.03, 0.2]}, {}),
@@ -225,7 +184,6 @@ OPTIMIZERS = [
     ),
     OptimizerCase("lion", hfta.lion, Lion, _LION, {}),
     OptimizerCase("lamb", hfta.lamb, Lamb, _ADAM, {}),
-    OptimizerCase("ademamix", hfta.ademamix, AdEMAMix, _ADEMAMIX, {}),
     OptimizerCase("adamw", hfta.adamw, torch.optim.AdamW, _ADAM, {}),
     OptimizerCase("adamw with amsgrad", hfta.adamw, torch.optim.AdamW, _ADAM, {"amsgrad": True}),
 ]

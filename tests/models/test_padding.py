@@ -374,7 +374,7 @@ def test_biases_that_some_models_lack():
 
 
 @pytest.mark.exhaustive(unless="lamb")
-@pytest.mark.parametrize("name", ["adam", "lamb", "lion", "adagrad", "adadelta", "radam", "rmsprop", "ademamix"])
+@pytest.mark.parametrize("name", ["adam", "lamb", "lion", "adagrad", "adadelta", "radam", "rmsprop"])
 def test_optimizers(name):
     assert_alone(models_of("log_softmax"), getattr(hfta, name))
 

@@ -17,7 +17,6 @@ from hfta_func.optim._base import update_ as update_
 from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
 from hfta_func.optim._matrices import lamb as lamb
 from hfta_func.optim._matrices import muon as muon
-from hfta_func.optim._momentum import ademamix as ademamix
 from hfta_func.optim._momentum import lion as lion
 from hfta_func.optim._momentum import sgd as sgd
 from hfta_func.optim._transforms import accumulate as accumulate

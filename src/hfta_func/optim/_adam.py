@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
+from hfta_func.optim._leafwise import FIELDS, correct, decay_mean, leafwise, moments, pair_of
 
 AdamState = namedtuple("AdamState", [*FIELDS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 """Averages of the gradients and of their squares and, with ``amsgrad``, the maxima of the latter."""
@@ -53,19 +53,15 @@ def adam(
     hyperparams = Hyperparams(AdamState, lr=lr, **pair_of(betas), eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        # The bias correction of the root moves into numbers per member, outside the leaves.
-        root = (1 - at["beta2"] ** count).sqrt()
-        at["step"], at["eps"] = -at["lr"] * root / (1 - at["beta1"] ** count), at["eps"] * root
+        correct(at, count)
+        at["step"] = at["step"] / (1 - at["beta1"] ** count)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor, *most: Tensor) -> Tensor:
-        decay_mean(mean, grad, k["1-beta1"])
-        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        moments(grad, k, mean, square)
         largest = most[0].clamp_min_(square) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
-    hyperparams = hyperparams.without_zeros("weight_decay")
-    unused = () if amsgrad else ("max_exp_avg_sq",)
-    decoupled = decoupled_weight_decay
+    unused, decoupled = () if amsgrad else ("max_exp_avg_sq",), decoupled_weight_decay
     return leafwise(AdamState, hyperparams, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 
 
@@ -143,7 +139,7 @@ def adamax(
         largest.mul_(k["beta2"]).clamp_min_(grad.abs().add_(k["eps"]))
         return mean / largest
 
-    return leafwise(AdamaxState, hyperparams.without_zeros("weight_decay"), rule, prepare, maximize=maximize)
+    return leafwise(AdamaxState, hyperparams, rule, prepare, maximize=maximize)
 
 
 NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
@@ -192,20 +188,15 @@ def nadam(
         mu, after = (at["beta1"] * (1 - 0.5 * 0.96 ** (t * at["momentum_decay"])) for t in (count, count + 1))
         product = product * mu
         at["of grad"], at["of mean"] = (1 - mu) / (1 - product), after / (1 - product * after)
-        # The bias correction of the root moves into numbers per member, outside the leaves.
-        root = (1 - at["beta2"] ** count).sqrt()
-        at["step"], at["eps"] = -at["lr"] * root, at["eps"] * root
+        correct(at, count)
         return (product,)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
-        decay_mean(mean, grad, k["1-beta1"])
-        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        moments(grad, k, mean, square)
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    hyperparams, decoupled = hyperparams.without_zeros("weight_decay"), decoupled_weight_decay
-    return leafwise(
-        NAdamState, hyperparams, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize
-    )
+    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
+    return leafwise(NAdamState, hyperparams, rule, prepare, carried=("mu_product",), **options)
 
 
 RAdamState = namedtuple("RAdamState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -258,9 +249,7 @@ def radam(
         at["rectified"], at["plain"] = rectified.to(torch.float64), (~rectified).to(torch.float64)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
-        decay_mean(mean, grad, k["1-beta1"])
-        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        moments(grad, k, mean, square)
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    hyperparams = hyperparams.without_zeros("weight_decay")
     return leafwise(RAdamState, hyperparams, rule, prepare, decoupled=decoupled_weight_decay, maximize=maximize)

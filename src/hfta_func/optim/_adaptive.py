@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check, per_member, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check, restrict, vector
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
@@ -52,8 +52,7 @@ def adagrad(
     check("initial_accumulator_value", initial_accumulator_value, Range.NONNEGATIVE)
 
     def start(path: str, param: Tensor) -> Tensor:
-        name, allowed = "initial_accumulator_value", Range.NONNEGATIVE
-        values = per_member(name, initial_accumulator_value, param.shape[0], param.device, allowed)
+        values = vector("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
         values = torch.complex(values, values) if param.is_complex() else values
         return torch.zeros_like(param) + per_model(values, param)
 
@@ -64,9 +63,7 @@ def adagrad(
         total.add_(grad * grad)
         return grad / total.sqrt().add_(k["eps"])
 
-    return leafwise(
-        AdagradState, hyperparams.without_zeros("weight_decay"), rule, prepare, start=start, maximize=maximize
-    )
+    return leafwise(AdagradState, hyperparams, rule, prepare, start=start, maximize=maximize)
 
 
 AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"])
@@ -111,7 +108,7 @@ def adadelta(
         decay_square(deltas, k["rho"], delta, k["1-rho"])
         return delta
 
-    return leafwise(AdadeltaState, hyperparams.without_zeros("weight_decay"), rule, maximize=maximize)
+    return leafwise(AdadeltaState, hyperparams, rule, maximize=maximize)
 
 
 RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "momentum"])
@@ -154,7 +151,7 @@ def rmsprop(
         Graves, "Generating sequences with recurrent neural networks", arXiv:1308.0850, 2013 (``centered``).
     """
     hyperparams = Hyperparams(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-    hyperparams = hyperparams.without_zeros("weight_decay", "momentum")
+    hyperparams = hyperparams.without_zeros("momentum")
     unused = (() if centered else ("grad_avg",)) + (() if "momentum" in hyperparams else ("momentum",))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:

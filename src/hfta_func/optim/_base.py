@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
-from hfta_func._tree import leaves, num_models, where, write
+from hfta_func._torch import inside_transform
+from hfta_func._tree import num_models, where, write
 from hfta_func._types import Params, PerModel, Schedule, Tree, call_text, recipe
 from hfta_func.errors import HyperparameterError
 
@@ -85,7 +85,7 @@ def is_of_package(value: GradientTransformation | Schedule, *, closed: bool = Fa
 def check_transformation(name: str, value: Any) -> None:
     """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
     if not isinstance(value, GradientTransformation):
-        what = value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else type(value).__qualname__
+        what = getattr(value, "__qualname__", type(value).__qualname__)
         raise TypeError(
             f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1); "
             f"from_torch makes one of M optimizers of torch.optim"
@@ -195,20 +195,6 @@ def restrict(owner: type, **ranges: Range) -> None:
     _RANGES.setdefault(owner, {}).update(ranges)
 
 
-def _shorten(state: type) -> None:
-    """Have states of a NamedTuple class show what they hold instead of its values."""
-    plain: Any = state.__repr__
-
-    def text(self: Any) -> str:
-        if not (self and isinstance(self[0], Tensor) and self[0].dim()):
-            return plain(self)
-        held = [name for name, part in [*self._asdict().items()][1:] if name != "hyperparams" and leaves(part)]
-        return f"{type(self).__name__}({len(self[0])} members{': ' * bool(held)}{', '.join(held)})"
-
-    if getattr(plain, "__module__", None) == "collections":  # Another text is its author's choice.
-        setattr(state, "__repr__", text)  # noqa: B010
-
-
 def range_of(owner: type, name: str) -> Range:
     """The range of a hyperparameter of an optimizer whose state is of class ``owner``."""
     return _RANGES.get(owner, {}).get(name) or _DEFAULT_RANGES.get(name, Range.FINITE)
@@ -227,21 +213,16 @@ class Hyperparams:
 
     def __init__(self, owner: type, /, **specs: PerModel):
         self.owner, self.specs = owner, specs
-        _shorten(owner)
         for name, spec in specs.items():
-            check(name, spec, range_of(owner, name))
+            _check_spec(name, spec, range_of(owner, name))
 
     def __contains__(self, name: str) -> bool:
         return name in self.specs
 
-    def without(self, *names: str) -> Hyperparams:
-        """The same hyperparameters without ``names``."""
-        return Hyperparams(self.owner, **{name: spec for name, spec in self.specs.items() if name not in names})
-
     def without_zeros(self, *names: str) -> Hyperparams:
         """The same without each of ``names`` that is the plain number 0, so that its term is not computed."""
-        plain = [name for name in names if isinstance(self.specs[name], int | float)]
-        return self.without(*(name for name in plain if self.specs[name] == 0))
+        plain = {name for name in names if isinstance(self.specs.get(name), int | float) and self.specs[name] == 0}
+        return Hyperparams(self.owner, **{name: spec for name, spec in self.specs.items() if name not in plain})
 
     def init(self, params: Params) -> dict[str, Any]:
         """Vectors ``float64[M]`` to keep in the state; raises if a length is not M."""
@@ -250,15 +231,7 @@ class Hyperparams:
 
     def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
         """The numbers ``float64[M]`` after ``count`` (``int64[M]``) updates, from the values ``held`` in a state."""
-        numbers = {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
-        for name, value in numbers.items():
-            if not isinstance(value, Tensor) or value.shape != count.shape:
-                got = list(value.shape) if isinstance(value, Tensor) else type(value).__qualname__
-                raise HyperparameterError(
-                    f"the schedule of {name} returned {got}, not one number per model {list(count.shape)}; compute it "
-                    f"from the count, which has shape {list(count.shape)}"
-                )
-        return numbers
+        return {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
 
     def decays(self) -> list[str]:
         """The names of the decay rates."""
@@ -272,49 +245,33 @@ def zero_count(params: Params) -> Tensor:
 
 def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range) -> Tensor:
     """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range, or its length is not M."""
-    if isinstance(spec, Schedule):
-        raise HyperparameterError(
-            f"{name} is a schedule, which goes into an optimizer when it is made; here give one number, or one per model"
-        )
     check(name, spec, allowed)
     return vector(name, spec, count, device)
 
 
-def labels(name: str, inner_names: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
-    """The label and range that each hyperparameter of the schedule of ``name`` is checked by; the first is its own value."""
-    return {
-        inner: (inner, range_of(Schedule, inner)) if position else (name, allowed)
-        for position, inner in enumerate(inner_names)
-    }
+def _check_spec(name: str, spec: PerModel, allowed: Range) -> None:
+    if not isinstance(spec, Schedule):
+        return check(name, spec, allowed)
+    # The first number of a schedule is a value of the hyperparameter itself.
+    for position, (inner, value) in enumerate(spec.knobs.items()):
+        _check_spec(*((inner, value, range_of(Schedule, inner)) if position else (name, value, allowed)))
 
 
 def check(name: str, spec: Any, allowed: Range) -> None:
     """Raise unless every number is in the range. :func:`vector` checks the length, once M is known."""
-    if isinstance(spec, Schedule):
-        for inner, (label, inner_range) in labels(name, spec.knobs, allowed).items():
-            check(label, spec.knobs[inner], inner_range)
-        return
     try:
         values = torch.as_tensor(spec, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise HyperparameterError(f"{name} is {spec!r}; give one number, or one per model") from None
     if values.dim() > 1 and allowed is not Range.ROWS:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
-    if values.dim() > 1 or (isinstance(spec, Tensor) and torch.compiler.is_compiling()):
-        return  # a graph cannot read its values, and rows are many
+    if values.dim() > 1 or (isinstance(spec, Tensor) and (torch.compiler.is_compiling() or inside_transform())):
+        return  # rows are many, and a graph or a transform cannot read values
     low, high, words = allowed.value
-    for member, value in enumerate(_numbers(values) if isinstance(spec, Tensor) else values.reshape(-1).tolist()):
+    for member, value in enumerate(values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):
             where = f"model {member}: " if values.dim() else ""
             raise HyperparameterError(f"{where}{name} is {value}; it must be {words}")
-
-
-def _numbers(values: Tensor) -> list[float]:
-    """The values as floats, read outside of transforms because PyTorch 2.9 cannot read them inside a gradient."""
-    while is_wrapped(values):
-        values = get_unwrapped(values)
-    with outside_transforms():
-        return values.reshape(-1).tolist()
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -326,8 +283,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     """One number or row of numbers per member, ``float64[count, ...]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
-        named = labels(name, spec.knobs, Range.FINITE)
-        return {inner: vector(label, spec.knobs[inner], count, device) for inner, (label, _) in named.items()}
+        return {inner: vector(f"{name}.{inner}", value, count, device) for inner, value in spec.knobs.items()}
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
         return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)

@@ -9,7 +9,6 @@ import base64
 import functools
 import itertools
 import operator
-import string
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,17 +22,20 @@ from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes
 
 _FORMS: Mapping[Any, str] = {
-    **{"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}"},
-    **{"sqrt": "sqrt({0})", "abs": "fabs({0})", "sign": "(T)(({0} > 0) - ({0} < 0))"},
+    **{("add", 2): "{0} + {1}", ("sub", 2): "{0} - {1}", ("mul", 2): "{0} * {1}", ("div", 2): "{0} / {1}"},
+    **{("neg", 1): "-{0}", ("sqrt", 1): "sqrt({0})", ("abs", 1): "fabs({0})"},
+    ("sign", 1): "(T)(({0} > 0) - ({0} < 0))",
     # As PyTorch does, NaN stays NaN.
-    "clamp_min": "({0} >= {1} || {0} != {0} ? {0} : {1})",
-    "lerp": "{0} + {2} * ({1} - {0})",
-    "addcmul": "{0} + {value} * {1} * {2}",
+    ("clamp_min", 2): "({0} >= {1} || {0} != {0} ? {0} : {1})",
+    ("lerp", 3): "{0} + {2} * ({1} - {0})",
+    ("addcmul", 3, "value"): "{0} + {value} * {1} * {2}",
 }
-"""The form of each operator in C."""
+"""The form in C of each operator, by its name, the number of its arguments, and options."""
 
 _SAME = {operator.truediv: "div", operator.neg: "neg"}
 
+
+_Columns = Sequence[Sequence[Tensor]]
 
 MAX_INLINE_LEAVES = 16
 """With more leaves, a compiled step calls the kernel as one operator instead of generating code for every leaf."""
@@ -48,14 +50,8 @@ class Kernel:
         _KERNELS[self._number] = self
 
     def __call__(
-        self,
-        columns: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, Tensor],
-        keep: Tensor | None = None,
-        *,
-        donate: bool = False,
-        apply: bool = False,
-    ) -> Sequence[Sequence[Tensor]] | None:
+        self, columns: _Columns, numbers: Mapping[str, Tensor], keep: Tensor | None, donate: bool, apply: bool
+    ) -> _Columns | None:
         """Run the kernel over leaves ``[M, ...]``: lists of gradients and of parameters, and one for every slot.
 
         Members where ``keep`` is False keep parameters and slots. With ``donate`` slots and, with ``apply``, parameters are
@@ -95,8 +91,11 @@ class Kernel:
         return outs
 
     @functools.cache  # noqa: B019  as long as the optimizer lives
-    def source(self, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str:
-        """The program in C; with ``adds`` it adds the change to the parameter, else it returns the change."""
+    def source(self, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str | None:
+        """The program in C; with ``adds`` it adds the change to the parameter, else it returns the change.
+
+        None if the rule calls an operator that has no form in C.
+        """
         graph = fx.Graph()
         tracer = GraphAppendingTracer(graph)
 
@@ -116,7 +115,10 @@ class Kernel:
             target: Any = node.target
             name: str = target if isinstance(target, str) else _SAME.get(target) or target.__name__
             terms = [held[x] if isinstance(x, fx.Node) else f"(T){x!r}" for x in node.args]
-            value = _in_c(name.strip("_"), terms, {key: f"(T){x!r}" for key, x in node.kwargs.items()})
+            form = _FORMS.get((name.strip("_"), len(terms), *node.kwargs))
+            if form is None:
+                return None
+            value = form.format(*terms, **{key: f"(T){x!r}" for key, x in node.kwargs.items()})
             in_place = isinstance(target, str) and name.endswith("_")
             held[node] = terms[0] if in_place else f"at_{node.name}"
             lines.append(f"{'' if in_place else 'T '}{held[node]} = {value};")
@@ -131,30 +133,15 @@ class Kernel:
         return rows.source(dtype, columns, len(names), lines, same)
 
 
-def _in_c(name: str, terms: Sequence[str], options: Mapping[str, str]) -> str:
-    """One operator in C; raises if it has no form with these arguments."""
-    form = _FORMS.get(name, "")
-    fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
-    if {*map(str, range(len(terms))), *options} != {*fields}:
-        raise TypeError(
-            f"the rule of an optimizer calls '{name}' with {len(terms)} arguments and {sorted(options) or 'no options'}, "
-            f"which has no form in C; the operators that have one are {', '.join(_FORMS)} (addcmul with value=); write the "
-            f"rule with these, or pass elementwise=False to leafwise"
-        )
-    return form.format(*terms, **options)
-
-
 _NUMBERS = itertools.count()
 _KERNELS: weakref.WeakValueDictionary[int, Kernel] = weakref.WeakValueDictionary()
 
 
 @constant_to_compiler
 def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str | None:
-    """The program of a kernel, given by number for compilers; None if there is no C compiler or it fails."""
-    if native.compiler() is None:
-        return None
+    """The program of a kernel, given by number for compilers; None if there is none, or no C compiler that works."""
     source = _KERNELS[number].source(names, dtype, adds)
-    return None if native.program(source) is None else source
+    return None if source is None or native.program(source) is None else source
 
 
 @constant_to_compiler
@@ -226,14 +213,11 @@ def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
 
 
-def _run(
-    source: str, columns: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]], numbers: Tensor, keep: Any
-) -> None:
-    models = numbers.shape[1]
-    pointers = [leaf for column in (*columns, *outs) for leaf in column]
-    run = native.program(source)
+def _run(source: str, columns: _Columns, outs: _Columns, numbers: Tensor, keep: Any) -> None:
+    models, run = numbers.shape[1], native.program(source)
     assert run is not None
-    run([grad.numel() // models for grad in columns[0]], models, [pointers, numbers, keep])
+    leaves = [leaf for column in (*columns, *outs) for leaf in column]
+    run([grad.numel() // models for grad in columns[0]], models, [leaves, numbers, keep])
 
 
 def _note_writes(leaves: Sequence[Tensor]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, num_dispatch_modes, num_recorders
-from hfta_func._tree import per_model, where, write_leaf
+from hfta_func._tree import where, write
 from hfta_func._types import Params, PerModel
 from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
@@ -36,6 +36,18 @@ def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
 def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
     """``square = decay * square + share * grad^2`` in place."""
     square.mul_(decay).add_((grad * share).mul_(grad))
+
+
+def moments(grad: Tensor, k: Mapping[str, Any], mean: Tensor, square: Tensor) -> None:
+    """Adam's averages of gradients and of their squares, in place."""
+    decay_mean(mean, grad, k["1-beta1"])
+    decay_square(square, k["beta2"], grad, k["1-beta2"])
+
+
+def correct(at: dict[str, Tensor], count: Tensor) -> None:
+    """Adam's bias corrections in numbers per member, outside the leaves: of the root in the step and in ``eps``."""
+    root = (1 - at["beta2"] ** count).sqrt()
+    at["step"], at["eps"] = -at["lr"] * root, at["eps"] * root
 
 
 def leafwise(
@@ -68,6 +80,7 @@ def leafwise(
         maximize: Maximize instead of minimize.
         elementwise: Whether the rule treats every element independently, so that one kernel may run it for all.
     """
+    knobs = knobs.without_zeros("weight_decay")
     slots = [name for name in state._fields if name not in (*FIELDS, *carried)]  # pyright: ignore
     used = [name for name in slots if name not in unused]
     decays = knobs.decays()
@@ -88,86 +101,65 @@ def leafwise(
             at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
         return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
 
-    def direct(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
-        """The direction of the update; writes the slots."""
-        if maximize:
-            grad = -grad
-        decay = None if decoupled else k.get("decay")
-        if decay is not None:
-            grad = grad + decay * param
-        return rule(grad, param, k, *slot_leaves)
-
-    def moved(direction: Any, param: Any, k: Mapping[str, Any]) -> Any:
-        """The change of the parameter."""
-        change = direction * k["step"]
-        return change + param * k["decay"] if decoupled and "decay" in k else change
-
-    def stored(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Tensor:
-        """The direction of leaves as they are stored; writes the slots."""
-        wide = [_wide(slot) for slot in slot_leaves]
-        direction = direct(_wide(grad), _wide(param), k, *wide)
-        for slot, new in zip(slot_leaves, wide, strict=True):
-            write_leaf(slot, new)
-        return direction
+    def change(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
+        """The change of the parameter; writes the slots."""
+        grad = -grad if maximize else grad
+        if "decay" in k and not decoupled:
+            grad = grad + k["decay"] * param
+        moved = rule(grad, param, k, *slot_leaves) * k["step"]
+        return moved + param * k["decay"] if "decay" in k and decoupled else moved
 
     def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Any:
-        """The same with new slots, since rules write in place, which an outer gradient does not allow."""
+        """The change and new slots, since rules write in place, which an outer gradient does not allow."""
 
         def changed(grad: Tensor, param: Tensor, k: Any, slot_leaves: list[Tensor]) -> Any:
-            fresh = [slot.clone() for slot in slot_leaves]
-            return stored(grad, param, k, fresh), fresh
+            wide = [_wide(slot).clone() for slot in slot_leaves]
+            out = change(_wide(grad), _wide(param), k, *wide)
+            return out, [new.to(slot.dtype) for new, slot in zip(wide, slot_leaves, strict=True)]
 
         around = inside_transform() and not torch.compiler.is_compiling()
         return (torch.func.functionalize(changed) if around else changed)(grad, param, k, slot_leaves)
 
-    kernel = Kernel(lambda grad, param, k, *slots: moved(direct(grad, param, k, *slots), param, k), len(used))
+    kernel = Kernel(change, len(used))
 
-    def at_once(
-        numbers: _Numbers, grads: Params, opt_state: Any, params: Params, **how: Any
-    ) -> list[tuple[list[str], Any]]:
-        """For each dtype that the kernel supports, the paths of its leaves and the kernel's results."""
+    def at_once(numbers: _Numbers, trees: tuple[Params, ...], **how: Any) -> dict[str, tuple[Tensor, ...]]:
+        """By path, the kernel's results for the leaves of the dtypes that it supports."""
         observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes() > num_recorders())
-        if not elementwise or observed or numbers.requires_grad:
-            return []
-        trees, results = (grads, params, *(getattr(opt_state, name) for name in used)), []
+        if not elementwise or observed or any(value.requires_grad for value in numbers.at.values()):
+            return {}
+        results, (grads, params, *_) = {}, trees
         for dtype in {params[path].dtype for path in grads}:
             paths = [path for path in grads if params[path].dtype == dtype]
             columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
             if columns is not None:
-                back = _back(params[paths[0]])
-                results.append((paths, [[back(leaf) for leaf in column] for column in columns]))
+                results.update(zip(paths, zip(*columns, strict=True), strict=True))
         return results
+
+    def one_by_one(numbers: _Numbers, leaves: Iterable[Tensor], keep: Any, donate: bool, apply: bool) -> list[Tensor]:
+        """The same for one leaf, by operators."""
+        grad, param, *slot_leaves = map(_real, leaves)
+        k = numbers.like(param)
+        out, fresh = functional(grad, param, k, slot_leaves)
+        olds = [param, *slot_leaves] if apply else slot_leaves
+        news = [(param + out).to(param.dtype), *fresh] if apply else fresh
+        if keep is not None:
+            news = [where(keep, new, old) for new, old in zip(news, olds, strict=True)]
+        if donate:
+            write(olds, news)
+            news = olds
+        return news if apply else [out, *news]
 
     def run(
         grads: Params, opt_state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
     ) -> tuple[Params, Any]:
         numbers, new = begin(opt_state)
+        trees = grads, params, *(getattr(opt_state, name) for name in used)
+        done = at_once(numbers, trees, keep=keep, donate=donate, apply=apply)
         results, after = {}, {name: {} for name in slots}
-        for paths, columns in at_once(numbers, grads, opt_state, params, keep=keep, donate=donate, apply=apply):
-            for tree, column in zip((results, *(after[name] for name in used)), columns, strict=True):
-                tree.update(zip(paths, column, strict=True))
         for path, grad in grads.items():
-            if path in results:
-                continue
-            back = _back(grad)
-            held = (getattr(opt_state, name)[path] for name in used)
-            grad, param, *slot_leaves = map(_real, (grad, params[path], *held))
-            k = numbers.like(param)
-            direction, fresh = functional(grad, param, k, slot_leaves)
-            out = moved(direction, param, k)
-            out = (param + out).to(param.dtype) if apply else out
-            if keep is not None:
-                fresh = [where(keep, slot, old) for slot, old in zip(fresh, slot_leaves, strict=True)]
-                out = where(keep, out, param) if apply else out
-            if donate:
-                olds, news = ((param, *slot_leaves), (out, *fresh)) if apply else (slot_leaves, fresh)
-                for old, leaf in zip(olds, news, strict=True):
-                    write_leaf(old, leaf)
-                out, fresh = param if apply else out, slot_leaves
-            slot_leaves = fresh
-            results[path] = back(out)
-            for name, slot in zip(used, slot_leaves, strict=True):
-                after[name][path] = back(slot)
+            leaves = done.get(path) or one_by_one(numbers, (tree[path] for tree in trees), keep, donate, apply)
+            for tree, leaf in zip((results, *(after[name] for name in used)), leaves, strict=True):
+                tree[path] = torch.view_as_complex(leaf) if grad.is_complex() else leaf
         if keep is not None:
             new = where(keep, new, {name: getattr(opt_state, name) for name in new})
         # Not _replace: the compiler of PyTorch 2.9 cannot return what that makes.
@@ -181,35 +173,23 @@ class _Numbers:
 
     def __init__(self, at: Mapping[str, Tensor]):
         self.at = at
-        self._columns: dict[torch.dtype, dict[str, Tensor]] = {}
         self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether derivatives with respect to these numbers are needed."""
-        return any(value.requires_grad for value in self.at.values())
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
         """The numbers as tensors that broadcast over a leaf, made once for each dtype and number of axes."""
-        leaf = _wide(leaf)
-        key = (leaf.dtype, leaf.dim())
-        if leaf.dtype not in self._columns:
-            # Stacked, so that the compiler computes them once and not for every element of every leaf.
-            columns = torch.stack([value.to(leaf.dtype) for value in self.at.values()]).unbind()
-            self._columns[leaf.dtype] = dict(zip(self.at, columns, strict=True))
+        dtype = _wide(leaf).dtype
+        key = dtype, leaf.dim()
         if key not in self._shaped:
-            self._shaped[key] = {name: per_model(value, leaf) for name, value in self._columns[leaf.dtype].items()}
+            # Stacked, so that the compiler computes them once and not for every element of every leaf.
+            columns = torch.stack([value.to(dtype) for value in self.at.values()], 0)
+            columns = columns.reshape(*columns.shape, *(1,) * (leaf.dim() - 1)).unbind()
+            self._shaped[key] = dict(zip(self.at, columns, strict=True))
         return self._shaped[key]
 
 
 def _real(leaf: Tensor) -> Tensor:
     """Complex numbers as pairs, as ``torch.optim`` updates them: ``[M, ...] -> [M, ..., 2]``."""
     return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-
-
-def _back(leaf: Tensor) -> Callable[[Tensor], Tensor]:
-    """The inverse of :func:`_real` for a leaf."""
-    return torch.view_as_complex if leaf.is_complex() else lambda real: real
 
 
 def _wide(leaf: Tensor) -> Tensor:

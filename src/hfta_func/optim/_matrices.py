@@ -11,8 +11,8 @@ from torch import Tensor
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel, recorded
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, renew, true_sizes
-from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise, pair_of
+from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, true_sizes
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, moments, pair_of
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
 """Averages of the gradients and of their squares."""
@@ -52,11 +52,10 @@ def lamb(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count
         # Renamed, because it counts towards the norm, so leafwise must not apply it.
-        at["inner decay"] = at.pop("weight_decay")
+        at["inner decay"] = at.pop("weight_decay", torch.zeros_like(at["lr"]))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
-        decay_mean(mean, grad, k["1-beta1"])
-        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        moments(grad, k, mean, square)
         direction = (
             (mean / k["left1"]).div_((square / k["left2"]).sqrt_().add_(k["eps"])).add_(param * k["inner decay"])
         )
@@ -121,9 +120,7 @@ def muon(
         Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
     """
     check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
-    hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros(
-        "weight_decay"
-    )
+    hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
     def start(path: str, param: Tensor) -> Tensor:
         if param.dim() != 3 or param.is_complex():
@@ -138,20 +135,17 @@ def muon(
         at["1-momentum"] = 1 - at["momentum"]
 
     def scale_of(rows: Tensor, columns: Tensor) -> Tensor:
-        rows = rows.double()
         if adjust_lr_fn == "original":
-            return (rows / columns).nan_to_num(1.0).clamp(min=1).sqrt()
-        return 0.2 * torch.maximum(rows, columns).sqrt()
+            return (rows.double() / columns).nan_to_num(1.0).clamp(min=1).sqrt()
+        return 0.2 * torch.maximum(rows, columns).double().sqrt()
 
-    def rule(
-        grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, true_scale: Tensor | None = None
-    ) -> Tensor:
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, *true_scale: Tensor) -> Tensor:
         decay_mean(buffer, grad, k["1-momentum"])
         update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
+        direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps).to(param.dtype)
         rows, columns = param.shape[1:]
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
-        return (scale if true_scale is None else true_scale) * direction.to(param.dtype)
+        return direction * (true_scale[0] if true_scale else scale)
 
     plain, sized = (
         leafwise(kind, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
@@ -166,9 +160,7 @@ def muon(
         return SizedMuonState(*state, scale=scales)
 
     def run(grads: Params, state: Any, params: Params, *how: Any) -> Any:
-        keep, donate, apply = how
-        chosen = sized if isinstance(state, SizedMuonState) else plain
-        return renew(chosen, grads, state, params, keep, donate=donate, apply=apply)
+        return (sized if isinstance(state, SizedMuonState) else plain).renew(grads, state, params, *how)
 
     return by_renew(init, run)
 

@@ -19,7 +19,6 @@ from hfta_func.optim._base import (
     Range,
     apply_updates,
     by_renew,
-    check_transformation,
     renew,
     restrict,
     zero_count,
@@ -40,8 +39,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> updates["w"]
         tensor([[-0.0600, -0.0800]])
     """
-    for number, transformation in enumerate(transformations):
-        check_transformation(f"part {number} of the chain", transformation)
+    if not transformations:
+        raise HyperparameterError("a chain has no parts; pass at least one")
 
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
@@ -56,8 +55,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(part)
         return grads, tuple(states)
 
-    # An empty chain has no last part that could apply the updates.
-    return by_renew(init, run) if transformations else GradientTransformation(init, lambda grads, *rest: (grads, ()))
+    return by_renew(init, run)
 
 
 HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
@@ -177,7 +175,6 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
         >>> updates["w"].flatten()
         tensor([-3., -2.])
     """
-    check_transformation("accumulate's optimizer", optimizer)
     hyperparams = Hyperparams(AccumulateState, every=every)
 
     def init(params: Params) -> AccumulateState:
@@ -263,8 +260,7 @@ def partition(
         groups: The optimizers by name.
 
     Raises:
-        HyperparameterError: if a group has no optimizer or no parameters, or a mapping leaves out a parameter or names a path
-            that no parameter has.
+        HyperparameterError: if a mapping leaves out a parameter or names a path that no parameter has.
 
     Example:
         >>> optimizer = partition({"": "body", "head": "head", "embed": None}, {"body": sgd(lr=0.1), "head": sgd(lr=1.0)})
@@ -274,8 +270,6 @@ def partition(
         >>> {path: update.sum().item() for path, update in updates.items()}
         {'embed.weight': 0.0, 'head.bias': -2.0, 'body.bias': -0.20000000298023224}
     """
-    for name, group in groups.items():
-        check_transformation(f"group '{name}'", group)
 
     def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
         for name, paths in group_paths(label, groups, params).items():
@@ -319,14 +313,8 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
             name = label[max(matching, key=len)]
         else:
             name = label(path, param.shape[1:])
-        if name not in (None, *paths_of):
-            raise HyperparameterError(
-                f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
-            )
         if name is not None:
             paths_of[name].append(path)
-    for name in [name for name, paths in paths_of.items() if not paths]:
-        raise HyperparameterError(f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it")
     return paths_of
 
 

@@ -13,6 +13,3 @@ from hfta_func.optim._leafwise import FIELDS as FIELDS
 from hfta_func.optim._leafwise import decay_mean as decay_mean
 from hfta_func.optim._leafwise import decay_square as decay_square
 from hfta_func.optim._leafwise import leafwise as leafwise
-
-Knobs = Hyperparams
-"""An earlier name of :class:`Hyperparams`."""
