@@ -6,7 +6,7 @@ import collections
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from hfta_func._tree import num_models
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
-from hfta_func.run.trainer import LocalTrainer, Members, SegmentHooks, Step, Trainer
+from hfta_func.run.trainer import END, LocalTrainer, Members, SegmentHooks, Step, Trainer
 from hfta_func.workers.executor import Executor
 from hfta_func.workers.pool import PROCESSORS, Pool, number_of, processes
 from hfta_func.workers.process import cores
@@ -36,14 +36,11 @@ class AutoTrainer(Trainer):
     """
 
     def __init__(self, local: LocalTrainer, make_parallel: Callable[[], ExecutorTrainer], steps: int | None):
-        self._local, self._make, self._left = local, make_parallel, steps
-        self._current: LocalTrainer | ExecutorTrainer = local
+        self._local, self._make, self._steps = local, make_parallel, steps
         self._parallel: ExecutorTrainer | None = None
-        # In this process: seconds of all steps, and of the latest ones.
-        self._spent, self._times = 0.0, collections.deque[float](maxlen=_LATEST)
-        # In worker processes: steps and seconds of all pieces but the first, in which a new process does much once.
-        self._tried: list[tuple[int, float]] = []
-        self._is_decided, self._compared = False, "worker processes have not been tried"
+        self._compared = "worker processes have not been tried"
+        self._pieces = self._plan()
+        self._current, self._some = next(self._pieces)
 
     @property
     def status(self) -> str:
@@ -58,44 +55,36 @@ class AutoTrainer(Trainer):
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
         while True:
-            if not self._is_decided:
-                self._choose()
-            start, before, some = time.perf_counter(), run.running.batches, until
-            if not self._is_decided:
-                some = min(until, before + (self._wanted() if self._tried else 1))
-            ended = self._current.segment(run, some, hooks)
-            made, took = run.running.batches - before, time.perf_counter() - start
-            if self._current is not self._local:
-                self._tried.append((made, took) if self._tried else (0, 0.0))
-            elif made:
-                self._spent += took
-                self._times.append(took / made)
-                self._left = self._left and max(0, self._left - made)
+            start, before = time.perf_counter(), run.running.batches
+            ended = self._current.segment(run, min(until, before + self._some), hooks)
+            piece = run.running.batches - before, time.perf_counter() - start
+            self._current, self._some = self._pieces.send(piece)
             if ended or hooks.stopped() or run.running.batches == until:
                 return ended
 
-    def _choose(self) -> None:
-        """Choose who trains the next piece."""
-        if self._parallel is None:
-            left = self._spent if self._left is None or not self._times else self._left * statistics.median(self._times)
-            if len(self._times) >= _FIRST and left >= _LEAST:
+    def _plan(self) -> Generator[tuple[LocalTrainer | ExecutorTrainer, int], tuple[int, float], None]:
+        """Who trains the next piece, and at most how many steps; is sent how many they were, and seconds."""
+        times, spent, left = collections.deque[float](maxlen=_LATEST), 0.0, self._steps
+        while self._parallel is None or not self._parallel.is_ready():
+            made, took = yield self._local, 1
+            spent, left = spent + took, left and max(0, left - made)
+            times.extend([took / made] if made else [])
+            expected = spent if left is None else left * statistics.median(times or [0.0])
+            if self._parallel is None and len(times) >= _FIRST and expected >= _LEAST:
                 self._parallel = self._make()
-            return
-        if not self._parallel.is_ready():
-            return
-        self._current, steps = self._parallel, sum(made for made, _ in self._tried)
-        if steps < self._wanted():
-            return
-        self._is_decided = True
-        parallel, local = sum(took for _, took in self._tried) / steps, statistics.median(self._times)
+        # The first steps of a new process do much once.
+        yield self._parallel, 1
+        local, steps, seconds = statistics.median(times), 0, 0.0
+        while steps < max(2, math.ceil(_TRIAL / local)):
+            made, took = yield self._parallel, max(2, math.ceil(_TRIAL / local))
+            steps, seconds = steps + made, seconds + took
+        parallel, winner = seconds / steps, self._parallel
         self._compared = f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
         if parallel >= local:
             self._parallel.close()
-            self._parallel, self._current = None, self._local
-
-    def _wanted(self) -> int:
-        """Steps of a trial."""
-        return max(2, math.ceil(_TRIAL / statistics.median(self._times)))
+            self._parallel, winner = None, self._local
+        while True:
+            yield winner, END
 
 
 def make_trainer(
