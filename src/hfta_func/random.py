@@ -11,8 +11,11 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -31,6 +34,25 @@ _MIX2 = 0x94D049BB133111EB - 2**64
 _kernels: Any = torch.ops.hfta_func
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Significand bits; a dtype represents multiples of ``2**-digits`` in [0, 1) exactly."""
+
+
+_lock = threading.RLock()
+
+
+def _unlocked() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# Another thread may hold it while a process is forked.
+os.register_at_fork(after_in_child=_unlocked)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A block that seeds the generators of PyTorch, Python or NumPy for a moment, which one thread at a time does."""
+    with _lock:
+        yield
 
 
 def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> Tensor:

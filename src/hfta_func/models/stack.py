@@ -137,7 +137,7 @@ def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, 
             f"gets weights of its own"
         )
     # With a list of GPUs, because PyTorch would otherwise warn if there are several.
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         return factory(**arguments)
 

@@ -17,17 +17,7 @@ from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.rules.vmap import vmap
-from hfta_func.run.row_sampling import (
-    Rows,
-    at_rows,
-    bags,
-    folded,
-    given,
-    refuse_model_axis,
-    tensors_of,
-    weighed,
-    weighted,
-)
+from hfta_func.run.row_sampling import Rows, at_rows, bags, drawn, folded, given, tensors_of, weighed, weighted
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
@@ -57,12 +47,13 @@ class ArrayLoader:
         folds: A number K of parts; member ``i`` has all rows but those of part ``i % K``, see :meth:`held_out`.
         weights: How often each row is drawn, ``[n]`` or ``[M, n]``; a pass then draws its rows with replacement, in
             proportion.
+        sampler: ``sampler(seed, epoch)`` returns the rows of ONE member in an epoch, in order, such as batches of 8 classes
+            with 4 rows each, or ``list(batch_sampler)`` with a generator of this seed and epoch.
         transform: ``transform(batch) -> batch`` for ONE member's batch ``[N, ...]``, such as augmentation. Its random calls
             draw from the member's seed.
 
     Raises:
-        HyperparameterError: if ``seeds`` does not fit ``shared``, ``batch_size`` is not positive, or rows, folds or weights
-            leave a member without data.
+        HyperparameterError: if ``seeds`` does not fit ``shared``, or rows, folds or weights leave a member without data.
         BatchError: if there is no data, two leaves have different numbers of rows, or all leaves seem to be ``[M, n, ...]``.
 
     Example:
@@ -85,6 +76,7 @@ class ArrayLoader:
         bootstrap: bool = False,
         folds: int | None = None,
         weights: Sequence[Any] | Tensor | None = None,
+        sampler: Callable[[int, int], Sequence[Any]] | None = None,
         device: torch.device | str | None = None,
         transform: Callable[[Tree], Tree] | None = None,
     ):
@@ -94,30 +86,21 @@ class ArrayLoader:
                 f"seeds is {seeds!r}; pass seeds=[...], one integer per model, or shared=True for one batch for all members, "
                 f"with one integer or none"
             )
-        if not isinstance(batch_size, Integral) or batch_size < 1:
-            raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
-        chosen = {"rows": rows is not None, "bootstrap": bootstrap, "folds": folds is not None}
-        named = [name for name, is_given in {**chosen, "weights": weights is not None}.items() if is_given]
-        if named and (shared or not shuffle):
-            raise HyperparameterError(
-                f"{named[0]} deals rows to each model by its seed; leave out {'shared=True' if shared else 'shuffle=False'}"
-            )
-        if sum(chosen.values()) > 1 or (bootstrap and weights is not None):
+        options = {"rows": rows, "bootstrap": bootstrap or None, "folds": folds, "sampler": sampler, "weights": weights}
+        named = [name for name, option in options.items() if option is not None]
+        if len(named) > 1 and named not in (["rows", "weights"], ["folds", "weights"]):
             raise HyperparameterError(f"{' and '.join(named[:2])} both say which rows a model has; pass one of them")
-        count = batches_per_epoch
-        if count is not None and (not isinstance(count, Integral) or count < 1 or not shuffle):
+        if (named and shared and sampler is None) or ((named or batches_per_epoch is not None) and not shuffle):
+            cure = "shuffle=False" if not shuffle else "shared=True"
             raise HyperparameterError(
-                f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
+                f"{(named or ['batches_per_epoch'])[0]} deals rows by each model's seed; leave out {cure}"
             )
-        self.data = tensors_of(data, device)
-        tensors = leaves(self.data)
-        self.rows, device = tensors[0].shape[0], tensors[0].device
+        self.data = tensors_of(data, device, 0 if shared else len(seeds))  # pyright: ignore
+        self.rows, device = leaves(self.data)[0].shape[0], leaves(self.data)[0].device
         numbers: Any = seeds if is_list else [seeds or 0]
         self.keys, self.shared = random.keys(numbers, device=device), shared
-        if not shared:
-            refuse_model_axis(tensors, len(self.keys))
         self.batch_size, self.shuffle, self.drop_last = int(batch_size), shuffle, drop_last
-        self.transform, self.bootstrap = transform, bootstrap
+        self.transform, self.bootstrap, self._sampler = transform, bootstrap, sampler
         self._position = self._next = (0, 0)
         self._ahead: Tensor | int = 0
         self._rows_of: Rows | None = None
@@ -126,14 +109,16 @@ class ArrayLoader:
         elif folds is not None:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
-        self._is_stream = count is not None or self._rows_of is not None
+        self._is_stream = batches_per_epoch is not None or self._rows_of is not None
         sizes = [self.rows] if self._rows_of is None else [len(rows) for rows in self._rows_of.by_member]
+        if sampler is not None:
+            sizes = [drawn(sampler, self.keys[:1], 0).shape[1]]
         batches = [size // self.batch_size if drop_last else -(-size // self.batch_size) for size in sizes]
         if self._rows_of is not None:
             batches = [max(1, each) for each in batches]
-        self._length = int(count or max(batches))
-        # Of each member, where they may differ.
-        self._lengths = batches if count is None and self._rows_of is not None else None
+        self._length = int(batches_per_epoch or max(batches))
+        # Of each member, where they differ.
+        self._lengths = batches if batches_per_epoch is None and len({*batches}) > 1 else None
 
     def held_out(self) -> Any:
         """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
@@ -184,8 +169,10 @@ class ArrayLoader:
         Raises:
             HyperparameterError: if there are new members and the others have rows or weights of their own.
         """
-        if self.shared or min(places) >= 0:
-            other = self if self.shared else self.take([*places])
+        if self.shared:
+            return self
+        if min(places) >= 0:
+            other = self.take([*places])
             other._length = max(other._lengths) if other._lengths else other._length
             return other
         ahead = torch.as_tensor(self._ahead).expand(len(self.keys)).tolist()
@@ -215,8 +202,7 @@ class ArrayLoader:
             raise HyperparameterError("all members share the batches of this loader; make it with seeds=[...] instead")
         if self._rows_of is not None or (self._weights is not None and self._weights.dim() == 2):
             raise HyperparameterError(
-                "each model of this loader has rows or weights of its own, which new models do not have; make a loader for "
-                "them"
+                "new models have no rows or weights of their own in this loader; make a loader for them"
             )
         other = copy.copy(self)
         other.keys = keys.to(self.keys.device)
@@ -226,8 +212,7 @@ class ArrayLoader:
 
     def __repr__(self) -> str:
         members = "shared" if self.shared else f"{len(self.keys)} members"
-        count = f"{min(self.lengths)} to {len(self)}" if self.rests else len(self)
-        return f"{type(self).__name__}({members}, {self.rows} rows, {count} batches of {self.batch_size})"
+        return f"{type(self).__name__}({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
 
     @property
     def epoch(self) -> int:
@@ -246,19 +231,19 @@ class ArrayLoader:
     @property
     def rests(self) -> bool:
         """Whether members have fewer batches than there are."""
-        return self._lengths is not None and set(self._lengths) != {self._length}
+        return self._lengths is not None
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iter_of(self, resting=False)
+        return self.iterate(resting=False)
 
-    def iter_of(self, taken: ArrayLoader, resting: bool = True) -> Iterator[Any]:
-        """The next iteration over this loader, with the batches of some members alone, whose loader :meth:`take` returned."""
+    def iterate(self, resting: bool) -> Iterator[Any]:
+        """The batches of the next epoch, from the position on; see :meth:`batches`."""
         epoch, start = self._position = self._next
         self._next = (epoch + 1, 0)
-        return self._counted(taken, epoch, start, resting)
+        return self._counted(epoch, start, resting)
 
-    def _counted(self, taken: ArrayLoader, epoch: int, start: int, resting: bool) -> Iterator[Any]:
-        for number, batch in enumerate(taken.batches(epoch, start, resting), start + 1):
+    def _counted(self, epoch: int, start: int, resting: bool) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches(epoch, start, resting), start + 1):
             self._position = (epoch, number)
             yield batch
         self._position = (epoch + 1, 0)
@@ -304,6 +289,8 @@ class ArrayLoader:
             lengths = self.lengths if resting else [self._length] * len(self.keys)
             starts = (torch.tensor(lengths, device=self.keys.device) * self.batch_size * epochs).tolist()
             order = rows_of.order(key, starts, self._length * self.batch_size, self._weights)
+        elif self._sampler is not None:
+            order = drawn(self._sampler, self.keys, epochs)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:

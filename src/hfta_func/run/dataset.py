@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random as python_random
 import signal
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hfta_func import random
 from hfta_func._tree import tree_map
-from hfta_func.errors import BatchError, HyperparameterError
+from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import is_table, plain, restored
 
@@ -32,14 +33,14 @@ class DatasetLoader(ArrayLoader):
 
     While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
     epoch and the item, and where an epoch may have an item several times, as with ``bootstrap`` or ``weights``, by its place
-    in the epoch: random transforms are the same in an array of any size and with any number of workers, and the
-    caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
+    in the epoch: random transforms are the same in an array of any size, with any number of workers and in any thread, and
+    the caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
 
     Args:
         dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
         batch_size: N, items per member and batch.
-        seeds, shared, shuffle, drop_last, rows, batches_per_epoch, bootstrap, folds, weights: Which items each member has,
-            and in what order, as for :class:`ArrayLoader`.
+        seeds, shared, shuffle, drop_last, rows, batches_per_epoch, bootstrap, folds, weights, sampler: Which items each
+            member has, and in what order, as for :class:`ArrayLoader`.
         device: Where each batch is moved.
         collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
             and the batch.
@@ -79,10 +80,8 @@ class DatasetLoader(ArrayLoader):
         names = inspect.signature(ArrayLoader).parameters.keys() & options.keys()
         rows = torch.arange(len(dataset), device="cpu")
         super().__init__(rows, batch_size, **{name: options.pop(name) for name in names})
-        for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
-            raise HyperparameterError(f"pass seeds, rows, folds, bootstrap or weights instead of {name}")
         self._device = device
-        self._repeats = self._is_stream or self.bootstrap or self._weights is not None
+        self._repeats = self._is_stream or self.bootstrap or self._weights is not None or self._sampler is not None
         self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, self.shared)
         self._options = {"num_workers": num_workers, **options}
         # Made now, so that options which PyTorch refuses are refused now.
@@ -99,9 +98,8 @@ class DatasetLoader(ArrayLoader):
             >>> loader.held_out().flatten().sort().values
             tensor([10, 11, 12, 13])
         """
-        (batch,) = self._loaded(
-            self._draw(rows, random.fold_in(self.keys, _HELD_OUT), 0) for rows in [super().held_out()]
-        )
+        rows, noise = super().held_out(), random.fold_in(self.keys, _HELD_OUT)
+        (batch,) = self._loaded(self._draw(rows, noise, 0) for _ in range(1))
         return batch
 
     def once(self) -> Iterator[tuple[Tensor | None, Any]]:
@@ -177,14 +175,16 @@ class _MemberBatches(Dataset[Any]):
         if get_worker_info() is not None:
             # Ctrl-C is for the process that trains, which ends this one.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with generators_restored():
+        with random.one_thread(), generators_restored():
             members = enumerate(zip(*draw, strict=True))
             batches = {member: self._member_batch(member, *each) for member, each in members if each[0]}
         if self._shared:
             return batches[0]
         # For those that rest, anything of that shape will do.
         some = next(iter(batches.values()))
-        return self._stacked([batches.get(member, some) for member in range(len(draw[0]))])
+        parts = [plain(batches.get(member, some)) for member in range(len(draw[0]))]
+        stacked = functools.partial(tree_map, lambda *leaves: torch.stack(leaves))
+        return restored(self._join(f"the members' batches of {self._name} cannot be stacked", stacked, *parts), some)
 
     def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
         items = []
@@ -192,22 +192,15 @@ class _MemberBatches(Dataset[Any]):
             seed_all(seed)
             items.append(self._dataset[row])
         seed_all(collate_seed)
-        try:
-            return self._collate_fn(items)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise BatchError(
-                f"{'' if self._shared else f'model {member}: '}{self._name} cannot join items {rows}: {error}; pass a "
-                f"collate_fn that pads or crops them to one size, and returns tensors"
-            ) from error
+        who = "" if self._shared else f"model {member}: "
+        return self._join(f"{who}{self._name} cannot join items {rows}", self._collate_fn, items)
 
-    def _stacked(self, batches: list[Any]) -> Any:
+    def _join(self, what: str, join: Callable[..., Any], *parts: Any) -> Any:
         try:
-            return restored(tree_map(lambda *parts: torch.stack(parts), *map(plain, batches)), batches[0])
+            return join(*parts)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise BatchError(
-                f"the members' batches of {self._name} cannot be stacked: {error}; pass a collate_fn that pads or crops to "
-                f"one size in all batches, and returns tensors alone"
-            ) from error
+            cure = "pass a collate_fn that pads or crops to one size in all batches, and returns tensors alone"
+            raise BatchError(f"{what}: {error}; {cure}") from error
 
 
 def _as_it_is(batch: Any) -> Any:

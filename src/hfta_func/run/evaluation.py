@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._torch import original
-from hfta_func._tree import leaves, per_model, take, tree_map
+from hfta_func._tree import leaves, take, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
 from hfta_func.run.row_sampling import array_of, is_dataset
-from hfta_func.run.running import mean_in, summed_in
+from hfta_func.run.running import Running
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional
@@ -28,7 +28,9 @@ Evaluate = Callable[[TrainState], Metrics] | tuple[Callable[..., Any], Any] | tu
 """What :func:`fit` takes as ``evaluate``."""
 
 
-def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> Callable[[TrainState], Metrics] | None:
+def make_evaluation(
+    step: Any, evaluate: Evaluate | None, state: TrainState, sums: Collection[str] = ()
+) -> Callable[[TrainState], Metrics] | None:
     """A function of the state for what :func:`fit` takes as ``evaluate``; raises a ValueError if it is none of that."""
     step = original(step)
     is_metric = isinstance(evaluate, types.FunctionType) and num_positional(evaluate) > 1
@@ -44,20 +46,20 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
     metric, data, *rows = pair
     if rows:
         data = ArrayLoader(data, len(leaves(data)[0]), seeds=state.keys, rows=rows[0])
-    return Evaluation(step, metric, data)
+    return Evaluation(step, metric, data, sums)
 
 
 class Evaluation:
-    """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows."""
+    """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows, or ``sums``."""
 
-    def __init__(self, step: Any, metric: Callable[..., Any], data: Any):
+    def __init__(self, step: Any, metric: Callable[..., Any], data: Any, sums: Collection[str] = ()):
         if is_dataset(data):
             cure = "pass a DataLoader of it, such as torch.utils.data.DataLoader(dataset, 256)"
             raise BatchError(f"the data to evaluate on is a data set, {type(data).__qualname__}; {cure}")
         if is_batch(data):
             data = restored(tree_map(_tensor_of, plain(data)), data)
         self._data: Any = data
-        self._made_from = step, metric
+        self._made_from, self._sums = (step, metric), sums
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         made, dims = original(metric), 0 if self._axis else None
         if isinstance(made, EvalStep):
@@ -69,46 +71,62 @@ class Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""
         if self._axis == 0:
             return self
-        return Evaluation(*self._made_from, self._data.follow(positions, keys, [0] * len(keys)))
+        return Evaluation(*self._made_from, self._data.follow(positions, keys, [0] * len(keys)), self._sums)
 
     def __call__(self, state: TrainState) -> Metrics:
-        """The metrics of every member; raises a BatchError if one has no rows."""
-        state, device = state._replace(opt_state=()), state.keys.device
+        """The metrics of every member; raises a BatchError if one has no rows, or it is not known how many a batch has."""
+        state, device, count = state._replace(opt_state=()), state.keys.device, len(state.keys)
         if is_batch(self._data):
             # Moved once, not in every epoch.
             self._data = _moved(self._data, device)
-        totals: dict[str, Tensor] = {}
-        rows_of: dict[str, Tensor] = {}
-        dtypes: dict[str, torch.dtype] = {}
+        running, lengths = Running(), None
         # In this process, which does not wait for the device.
-        seen = torch.zeros(len(state.keys), dtype=torch.float64, device="cpu")
+        seen = torch.zeros(count, dtype=torch.bool, device="cpu")
         for members, batch in self._batches():
             batch = _moved(batch, device)
             metrics = self._step(state if members is None else take(state, members), batch)
-            tensors = [leaf for leaf in leaves(plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > self._axis]
-            size = tensors[0].shape[self._axis] if tensors else 1
-            if is_batch(self._data) and size:
+            rows: Any = metrics.pop("rows", None)
+            if rows is None:
+                sizes = rows_in(batch, self._axis)
+                rows, lengths = (sizes[0], lengths) if len(sizes) == 1 else (1, sizes)
+            if not isinstance(rows, Tensor) and rows == 0:
+                continue
+            if is_batch(self._data):
                 return metrics
-            chosen = slice(None) if members is None else members
-            seen[chosen if members is None else members.cpu()] += size
-            for name, value in metrics.items():
-                value = value if value.is_floating_point() else value.double()
-                dtypes[name], summed = mean_in(value), value.to(summed_in(value))
-                totals.setdefault(name, summed.new_zeros(len(seen), *value.shape[1:]))[chosen] += size * summed
-                rows_of.setdefault(name, torch.zeros_like(seen, device=device))[chosen] += size
+            present = None
+            if members is not None:
+                present = torch.zeros(count, dtype=torch.bool, device=device).index_fill(0, members, True)
+                metrics = {
+                    name: value.new_zeros(count, *value.shape[1:]).index_copy(0, members, value)
+                    for name, value in metrics.items()
+                }
+            seen |= True if members is None else present.cpu()
+            running.accumulate(metrics, rows, present, self._sums)
+        if lengths is not None and running.batches > 1:
+            raise BatchError(
+                f"the tensors of a batch have lengths {lengths}, so that means over batches have no weights; have the metric "
+                f"return the number of rows as 'rows', a tensor"
+            )
         if not bool(seen.all()):
             raise BatchError(
-                f"model {int((seen == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
+                f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
                 f"iterated over in every epoch, such as a list"
             )
-        # Some batches may lack a metric.
-        return {name: (total / per_model(rows_of[name], total)).to(dtypes[name]) for name, total in totals.items()}
+        return running.means(self._sums)
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""
         if isinstance(self._data, ArrayLoader):
             return self._data.once()
         return ((None, batch) for batch in ([self._data] if is_batch(self._data) else self._data))
+
+
+def rows_in(batch: Any, axis: int) -> list[int]:
+    """The number of rows of a batch, its ``num_graphs`` or the length of all its tensors; all lengths if these differ."""
+    if isinstance(graphs := getattr(batch, "num_graphs", None), int):
+        return [graphs]
+    tensors = [leaf for leaf in leaves(plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    return sorted({tensor.size(axis) for tensor in tensors})
 
 
 def _tensor_of(leaf: Any) -> Any:

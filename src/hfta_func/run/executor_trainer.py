@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -14,8 +15,7 @@ from hfta_func._tree import concat, leaves, num_models, take, tree_map, write
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.running import Running
-from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer, renumbered
+from hfta_func.run.trainer import LocalTrainer, Members, SegmentHooks, Step, Trainer, renumbered
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -25,21 +25,19 @@ from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import Folder, dumps, loads
 
 
-class SharedPart(NamedTuple):
-    """Members ``low`` to ``high - 1`` of a state whose leaves lie in shared memory."""
+class SharedState(NamedTuple):
+    """A state whose leaves lie in shared memory."""
 
     source: Any  # references to the leaves of the whole array, to go on from
     target: Any  # references to where its leaves are written afterwards
-    low: int
-    high: int
-    version: int  # what source holds: a worker that has made this version of the part itself does not read it
+    version: int  # what source holds: a worker that has made this version of its part itself does not read it
 
 
 class StateBuffers:
     """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated."""
 
     def __init__(self, state: TrainState):
-        self._layout, self._latest = _layout(state), state
+        self.layout, self._latest = _layout(state), state
         # Counts what has been written.
         self._folder, self._number = Folder(), 0
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
@@ -48,19 +46,15 @@ class StateBuffers:
         """Remove the files."""
         self._folder.close()
 
-    def fits(self, state: TrainState) -> bool:
-        """Whether the buffers have room for just this state."""
-        return self._layout == _layout(state)
-
     def put(self, state: TrainState) -> None:
         """Have workers go on from a state, which is written unless it is the one that they have made."""
         if state is not self._latest:
-            write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
+            write(_part(self._source), tree_map(cpu, state))
             self._number += 1
 
-    def part(self, low: int, high: int) -> SharedPart:
-        """The members ``low`` to ``high - 1``, to be trained."""
-        return SharedPart(self._source, self._target, low, high, self._number)
+    def shared(self) -> SharedState:
+        """The state as workers are given it."""
+        return SharedState(self._source, self._target, self._number)
 
     def turn(self) -> None:
         """Go on from what workers have written."""
@@ -69,12 +63,13 @@ class StateBuffers:
 
     def get(self, like: TrainState) -> TrainState:
         """The state that workers have made, on the devices of another one."""
-        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
+        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _part(self._source), like)
         return self._latest
 
 
-def _opened(refs: Any) -> Any:
-    return tree_map(lambda ref: ref.tensor(), refs)
+def _part(refs: Any, span: Sequence[int | None] = (None,), used: Callable[[Tensor], Tensor] = lambda leaf: leaf) -> Any:
+    """The members of a span, of the leaves behind references."""
+    return tree_map(lambda ref: used(ref.tensor()[slice(*span)]), refs)
 
 
 def _layout(state: TrainState) -> Any:
@@ -93,49 +88,47 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
-        # The part that was trained last: its members and version, its state, and what trains it on in its epoch.
-        self._held: tuple[tuple[int, int, int], TrainState, LocalTrainer | None] | None = None
+        # What was trained last, of which members and version.
+        self._held: tuple[Any, Members, LocalTrainer] | None = None
 
     def __call__(
         self,
-        state: TrainState | SharedPart,
+        state: TrainState | SharedState,
         sums: dict[str, Any],
-        positions: slice | Tensor,
+        span: tuple[int, int],
         position: Any,
-        batches: bytes | None,
+        batches: bytes,
         until: int,
     ) -> dict[str, Any]:
         """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
 
-        The loader goes on from ``position`` with the members at ``positions``; without a loader, there are ``batches``.
+        The loader goes on from ``position`` with the members of a span; without a loader, there are ``batches``.
         Returns the state unless it is shared, whether the epoch has ended, the ``sums`` now, and the loader's position.
         """
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
-        running, trainer, held, self._held = Running(), None, self._held, None
-        running.load_state_dict(sums, torch.device(self._kind))
-        if not isinstance(state, SharedPart):
-            trained = tree_map(lambda leaf: leaf.to(self._kind), state)
-        elif held is not None and held[0] == (state.low, state.high, state.version):
-            _, trained, trainer = held
+        shared, held, self._held = state if isinstance(state, SharedState) else None, self._held, None
+        if shared is not None and held is not None and held[0] == (span, shared.version):
+            _, run, trainer = held
         else:
-            whole = _opened(state.source)
-            trained = tree_map(lambda leaf: leaf[state.low : state.high].clone().to(self._kind), whole)
-        if trainer is None or self._loader is None or trainer.position != position:
-            loader: Any = None if batches is None else loads(batches)
-            if self._loader is not None:
-                loader = self._loader.take(positions)
-                loader.load_state_dict(position)
-            trainer = LocalTrainer(self._step, loader, loader)
+            trained: Any = state if shared is None else _part(shared.source, span, torch.clone)
+            trained = tree_map(lambda leaf: leaf.to(self._kind), trained)
+            run = Members(trained, self._loader and self._loader.take(slice(*span)))
+            trainer = LocalTrainer(self._step)
+        if self._loader is None:
+            run.loader = loads(batches)
+        elif run.loader.state_dict() != position:
+            run.loader.load_state_dict(position)
+        run.running.load_state_dict(sums, torch.device(self._kind))
         start = time.perf_counter()
-        trained, ended = trainer.segment(trained, running, until, SegmentHooks())
-        answer = {"ended": ended, "running": tree_map(cpu, running.state_dict()), "position": trainer.position}
-        answer["seconds"] = time.perf_counter() - start
-        if not isinstance(state, SharedPart):
-            return answer | {"state": tree_map(cpu, trained)}
-        write(tree_map(lambda leaf: leaf[state.low : state.high], _opened(state.target)), tree_map(cpu, trained))
-        self._held = (state.low, state.high, state.version + 1), trained, None if ended else trainer
+        ended = trainer.segment(run, until, SegmentHooks())
+        answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict())}
+        answer |= {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
+        if shared is None:
+            return answer | {"state": tree_map(cpu, run.state)}
+        write(_part(shared.target, span), tree_map(cpu, run.state))
+        self._held = (span, shared.version + 1), run, trainer
         return answer
 
 
@@ -157,13 +150,12 @@ class ExecutorTrainer(Trainer):
     by others. An executor that is ``owned`` is a pool for this run alone.
     """
 
-    def __init__(
-        self, step: Step, batches: Any, loader: Any, executor: Executor | Pool, compile: bool, owned: bool = False
-    ):
+    def __init__(self, step: Step, executor: Executor | Pool, compile: bool, owned: bool = False):
         self._owned = executor if owned and isinstance(executor, Pool) else None
-        self._step, self._loader, self._executor, self._compile = step, loader, executor, compile
-        self._dealt = isinstance(loader, ArrayLoader)
-        self._left = None if self._dealt else [*batches]
+        self._step, self._executor, self._compile = step, executor, compile
+        # The loader, and of one that workers do not have the batches that are left of the epoch.
+        self._loader: Any = None
+        self._left: list[Any] | None = None
         # How many steps a call trains, and what trains in this process while workers start.
         self._few, self._busy = 1, 0.0
         self._local: PartWorker | None = None
@@ -186,41 +178,24 @@ class ExecutorTrainer(Trainer):
         """Whether all workers of a pool for this run alone can train now; raises a WorkerError if one cannot be started."""
         return self._owned is None or self._owned.ready(0, everyone=True)
 
-    def follow(self, loader: Any) -> None:
-        """See :class:`Trainer`."""
-        self._left = None
-        if loader is not self._loader:
-            old, self._function, self._loader = self._function, None, loader
-            if old is not None:
-                self._executor.forget(old)
-
-    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
+    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
         hooks.begin()
-        if self._function is None:
-            data, kind = self._loader if self._dealt else None, state.keys.device.type
-            self._function = PartWorker(self._step, data, kind, self._compile)
-            if self._owned is not None:
-                # What cannot be sent is refused now, and not when workers have started.
-                self._owned.prepare(self._function)
-                self._local = PartWorker(self._step, data, kind, compile=False)
-        if not self._dealt and self._left is None:
-            self._left = [*self._loader]
-        buffers: StateBuffers | None = None
+        function, running, buffers = self._prepared(run), run.running, None
         while True:
             start, before = time.perf_counter(), running.batches
             with contextlib.ExitStack() as stack:
+                executor, called = self._executor, function
                 if buffers is None and not self.is_ready():
                     # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
                     assert self._local is not None and self._owned is not None
-                    executor, function = Inline(), self._local
+                    executor, called = Inline(), self._local
                     stack.enter_context(threads(len(cores()) // self._owned.count))
-                else:
-                    executor, function = self._executor, self._function
-                    buffers = self._shared(state) if executor.shares and buffers is None else buffers
+                elif buffers is None and executor.shares:
+                    buffers = self._shared(run.state)
                 is_near = executor.shares or executor is not self._executor
                 some = min(until, before + self._few) if is_near else until
-                state, ended = self._piece(state, running, some, executor, function, buffers)
+                ended = self._piece(run, some, executor, called, buffers)
             for _ in range(running.batches - before):
                 hooks.tick()
             took = time.perf_counter() - start
@@ -232,36 +207,48 @@ class ExecutorTrainer(Trainer):
             elif took > enough:
                 self._few = max(1, self._few // 2)
             if ended or hooks.stopped() or running.batches == until:
-                return state if buffers is None else buffers.get(state), ended
+                run.state = run.state if buffers is None else buffers.get(run.state)
+                return ended
+
+    def _prepared(self, run: Members) -> PartWorker:
+        """The function that workers call, made anew for another loader."""
+        is_dealt = isinstance(run.loader, ArrayLoader)
+        if run.loader is not self._loader or self._function is None:
+            old, self._loader, self._left = self._function, run.loader, None
+            if old is not None:
+                self._executor.forget(old)
+            given = run.loader if is_dealt else None, run.state.keys.device.type
+            self._function = PartWorker(self._step, *given, self._compile)
+            if self._owned is not None:
+                # What cannot be sent is refused now, and not when workers have started.
+                self._owned.prepare(self._function)
+                self._local = PartWorker(self._step, *given, compile=False)
+        if not is_dealt and self._left is None:
+            self._left = [*run.loader]
+        return self._function
 
     def _piece(
-        self,
-        state: TrainState,
-        running: Running,
-        until: int,
-        executor: Executor | Pool,
-        function: PartWorker,
-        buffers: StateBuffers | None,
-    ) -> SegmentEnd:
+        self, run: Members, until: int, executor: Executor | Pool, function: PartWorker, buffers: StateBuffers | None
+    ) -> bool:
         """Have an executor train the next batches by calls of a function; the state stays in buffers, if given."""
-        device, calls, size = state.keys.device, {}, num_models(state)
-        parts = shares(size, min(self._executor.count, size))
-        dims, position = getattr(self._step, "batch_dims", 0), self._loader.state_dict() if self._dealt else None
+        running, device, calls, size = run.running, run.state.keys.device, {}, num_models(run.state)
+        parts, dims = shares(size, min(self._executor.count, size)), getattr(self._step, "batch_dims", 0)
+        position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:
             folder = None
-            if executor.shares and not self._dealt:
+            if executor.shares and self._left is not None:
                 # Of this call alone: batches may have other values in the next one.
                 stack.callback((folder := Folder()).close)
             for part, (low, high) in enumerate(parts):
-                where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
-                batches = None if self._dealt else dumps([take_batch(dims, batch, where) for batch in left], folder)
+                where = slice(low, high)
                 order = {
-                    "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
-                    **{"sums": running.part(low, high), "positions": where, "position": position},
-                    **{"batches": batches, "until": until},
+                    "state": take(run.state, where) if buffers is None else buffers.shared(),
+                    "sums": tree_map(cpu, running.part(where)),
+                    "batches": dumps([take_batch(dims, batch, where) for batch in left], folder),
                 }
-                calls[executor.submit(function, **order)] = part
+                call = executor.submit(function, span=(low, high), position=position, until=until, **order)
+                calls[call] = part
             answers: dict[int, Any] = {}
             while len(answers) < len(parts):
                 call, answer = executor.wait(None)
@@ -274,25 +261,25 @@ class ExecutorTrainer(Trainer):
         results = [answers[part] for part in range(len(parts))]
         self._busy = max(answer["seconds"] for answer in results)
         running.join([answer["running"] for answer in results], device)
-        if self._dealt:
-            self._loader.load_state_dict(results[0]["position"])
         ended = all(answer["ended"] for answer in results)
-        if self._left is not None:
+        if self._left is None:
+            run.loader.load_state_dict(results[0]["position"])
+        else:
             # Batches that were not sent are left, also where the last one sent ends the list.
-            self._left = self._left[running.batches - before :]
-            ended = ended or not self._left
-            self._left = None if ended else self._left
+            self._left = self._left[running.batches - before :] or None
+            ended = self._left is None
         if buffers is not None:
             buffers.turn()
-            return state, ended
+            return ended
         after = concat([answer["state"] for answer in results]) if len(results) > 1 else results[0]["state"]
-        return tree_map(lambda leaf: leaf.to(device), after), ended
+        run.state = tree_map(lambda leaf: leaf.to(device), after)
+        return ended
 
     def _shared(self, state: TrainState) -> StateBuffers:
         """A state in shared memory, where workers read it."""
-        if self._states is None or not self._states.fits(state):
-            if self._states is not None:
-                self._states.close()
-            self._states = StateBuffers(state)
+        if self._states is not None and self._states.layout != _layout(state):
+            self._states.close()
+            self._states = None
+        self._states = self._states or StateBuffers(state)
         self._states.put(state)
         return self._states

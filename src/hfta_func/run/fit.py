@@ -9,10 +9,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hfta_func._torch import is_compilable, original
@@ -21,11 +22,11 @@ from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
-from hfta_func.run.history import Best, Callback, History, Metrics, Mode
+from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.profile import profile_of
 from hfta_func.run.recording import Recording
-from hfta_func.run.run import Run
-from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks, resting
+from hfta_func.run.run import Best, Run
+from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
@@ -55,6 +56,7 @@ def fit(
     restore_best: str | tuple[str, Mode] | None = None,
     compact: bool = False,
     profile: bool = False,
+    sums: Collection[str] = (),
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
 
@@ -63,13 +65,16 @@ def fit(
     Args:
         step: A training step, compiled or not.
         state: The initial state; it is not written unless the step was made with ``donate=True``.
-        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length. With
+        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length. Its
+            samplers are told the epoch by ``set_epoch``, if they have that. With
             ``rows`` of unequal number, an epoch of a member is its own, as alone: from its last batch to the end of the
             array's epoch it rests, and stays as it is.
         epochs: Number of epochs.
         evaluate: A pair ``(metric, data)``, for metrics after each epoch: ``metric(model, batch)`` of ONE model as in
             :func:`make_eval_step`, or a step made by it, and data that all members share: one batch as a tree of tensors, or
-            an iterable over batches, of which means are weighted by their rows. An :class:`ArrayLoader` has each member's
+            an iterable over batches, of which means are weighted by their rows. These are the ``num_graphs`` of a batch of
+            graphs, or the length of its tensors, and where tensors differ in length, what the metric returns as ``"rows"``,
+            which is then no metric. An :class:`ArrayLoader` has each member's
             own data; of its ``rows`` a member sees each once, as alone. ``(metric, data, rows)`` is short for one with these
             rows in one batch. Or a function of the state, ``evaluate(state) -> metrics``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
@@ -95,10 +100,12 @@ def fit(
             steps; Ctrl-C is heeded between segments, or after a step or a second by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
-        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
-            The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
+        compact: Train the members that are active when an epoch begins as a smaller array, once these are three quarters or
+            less. The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the result have all members.
         profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
             is a :class:`Profile`, or None if there are too few steps. Results are the same.
+        sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss
+            with ``reduction="sum"``; integers as such. All others are means.
 
     Returns:
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
@@ -131,13 +138,13 @@ def fit(
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-    _refuse_dealt(loader, step)
+    _refuse_dealt(loader, step, len(getattr(state, "keys", ())))
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
         best = None if restore_best is None else Best(restore_best)
-        run = Run(state, loader, best, make_evaluation(step, evaluate, state))
+        run = Run(state, loader, best, make_evaluation(step, evaluate, state, sums), sums)
         # A stream has no length, also behind a DataLoader, whose len() raises a TypeError then.
         length = operator.length_hint(loader)
 
@@ -152,22 +159,23 @@ def fit(
         total, done = epochs * length or None, len(run.history) * length + run.running.batches
         bar = tqdm(total=total, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
-        trainer = make_trainer(step, run, workers, compile, total, executor)
+        trainer = make_trainer(step, run, workers, compile, total, executor, len(run.history.seeds))
         stack.callback(trainer.close)
         recording, tick = None, bar.update
         if profile and isinstance(trainer, LocalTrainer):
             recording = stack.enter_context(Recording(trainer.step))
             trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
-        trainer = resting(trainer, run.loader, compact)
+        trainer = Compact(trainer, step) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(check if resume is not None else lambda: None, tick, pressed)
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
+            run.begin_epoch()
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
-                run.state, ended = trainer.segment(run.state, run.running, until, hooks)
+                ended = trainer.segment(run, until, hooks)
                 if not ended and not pressed():
                     save()
             if ended:
@@ -175,8 +183,7 @@ def fit(
                 # Members that are left may need fewer batches than the loader has.
                 bar.update(len(run.history) * length - bar.n if length else 0)
                 for callback in callbacks:
-                    if run.follow(callback):
-                        trainer.follow(run.loader)
+                    run.follow(callback)
             save()
     run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
@@ -217,7 +224,7 @@ def _summary(metrics: Metrics) -> str:
 
 def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
     """Raise a ValueError for counts and callbacks that are none."""
-    if save_every is not None and (resume is None or not isinstance(save_every, Integral) or save_every < 1):
+    if save_every is not None and (resume is None or save_every < 1):
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if not isinstance(epochs, Integral) or epochs < 0:
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
@@ -225,10 +232,15 @@ def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
 
 
-def _refuse_dealt(loader: Any, step: Any) -> None:
-    """Raise a BatchError if the loader deals batches to members that share one, who would see those of all."""
+def _refuse_dealt(loader: Any, step: Any, count: int) -> None:
+    """Raise a BatchError if the loader deals batches to members that share one, or rows of one batch to members."""
     # A function of a user's own, also one with the names of a step that it wraps, may make one batch of them.
     dims = getattr(original(step), "batch_dims", 0) if is_compilable(step) else 0
     if isinstance(loader, ArrayLoader) and not loader.shared and dims is None:
         cure = "give the loader shared=True, or leave out batch_dims=None"
         raise BatchError(f"the loader has a batch for each member, but all members of the step share one; {cure}")
+    if dims == 0 and isinstance(loader, DataLoader) and loader.batch_size == count > 1:
+        raise BatchError(
+            f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row; make "
+            f"the step with batch_dims=None to share batches, or pass a DatasetLoader for batches of each model's own"
+        )

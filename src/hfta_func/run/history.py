@@ -1,18 +1,16 @@
-"""The metrics and failures of a run, and the best epoch of each member."""
+"""The metrics and failures of a run."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-import optree
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, leaves, take, tree_map, where
 from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline, text_table
-from hfta_func.errors import CheckpointError, HyperparameterError, StateError
+from hfta_func.errors import StateError
 from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -100,23 +98,22 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        # Of several copies of a member, the first one is that member and the others are new.
-        given = [*origins] if origins else [-1] * len(new)
-        before = [-1 if place in given[:at] else place for at, place in enumerate(given)]
-        if before == [*range(len(old))] or (origins is None and old == new):
+        if origins is None and old == new:
             return None
-        for key in {*new}:
-            # What no origin tells, seeds do.
-            left = [place for place, seed in enumerate(old) if seed == key and place not in before]
-            unknown = [at for at, seed in enumerate(new) if seed == key and before[at] < 0]
-            if origins is None and len(unknown) < len(left):
-                raise StateError(
-                    f"a callback dropped some of the {len(left)} members with seed {key}, and the run cannot tell which; "
-                    f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
-                )
-            if origins is None or len([seed for seed in old if seed == key]) == 1:
-                for at, place in zip(unknown, left, strict=False):
-                    before[at] = place
+        places = {seed: place for place, seed in enumerate(old)} if len({*old}) == len(old) else {}
+        if origins is None and not places and {*old} & {*new}:
+            raise StateError(
+                f"a callback returned other members, and some of seeds {old} are equal, so that the run cannot tell which; "
+                f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
+            )
+        origins = [
+            place if place >= 0 else places.get(seed, -1)
+            for place, seed in zip(origins or [-1] * len(new), new, strict=True)
+        ]
+        # Of several copies of a member, the first one is that member and the others are new.
+        before = [-1 if place in origins[:at] else place for at, place in enumerate(origins)]
+        if before == [*range(len(old))]:
+            return None
         width, added = len(self.seeds), [at for at, place in enumerate(before) if place < 0]
         members = torch.tensor([*self.members.tolist(), *range(width, width + len(added))], device="cpu")
         numbers = iter(range(len(old), len(members)))
@@ -138,31 +135,21 @@ class History:
             columns: Further columns by name, one value per member, such as ``lr=[...]``.
 
         Returns:
-            Columns ``member``, ``seed``, the given ones, ``epoch``, and one per metric with one number per member.
+            Columns ``member``, ``seed``, the given ones, ``epoch``, and one per metric with one number per member; a metric
+            with the name of another column is called ``<name>_metric``.
 
         Raises:
             ImportError: if pandas is not installed.
-            ValueError: if a column does not have one value per member, or a metric is called member, seed or epoch.
         """
         pandas, count = require("pandas", "plot"), len(self.seeds)
-        given: dict[str, Any] = {}
-        for name, values in {**self.columns, **columns}.items():
-            if not isinstance(values, Iterable):
-                raise ValueError(f"column {name} is {values!r}; give one value per model")
-            given[name] = values.tolist() if isinstance(values, Tensor) else [*values]
-            if len(given[name]) != count:
-                raise ValueError(f"column {name} has {len(given[name])} values but the array has {count} models")
-        for name in {"member", "seed", "epoch"} & {*(self.epochs or [{}])[-1]}:
-            raise ValueError(
-                f"metric {name!r} has the name of a column of the frame; read history[{name!r}], or rename it"
-            )
-        frames = [
-            pandas.DataFrame(
-                {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
-                | {name: values.tolist() for name, values in metrics.items() if values.shape == (count,)}
-            )
-            for epoch, metrics in enumerate(self.epochs or [{}], start=1)
-        ]
+        fixed = {"member": range(count), "seed": self.seeds.tolist(), **self.columns}
+        fixed |= {name: values.tolist() if isinstance(values, Tensor) else values for name, values in columns.items()}
+        frames = []
+        for epoch, metrics in enumerate(self.epochs or [{}], start=1):
+            shown = {name: values.tolist() for name, values in metrics.items() if values.shape == (count,)}
+            rows = {**fixed, "epoch": epoch}
+            rows |= {_column(name, rows): values for name, values in shown.items()}
+            frames.append(pandas.DataFrame(rows))
         return pandas.concat(frames, ignore_index=True).iloc[: count * len(self)]
 
     def last(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
@@ -193,7 +180,8 @@ class History:
             [1, 2]
         """
         present(self, metric)
-        rows = self.frame(**columns).sort_values(metric, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
+        column = _column(metric, ("member", "seed", "epoch", *self.columns, *columns))
+        rows = self.frame(**columns).sort_values(column, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
         return _one_of_each(rows)
 
     def table(self, metric: str, mode: Mode = "min") -> str:
@@ -260,6 +248,10 @@ class History:
         )
 
 
+def _column(metric: str, taken: Container[str]) -> str:
+    return f"{metric}_metric" if metric in taken else metric
+
+
 def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
 
@@ -294,56 +286,3 @@ Callback = Callable[[TrainState, History], "TrainState | None"]
 def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
     """Where ``value`` is better than ``best``; NaN is never better, and anything else is better than NaN."""
     return ~value.isnan() & ~(sign * value >= sign * best)
-
-
-class Best:
-    """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
-
-    def __init__(self, metric: str | tuple[str, Mode]):
-        if not isinstance(metric, str) and not (isinstance(metric, tuple | list) and len(metric) == 2):
-            raise HyperparameterError(f"restore_best is {metric!r}; pass a metric, or a pair of one and 'max'")
-        self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
-        self._sign = SIGNS[direction_of(mode)]
-        self._state: Any = None
-        self._value = torch.empty(0)
-
-    def note(self, state: TrainState, history: History) -> None:
-        """Keep the members whose last epoch was their best."""
-        value = present(history, self._metric)[-1].double()
-        if self._state is None:
-            # Copies, because a step with donate=True writes the state.
-            self._state, self._value = tree_map(torch.clone, state), value
-            return
-        better = is_better(value, self._value, self._sign)
-        self._state = where(better.to(state.active.device), state, self._state)
-        self._value = torch.where(better, value, self._value)
-
-    def follow(self, positions: list[int], state: TrainState) -> None:
-        """Go on with the members of ``state``, which were at ``positions`` before; -1 for new ones."""
-        if self._state is not None:
-            members = [
-                len(self._value) + number if position < 0 else position for number, position in enumerate(positions)
-            ]
-            self._state = take(concat([self._state, state]), members)
-            self._value = torch.cat([self._value, self._value.new_full((len(positions),), torch.nan)])[members]
-
-    def restored(self, state: TrainState) -> TrainState:
-        """The members as of their best epochs; who is active stays as it is."""
-        return state if self._state is None else self._state._replace(active=state.active)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Value and tensors of the best epochs."""
-        return None if self._state is None else {"value": self._value, "leaves": leaves(self._state)}
-
-    def load_state_dict(self, held: Any, like: TrainState) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        if held is None:
-            return
-        expected = leaves(like)
-        if [leaf.shape[1:] for leaf in held["leaves"]] != [leaf.shape[1:] for leaf in expected]:
-            raise CheckpointError(
-                "the best epochs in the file are not those of this state; start again with another file"
-            )
-        moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], expected, strict=True)]
-        structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
-        self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -34,8 +35,8 @@ def is_dataset(data: Any) -> bool:
     return isinstance(data, Dataset) and not hasattr(data, "__iter__")
 
 
-def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
-    """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
+def tensors_of(data: Tree, device: torch.device | str | None, num_models: int) -> Tree:
+    """The data as tensors; raises a BatchError unless all have as many rows, at least one, and no model axis."""
     try:
         data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
@@ -43,26 +44,32 @@ def tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
             f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
             f"make a DatasetLoader of a data set; a loader is passed to fit itself, without a batch_size"
         ) from error
-    tensors = leaves(data)
-    sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-    if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
+    shapes = [list(tensor.shape) for tensor in leaves(data)]
+    if not shapes or [] in shapes or len({rows for rows, *_ in shapes}) > 1 or shapes[0][0] == 0:
         raise BatchError(
-            f"the data has {len(tensors)} leaves of shapes {[list(tensor.shape) for tensor in tensors[:8]]}; every leaf "
-            f"needs one row per sample, and at least one, so pass tensors or arrays of equal length"
+            f"the data has {len(shapes)} leaves of shapes {shapes[:8]}; every leaf needs one row per sample, and at least "
+            f"one, so pass tensors or arrays of equal length"
+        )
+    second = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
+    if len(shapes) > 1 and shapes[0][0] == num_models and len(second) == 1 < num_models < max(second):
+        raise BatchError(
+            f"the data has leaves of shapes {shapes} for {num_models} models, so it seems to have a model axis; an "
+            f"ArrayLoader deals rows [n, ...]: join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give "
+            f"the step batches [{num_models}, N, ...] of your own"
         )
     return data
 
 
-def refuse_model_axis(tensors: Sequence[Tensor], num_models: int) -> None:
-    """Raise a BatchError if the rows seem to be models: as many as these, and as many samples in each leaf."""
-    rows, second = tensors[0].shape[0], {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
-    if len(tensors) > 1 and rows == num_models and len(second) == 1 < rows < max(second):
-        raise BatchError(
-            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {rows} models, so it "
-            f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
-            f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
-            f"[{rows}, N, ...] of your own, such as leaf[:, start:stop]"
-        )
+def drawn(sampler: Callable[[int, int], Sequence[Any]], keys: Tensor, epochs: Tensor | int) -> Tensor:
+    """``[M, n]`` rows of each member in its epoch, as a sampler draws them; raises a HyperparameterError if n differs."""
+    pairs = zip(keys.tolist(), torch.as_tensor(epochs).expand(len(keys)).tolist(), strict=True)
+    order = [torch.as_tensor(sampler(seed, epoch), device=keys.device).flatten() for seed, epoch in pairs]
+    for member, rows in enumerate(order):
+        if len(rows) != len(order[0]):
+            raise HyperparameterError(
+                f"model {member}: sampler returned {len(rows)} rows but {len(order[0])} for model 0; return as many for all"
+            )
+    return torch.stack(order)
 
 
 # Negative, to differ from the step numbers that a training step folds in.
@@ -107,20 +114,19 @@ class Rows:
 
 def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, device: torch.device) -> Rows:
     """Rows as a user gives them, checked."""
-    if not isinstance(rows, Sequence | Tensor) or len(rows) != num_models:
-        what = f"{len(rows)} lists" if hasattr(rows, "__len__") else f"a {type(rows).__qualname__}"
-        raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
-    by_member = []
-    for member, numbers in enumerate(rows):
-        index = torch.as_tensor(numbers, device=device)
+    if len(rows) != num_models:
+        raise HyperparameterError(
+            f"rows is {len(rows)} lists for {num_models} models; give one list of row numbers per model"
+        )
+    by_member = [torch.as_tensor(numbers, device=device) for numbers in rows]
+    for member, index in enumerate(by_member):
         is_integer = not (index.dtype.is_floating_point or index.dtype == torch.bool)
         if index.dim() != 1 or not len(index) or not is_integer or index.min() < 0 or index.max() >= count:
             raise HyperparameterError(
-                f"model {member}: rows[{member}] is {numbers!s:.80}; give a list of row numbers from 0 to {count - 1}, such "
-                f"as mask.nonzero().flatten()"
+                f"model {member}: rows[{member}] is {rows[member]!s:.80}; give a list of row numbers from 0 to {count - 1}, "
+                f"such as mask.nonzero().flatten()"
             )
-        by_member.append(index.long())
-    return Rows(by_member)
+    return Rows([index.long() for index in by_member])
 
 
 def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
@@ -150,11 +156,9 @@ def weighed(weights: Any, num_models: int, count: int, device: torch.device, row
             f"weights is {list(values.shape)} for {num_models} models and {count} rows; give [{count}] or "
             f"[{num_models}, {count}]"
         )
-    for member, each in enumerate(values.expand(num_models, count)):
-        if (
-            not ((each >= 0) & each.isfinite()).all()
-            or not (each if rows is None else each[rows.by_member[member]]).any()
-        ):
+    members = values.expand(num_models, count)
+    for member, each in enumerate(members if rows is None else map(operator.getitem, members, rows.by_member)):
+        if not ((each >= 0) & each.isfinite()).all() or not each.any():
             raise HyperparameterError(
                 f"model {member}: weights must be finite and not negative, and not 0 for all rows of a model; a row that is "
                 f"never drawn has weight 0"

@@ -5,31 +5,34 @@ from __future__ import annotations
 import itertools
 import random as python_random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import optree
 import torch
 
-from hfta_func._tree import followed
-from hfta_func.errors import BatchError, CheckpointError, StateError
+from hfta_func._tree import concat, followed, leaves, take, tree_map, where
+from hfta_func._types import SIGNS, direction_of
+from hfta_func.errors import BatchError, CheckpointError, HyperparameterError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.rules._measured import choices
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
-from hfta_func.run.history import Best, Callback, History, Metrics
+from hfta_func.run.history import Callback, History, Metrics, Mode, is_better, present, widened
 from hfta_func.run.row_sampling import is_dataset
 from hfta_func.run.running import Running
+from hfta_func.run.trainer import Members
 from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState
 
 
-class Run:
-    """The state, loader, history and best epochs of an array, which change together.
+class Run(Members):
+    """The members of an array with their history and best epochs, which change together.
 
-    ``running`` has sums of the current epoch's metrics, ``batches`` is what is left of the first epoch, and ``evaluate`` is a
-    function of the state whose metrics are recorded after each.
+    ``evaluate`` is a function of the state whose metrics are recorded after each epoch, and ``sums`` names metrics of steps
+    that are summed over an epoch.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Run:
         loader: Iterable[Any],
         best: Best | None = None,
         evaluate: Callable[[TrainState], Metrics] | None = None,
+        sums: Collection[str] = (),
     ):
         check_state(state)
         is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -50,10 +54,14 @@ class Run:
             # Workers go on from its position.
             loader.leave()
         # What a loader has besides iteration is optional.
-        self.state, self.best, self.evaluate = state, best, evaluate
-        self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
-        self.batches: Iterable[Any] = self.loader
-        self.history, self.running = History(state.keys), Running()
+        super().__init__(state, loader if _has_position(loader) else Drawn(loader))
+        self.history, self.best, self.evaluate, self.sums = History(state.keys), best, evaluate, sums
+
+    def begin_epoch(self) -> None:
+        """Tell samplers that shuffle by the number of the epoch what it is."""
+        for owner in _samplers(self.loader):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(len(self.history))
 
     def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them; raises a ValueError if it had no batch."""
@@ -62,39 +70,45 @@ class Run:
                 "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
                 "batch_size than there are rows if it has drop_last"
             )
-        metrics = self.running.close(self.history, {} if self.evaluate is None else self.evaluate(self.state))
+        history, means = self.history, self.running.means(self.sums)
+        further: Any = {} if self.evaluate is None else self.evaluate(self.state)
+        if not isinstance(further, dict) or not all(hasattr(value, "detach") for value in further.values()):
+            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
+        if hidden := means.keys() & further.keys():
+            raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
+        metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+        members, width = history.members, len(history.seeds)
+        history.epochs.append({name: widened(value, members, len(members), width) for name, value in metrics.items()})
+        history.failures += self.running.failures(history)
         self.running = Running()
         if isinstance(self.loader, Drawn):
             self.loader.end_epoch()
         if self.best is not None:
-            self.best.note(self.state, self.history)
+            self.best.note(self.state, history)
         return metrics
 
-    def follow(self, callback: Callback) -> bool:
-        """Call a callback and go on with the state that it returns, if any; returns whether its members are others."""
+    def follow(self, callback: Callback) -> None:
+        """Call a callback and go on with the state that it returns, if any."""
         with followed(self.state.keys) as places_of:
             members = callback(self.state, self.history)
             if members is None:
-                return False
+                return
             check_state(members)
             places = places_of(members.keys)
         self.state, positions = members, self.history.follow(members.keys, places)
-        if positions is None:
-            return False
-        self.loader = self._loader_of(positions)
-        if self.best is not None:
-            self.best.follow(positions, members)
-        return True
+        if positions is not None:
+            self._move(positions)
+            if self.best is not None:
+                self.best.follow(positions, members)
 
-    def _loader_of(self, positions: list[int]) -> Any:
-        """The loader of the members that the array has now, which were at ``positions`` before; evaluation follows, too."""
+    def _move(self, positions: list[int]) -> None:
+        """Have loader and evaluation follow the members, which were at ``positions`` before."""
         if isinstance(self.evaluate, Evaluation):
             self.evaluate = self.evaluate.follow(positions, self.state.keys)
-        if not isinstance(self.loader, ArrayLoader):
-            return self.loader
-        since = self.history.since[self.history.members].tolist()
-        starts = [self.loader.epoch - len(self.history) + epoch for epoch in since]
-        return self.loader.follow(positions, self.state.keys, starts)
+        if isinstance(self.loader, ArrayLoader):
+            since = self.history.since[self.history.members].tolist()
+            starts = [self.loader.epoch - len(self.history) + epoch for epoch in since]
+            self.loader = self.loader.follow(positions, self.state.keys, starts)
 
     @property
     def result(self) -> TrainState:
@@ -103,63 +117,56 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """What a file holds of the run besides the state."""
-        position = self.loader.state_dict() if _has_position(self.loader) else None
-        held = {"history": self.history.state_dict(), "running": self.running.state_dict(), "loader": position}
-        held |= {"epochs": "of each member", "lowerings": choices()}
+        held = {"history": self.history.state_dict(), "running": self.running.state_dict()}
+        held |= {"loader": self.loader.state_dict(), "epochs": "of each member", "lowerings": choices()}
         return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
 
     def load(self, path: PathLike) -> None:
         """Go on from a file; the state so far gives structure and device."""
-        like = self.state
+        like, count = self.state, len(self.state.keys)
         self.state, metadata = checkpoint.read(path, like)
         if not isinstance(metadata, dict) or "run" not in metadata:
             raise CheckpointError(
                 f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass "
                 f"another path as resume"
             )
-        held, count = metadata["run"], len(like.keys)
-        seeds = held["history"].get("seeds", self.state.keys)
+        held = metadata["run"]
+        self.history.load_state_dict(held["history"])
         # Callbacks add members after an epoch only.
-        began = seeds[held["history"].get("since", torch.zeros_like(seeds)) == 0].tolist()
+        began = self.history.seeds[self.history.since == 0].tolist()
         if began != like.keys.tolist():
             raise StateError(
                 f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
                 f"every run, or remove this one to start again"
             )
-        if isinstance(self.loader, ArrayLoader) and self.loader.rests and "epochs" not in held:
-            raise StateError(
-                f"{path} is of an earlier version, in which members with rows of unequal number had epochs of one length; "
-                f"start again with another file"
-            )
-        self.history.load_state_dict(held["history"])
         self.running.load_state_dict(held["running"], like.keys.device)
         if self.best is not None:
             if "best" not in held:
                 raise CheckpointError(f"{path} holds a run that was begun without restore_best; go on without it, too")
             self.best.load_state_dict(held["best"], self.state)
-        if _has_position(self.loader) and held["loader"] is not None:
+        if held["loader"] is not None:
             self.loader.load_state_dict(held["loader"])
+        if isinstance(self.loader, Drawn):
+            self.loader.skipped = self.running.batches
         # Files of earlier versions have none.
         _choice.adopt(held.get("lowerings", {"rows": {}}), as_worker=False)
-        if isinstance(self.loader, Drawn) or held["loader"] is None or not _has_position(self.loader):
-            self.batches = itertools.islice(self.loader, self.running.batches, None)
-            return
         positions = [number if number < count else -1 for number in self.history.members.tolist()]
         if positions != [*range(count)]:
-            self.loader = self._loader_of(positions)
-        self.batches = self.loader
+            self._move(positions)
 
 
 class Drawn:
     """A loader without a position, which repeats an epoch by the states of the generators that it draws from."""
 
     def __init__(self, loader: Iterable[Any]):
-        self._loader = loader
+        self.loader, self.skipped = loader, 0
         self._start: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self._start = self._states()
-        return iter(self._loader)
+        # Batches that were seen before a run was broken off.
+        skipped, self.skipped = self.skipped, 0
+        return itertools.islice(self.loader, skipped, None)
 
     def end_epoch(self) -> None:
         """Note that the next epoch is drawn from the states that the generators have from now on."""
@@ -188,11 +195,62 @@ class Drawn:
         return {**states, "python": python_random.getstate()}
 
     def _generators(self) -> list[torch.Generator]:
-        batches = getattr(self._loader, "batch_sampler", None)
-        owners = self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None)
-        held = [torch.default_generator, *(getattr(owner, "generator", None) for owner in owners)]
+        held = [torch.default_generator, *(getattr(owner, "generator", None) for owner in _samplers(self))]
         # PyTorch's own, and those that a DataLoader and its samplers have; several may hold the same one.
         return [*dict.fromkeys(generator for generator in held if isinstance(generator, torch.Generator))]
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """A loader, and the samplers that one of PyTorch has."""
+    loader = loader.loader if isinstance(loader, Drawn) else loader
+    batches = getattr(loader, "batch_sampler", None)
+    return [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+
+
+class Best:
+    """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
+
+    def __init__(self, metric: str | tuple[str, Mode]):
+        if not isinstance(metric, str) and not (isinstance(metric, tuple | list) and len(metric) == 2):
+            raise HyperparameterError(f"restore_best is {metric!r}; pass a metric, or a pair of one and 'max'")
+        self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
+        self._sign = SIGNS[direction_of(mode)]
+        self._state: Any = None
+        self._value = torch.empty(0)
+
+    def note(self, state: TrainState, history: History) -> None:
+        """Keep the members whose last epoch was their best."""
+        value = present(history, self._metric)[-1].double()
+        if self._state is None:
+            # Copies, because a step with donate=True writes the state.
+            self._state, self._value = tree_map(torch.clone, state), value
+            return
+        better = is_better(value, self._value, self._sign)
+        self._state = where(better.to(state.active.device), state, self._state)
+        self._value = torch.where(better, value, self._value)
+
+    def follow(self, positions: list[int], state: TrainState) -> None:
+        """Go on with the members of ``state``, which were at ``positions`` before; -1 for new ones."""
+        if self._state is not None:
+            count = len(self._value)
+            members = [count + number if place < 0 else place for number, place in enumerate(positions)]
+            self._state = take(concat([self._state, state]), members)
+            self._value = torch.cat([self._value, self._value.new_full((len(positions),), torch.nan)])[members]
+
+    def restored(self, state: TrainState) -> TrainState:
+        """The members as of their best epochs; who is active stays as it is."""
+        return state if self._state is None else self._state._replace(active=state.active)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Value and tensors of the best epochs."""
+        return None if self._state is None else {"value": self._value, "leaves": leaves(self._state)}
+
+    def load_state_dict(self, held: Any, like: TrainState) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        if held is not None:
+            moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], leaves(like), strict=True)]
+            structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
+            self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
 
 
 def check_state(state: Any) -> None:

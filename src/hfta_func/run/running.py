@@ -1,97 +1,93 @@
-"""Metrics of the epoch that is being trained."""
+"""Metrics over many batches: their means, or sums, and who failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._tree import tree_map
+from hfta_func._tree import per_model, tree_map
 from hfta_func._types import ROWS
-from hfta_func.run.history import FailedStep, History, Metrics, widened
+from hfta_func.errors import BatchError
+from hfta_func.run.history import FailedStep, History, Metrics
 from hfta_func.step.failures import Failure
 
 
-def summed_in(value: Tensor) -> torch.dtype:
-    """The type in which a metric is summed: halves would come to a stop, and floats hold no large integers."""
-    if not value.is_floating_point():
-        return torch.int64
-    return torch.float32 if value.device.type == "mps" else torch.float64
-
-
-def mean_in(value: Tensor) -> torch.dtype:
-    """The type of a metric's mean: its own, float32 at least."""
-    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float32
-
-
 class Running:
-    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for.
+    """Sums of metrics over batches, on the array's device, which is never waited for.
 
-    Integers are summed as such, and other numbers in double precision: in that of a half they would come to a stop.
+    Integers are summed as such, and other numbers in double precision: halves would come to a stop, and floats hold no large
+    integers.
     """
 
     def __init__(self):
         self.batches = 0
         self.sums: Metrics = {}
-        # In how many batches each was, of each member if these differ: some batches may lack a metric, or be for others.
+        # The weight of the batches that had each, of each member if these differ.
         self.counts: dict[str, int | Tensor] = {}
         # The names of the means' types: that of the metric, float32 at least.
         self.dtypes: dict[str, str] = {}
         self.failed: Metrics = {}
 
-    def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
-        """Add the metrics of one batch, of which ``active`` members took part and have now seen ``step`` batches."""
+    def add(self, metrics: Metrics, active: Tensor, step: Tensor, present: Tensor | None = None) -> None:
+        """Add a step's metrics: ``active`` members have now made ``step`` steps, and those not ``present`` had no batch."""
+        failure = metrics.get("failure")
+        # A look at the values costs less, where nothing has to wait for them.
+        if failure is not None and (not self.failed or failure.device.type != "cpu" or failure.any()):
+            self._fail({"cause": torch.where(active, failure, 0), "step": metrics.get("failed_step", step - 1)})
+        self.accumulate({k: v for k, v in metrics.items() if k not in ("failure", "failed_step")}, 1, present)
+
+    def accumulate(
+        self, metrics: Metrics, rows: int | Tensor, present: Tensor | None = None, summed: Collection[str] = ()
+    ) -> None:
+        """Add the metrics of a batch of ``rows``, or ``[M]`` of them, for members that are ``present``; some are sums."""
         self.batches += 1
         for name, value in metrics.items():
-            if name == "failure":
-                # A look at the values costs less, where nothing has to wait for them.
-                if not self.failed or value.device.type != "cpu" or value.any():
-                    self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
-            elif name != "failed_step":
-                self.sums[name] = self.sums[name] + value if name in self.sums else value.to(summed_in(value))
-                self.counts[name] = self.counts.get(name, 0) + 1
-                self.dtypes[name] = str(mean_in(value)).removeprefix("torch.")
+            weight: Any = 1 if name in summed else rows
+            if name in self.sums and self.sums[name].shape != value.shape:
+                shapes = f"{[*self.sums[name].shape]} in one batch and {[*value.shape]} in another"
+                cure = "values of each row have no mean over batches: return their mean, or call hfta.predict for them"
+                raise BatchError(f"metric '{name}' is {shapes}; {cure}")
+            total = value
+            if isinstance(weight, Tensor) or weight != 1:
+                total = value.to(summed_in(value))
+                total = total * (per_model(weight, total) if isinstance(weight, Tensor) else weight)
+            if present is not None and value.shape[:1] == present.shape:
+                mask = present.view(-1, *[1] * (value.dim() - 1))
+                total, weight = torch.where(mask, total, 0), torch.where(present, weight, 0)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value))
+            self.counts[name] = self.counts.get(name, 0) + weight
+            self.dtypes[name] = str(_mean_in(value)).removeprefix("torch.")
 
-    def part(self, low: int, high: int) -> dict[str, Any]:
-        """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        return tree_map(lambda sums: sums.cpu() if isinstance(sums, Tensor) else sums, self._of(slice(low, high)))
+    def part(self, members: Tensor | slice) -> dict[str, Any]:
+        """The sums so far of some members, as a ``state_dict``."""
+        return tree_map(
+            lambda sums: sums[members] if isinstance(sums, Tensor) and sums.dim() else sums, self.state_dict()
+        )
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
         whole = tree_map(lambda *sums: torch.cat(sums) if isinstance(sums[0], Tensor) else sums[0], *parts)
         self.load_state_dict(whole, device)
 
-    def take(self, members: Tensor) -> Running:
-        """The sums so far of some members."""
-        few = Running()
-        few.load_state_dict(self._of(members), members.device)
-        return few
-
-    def _of(self, members: Tensor | slice) -> dict[str, Any]:
-        return tree_map(
-            lambda sums: sums[members] if isinstance(sums, Tensor) and sums.dim() else sums, self.state_dict()
-        )
-
-    def put(self, few: Running, members: Tensor, trained: Tensor) -> None:
-        """Take over the sums of ``members``, of which those ``trained``, ``bool[M]``, had the batches since :meth:`take`."""
-        self.batches, new = few.batches, trained[members]
+    def put(self, few: Running, members: Tensor, count: int) -> None:
+        """Take over the sums of ``members``, out of ``count``, since these were taken by :meth:`part`."""
+        self.batches, self.dtypes = few.batches, self.dtypes | few.dtypes
 
         def joined(value: Tensor, whole: Tensor | None) -> Tensor:
-            if value.shape[:1] != members.shape:
-                return value
-            whole = value.new_zeros(len(trained), *value.shape[1:]) if whole is None else whole.to(value.dtype)
-            return whole.index_copy(0, members[new], value[new])
+            whole = value.new_zeros(count, *value.shape[1:]) if whole is None else whole.to(value.dtype)
+            return whole.index_copy(0, members, value)
 
         for name, value in few.sums.items():
-            counts = (torch.as_tensor(each.counts.get(name, 0), device=members.device) for each in (few, self))
-            count, before = (each.expand(len(size)) for each, size in zip(counts, (members, trained), strict=True))
+            if value.shape[:1] != members.shape:
+                self.sums[name], self.counts[name] = value, few.counts[name]
+                continue
             self.sums[name] = joined(value, self.sums.get(name))
-            self.counts[name] = joined(count, before) if value.shape[:1] == members.shape else few.counts[name]
-        self.dtypes |= few.dtypes
-        if few.failed:
-            self.failed = {name: joined(value, self.failed.get(name)) for name, value in few.failed.items()}
+            number, before = (torch.as_tensor(each.counts.get(name, 0), device=members.device) for each in (few, self))
+            self.counts[name] = joined(number.expand(len(members)), before.expand(count).clone())
+        self.failed |= {name: joined(value, self.failed.get(name)) for name, value in few.failed.items()}
 
     def _fail(self, failed: Metrics) -> None:
         """Record failures of members that had none before."""
@@ -100,27 +96,22 @@ class Running:
             failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
         self.failed = failed
 
-    def close(self, history: History, further: Metrics) -> Metrics:
-        """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {name: self._mean(name) for name in self.sums}
-        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
-            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
-        hidden = means.keys() & further.keys()
-        if hidden:
-            raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
-        metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+    def means(self, summed: Collection[str] = ()) -> Metrics:
+        """The mean of each metric, or the sum of those named, in its own type, float32 at least; sums of integers as such."""
+        metrics = {name: value if name in summed else self._mean(name) for name, value in self.sums.items()}
         rows = {name: metrics.pop(name + ROWS) for name in [*metrics] if name + ROWS in metrics}
-        metrics |= {name: metrics[name] / rows[name] for name in rows}
-        members, width = history.members, len(history.seeds)
-        history.epochs.append({name: widened(value, members, len(members), width) for name, value in metrics.items()})
-        if self.failed:
-            columns = (members, history.seeds[members], self.failed["step"], self.failed["cause"])
-            history.failures += [
-                FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
-                for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
-                if cause
-            ]
-        return metrics
+        return metrics | {name: metrics[name] / rows[name] for name in rows}
+
+    def failures(self, history: History) -> list[FailedStep]:
+        """The first failure of each member in the epoch that the history has recorded last."""
+        if not self.failed:
+            return []
+        columns = history.members, history.seeds[history.members], self.failed["step"], self.failed["cause"]
+        return [
+            FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
+            for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
+            if cause
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
@@ -129,23 +120,28 @@ class Running:
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""
-        self.batches = state_dict["batches"]
         # Older files have no counts, and sums in the type of the means.
-        counts = state_dict.get("counts", dict.fromkeys(state_dict["sums"], self.batches))
-        self.dtypes = {**state_dict.get("dtypes", {})}
-        self.counts = {name: n.to(device) if isinstance(n, Tensor) else n for name, n in counts.items()}
-        self.sums, self.failed = (
-            {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
-        )
+        state_dict = {"counts": dict.fromkeys(state_dict["sums"], state_dict["batches"]), "dtypes": {}, **state_dict}
+        for name, value in state_dict.items():
+            setattr(self, name, tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value))
 
     def _mean(self, name: str) -> Tensor:
         value = self.sums[name]
+        value = value if value.is_floating_point() else value.to(_double(value))
         # By a tensor, also where all members have as many: GPUs multiply by the inverse of a number, to other bits.
         count = torch.as_tensor(self.counts[name], device=value.device)
         dtype = getattr(torch, self.dtypes.get(name, "float32"))
-        value = (
-            value
-            if value.is_floating_point()
-            else value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-        )
         return (value / count.view(*count.shape, *[1] * (value.dim() - count.dim()))).to(dtype)
+
+
+def summed_in(value: Tensor) -> torch.dtype:
+    """The type in which a metric is summed."""
+    return _double(value) if value.is_floating_point() else torch.int64
+
+
+def _double(value: Tensor) -> torch.dtype:
+    return torch.float32 if value.device.type == "mps" else torch.float64
+
+
+def _mean_in(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float32

@@ -1,11 +1,12 @@
-"""What trains an array, a segment at a time: the contract, this process, and members that rest meanwhile."""
+"""What trains an array, a segment at a time: the contract, this process, and a smaller array of those that are active."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,22 +21,18 @@ from hfta_func.run.running import Running
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
-
-def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
-    """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
-    if isinstance(error, HFTAError) and error.args:
-        text = re.sub(r"\bmodel (\d+)\b", lambda match: f"model {members[int(match[1])]}", str(error.args[0]))
-        error.args = (text, *error.args[1:])
-    return error
-
-
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-SegmentEnd = tuple[TrainState, bool]
-"""The state after a segment, and whether the epoch has ended."""
-
-
 END = sys.maxsize
 """The batch at which a segment to the end of the epoch stops."""
+
+
+@dataclasses.dataclass(eq=False)
+class Members:
+    """Members that train: their state, what yields their batches, and the sums of the epoch's metrics."""
+
+    state: TrainState
+    loader: Any
+    running: Running = dataclasses.field(default_factory=Running)
 
 
 class SegmentHooks(NamedTuple):
@@ -49,20 +46,13 @@ class SegmentHooks(NamedTuple):
 class Trainer(Protocol):
     """What trains an array for :func:`fit`, segment by segment."""
 
-    kept: Tensor | None = None
-    """The members of the loader's batches that are trained; all if None."""
-
     @property
     def status(self) -> str:
         """What trains, how, and why."""
         ...
 
-    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
-        """Train on the next batches of the epoch, up to its end or batch ``until``; metrics are added to ``running``."""
-        ...
-
-    def follow(self, loader: Any) -> None:
-        """Go on with another loader, for other members, between two epochs."""
+    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+        """Train on the next batches, up to the end of the epoch or batch ``until``; returns whether the epoch has ended."""
         ...
 
     def close(self) -> None:
@@ -70,82 +60,87 @@ class Trainer(Protocol):
 
 
 class LocalTrainer(Trainer):
-    """A :class:`Trainer` that trains in this process: on ``batches`` in the first epoch, and later on those of ``loader``."""
+    """A :class:`Trainer` in this process.
 
-    def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
-        self.step, self._batches, self._loader = step, batches, loader
+    From the last batch of its own, a member rests to the end of the epoch and stays as it is, as inactive members do.
+    """
+
+    def __init__(self, step: Step):
         # A profile replaces the step that is called, and has no status.
-        self._given = step
+        self.step = self._given = step
         self._left: Iterator[Any] | None = None
+        self._loader = self._position = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
         return getattr(self._given, "status", "eager: not a training step")
 
-    @property
-    def position(self) -> dict[str, int] | None:
-        """The position of an :class:`ArrayLoader`."""
-        return self._loader.state_dict() if isinstance(self._loader, ArrayLoader) else None
-
-    def follow(self, loader: Iterable[Any]) -> None:
+    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
-        self._left, self._batches, self._loader = None, loader, loader
-
-    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
-        """See :class:`Trainer`."""
-        self._left = self._begin() if self._left is None else self._left
+        dealt = run.loader if isinstance(run.loader, ArrayLoader) else None
+        is_left = run.loader is self._loader and (dealt is None or dealt.state_dict() == self._position)
+        if self._left is None or not is_left:
+            self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
+        self._loader, state, rest = run.loader, run.state, _Rest(dealt)
         for batch in self._left:
             hooks.begin()
+            state = rest.begin(state)
             # A copy, because a step with donate=True writes the state.
             active = state.active.clone()
             state, metrics = self.step(state, batch)
-            running.add(metrics, active, state.step)
+            run.running.add(metrics, active, state.step, rest.present)
             if state.keys.device.type == "xla":
                 # XLA only records operations; without this, an epoch would become one program.
                 importlib.import_module("torch_xla").sync()
             hooks.tick()
-            if hooks.stopped() or running.batches == until:
-                return state, False
-        self._left, self._batches = None, self._loader
-        return state, True
+            if hooks.stopped() or run.running.batches == until:
+                run.state, self._position = rest.end(state), None if dealt is None else dealt.state_dict()
+                return False
+        run.state, self._left = rest.end(state), None
+        return True
 
-    def _begin(self) -> Iterator[Any]:
-        batches, kept, dims = self._batches, self.kept, getattr(original(self.step), "batch_dims", 0)
-        if not isinstance(batches, ArrayLoader):
-            left = iter(batches)
-        elif kept is not None and not batches.shared and dims == 0:
-            # Loads nothing for members that are not trained.
-            return batches.iter_of(batches.take(kept))
-        else:
-            left = batches.iter_of(batches) if batches.rests else iter(batches)
-        return left if kept is None else (take_batch(dims, batch, kept) for batch in left)
+
+class _Rest:
+    """Members that have no more batches in an epoch, and are inactive meanwhile."""
+
+    present: Tensor | None = None
+
+    def __init__(self, loader: ArrayLoader | None):
+        self._loader = loader if loader is not None and loader.rests else None
+        self._listed: list[bool] = []
+
+    def begin(self, state: TrainState) -> TrainState:
+        """The state for the batch that the loader has yielded last."""
+        if self._loader is None:
+            return state
+        number = self._loader.state_dict()["batches"]
+        listed = [length >= number for length in self._loader.lengths]
+        if listed == self._listed:
+            return state
+        state = self.end(state)
+        self._listed, self._active = listed, state.active
+        self.present = torch.tensor(listed, device=state.active.device)
+        return state._replace(active=state.active & self.present)
+
+    def end(self, state: TrainState) -> TrainState:
+        """The state in which those that rest are as active as before."""
+        if self.present is None:
+            return state
+        return state._replace(active=torch.where(self.present, state.active, self._active))
 
 
 _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
 
 
-def resting(trainer: Trainer, loader: Any, compact: bool) -> Trainer:
-    """A trainer by which members rest, where they may; with ``compact`` as a smaller array."""
-    return Resting(trainer, loader, compact) if compact or _rests(loader) else trainer
+class Compact(Trainer):
+    """A :class:`Trainer` by which members that are active when an epoch begins train as a smaller array."""
 
-
-def _rests(loader: Any) -> bool:
-    return isinstance(loader, ArrayLoader) and loader.rests
-
-
-class Resting(Trainer):
-    """A :class:`Trainer` by which members rest from the last batch of their own to the end of the epoch.
-
-    They stay as they are meanwhile, as inactive members do. With ``compact``, those that neither rest nor are inactive are
-    trained as a smaller array, and put back afterwards.
-    """
-
-    def __init__(self, trainer: Trainer, loader: Any, compact: bool):
-        self._trainer, self._loader, self._compact = trainer, loader, compact
-        # Who was active when the epoch began.
-        self._active: Tensor | None = None
+    def __init__(self, trainer: Trainer, step: Step):
+        self._trainer, self._dims = trainer, getattr(original(step), "batch_dims", 0)
+        # The loader of all, the members that train, None for all, and their loader.
+        self._loader, self._kept, self._few = None, None, None
 
     @property
     def status(self) -> str:
@@ -156,70 +151,51 @@ class Resting(Trainer):
         """See :class:`Trainer`."""
         self._trainer.close()
 
-    def follow(self, loader: Any) -> None:
+    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
-        self._trainer.kept, self._loader = None, loader
-        self._trainer.follow(loader)
-
-    def segment(self, state: TrainState, running: Running, until: int, hooks: SegmentHooks) -> SegmentEnd:
-        """See :class:`Trainer`."""
-        while True:
-            if self._active is None:
-                # A copy, because a step with donate=True writes the state.
-                self._active = state.active.clone()
-            present, count = self._ahead(self._active)
-            if count:
-                state, ended = self._piece(state, running, min(until, running.batches + count), hooks, present)
-            else:
-                self._loader.load_state_dict({"epoch": self._loader.state_dict()["epoch"] + 1, "batches": 0})
-                self._trainer.follow(self._loader)
-                ended = True
-            if ended:
-                self._active = None
-            if ended or hooks.stopped() or running.batches == until:
-                return state, ended
-
-    def _ahead(self, active: Tensor) -> tuple[Tensor, int]:
-        """Who has the next batch, and after how many batches one of those that are trained rests; 0 if these all do."""
-        if not _rests(self._loader):
-            return torch.ones_like(active), END
-        # A loader may have begun the first epoch elsewhere than at its first batch.
-        done, longest = self._loader.state_dict()["batches"], len(self._loader)
-        lengths = torch.tensor(self._loader.lengths, device=active.device)
-        present = lengths > done
-        edge = min(lengths[present & (active | (not self._compact))].tolist(), default=done)
-        return present, END if longest in (done, edge) else edge - done
-
-    def _piece(
-        self, state: TrainState, running: Running, until: int, hooks: SegmentHooks, present: Tensor
-    ) -> SegmentEnd:
-        """Train those that are ``present``, up to a batch before which nobody comes or goes."""
-        kept = self._choose(self._active & present) if self._compact and self._active is not None else None
-        if kept is not self._trainer.kept:
-            self._trainer.kept = kept
-            if running.batches > 0 and isinstance(self._loader, ArrayLoader):
-                self._loader.load_state_dict(self._loader.state_dict())
-                self._trainer.follow(self._loader)
-        if kept is None and bool(present.all()):
-            return self._trainer.segment(state, running, until, hooks)
-        members = torch.arange(len(present), device=present.device) if kept is None else kept
-        given = state._replace(active=state.active & present)
-        few_running = running.take(members)
+        if run.running.batches == 0 or run.loader is not self._loader:
+            self._choose(run)
+        kept, count = self._kept, len(run.state.keys)
+        if kept is None:
+            return self._trainer.segment(run, until, hooks)
+        few = Members(take(run.state, kept), self._few)
+        few.running.load_state_dict(run.running.part(kept), kept.device)
         try:
-            few, ended = self._trainer.segment(given if kept is None else take(given, kept), few_running, until, hooks)
+            ended = self._trainer.segment(few, until, hooks)
         except HFTAError as error:
-            renumbered(error, members.tolist())
+            renumbered(error, kept.tolist())
             raise
-        running.put(few_running, members, present)
-        after = few if kept is None else put(state, kept, few)
-        return after._replace(active=torch.where(present, after.active, state.active)), ended
+        run.running.put(few.running, kept, count)
+        run.state = put(run.state, kept, few.state)
+        if isinstance(run.loader, ArrayLoader):
+            run.loader.load_state_dict(few.loader.state_dict())
+        return ended
 
-    def _choose(self, wanted: Tensor) -> Tensor | None:
-        """The members to train; None for all."""
-        chosen = wanted.nonzero().flatten()
-        kept = self._trainer.kept
-        if not len(chosen) or (
-            kept is not None and len(chosen) > _FEW * len(kept) and bool(torch.isin(chosen, kept).all())
-        ):
-            return kept
-        return chosen if len(chosen) <= _FEW * len(wanted) else None
+    def _choose(self, run: Members) -> None:
+        chosen, count = run.state.active.nonzero().flatten(), len(run.state.active)
+        kept = self._kept if run.loader is self._loader else None
+        if kept is None or len(chosen) <= _FEW * len(kept) or not bool(torch.isin(chosen, kept).all()):
+            kept = chosen if len(chosen) <= _FEW * count else None
+        if kept is not None and (kept is not self._kept or run.loader is not self._loader):
+            self._few = _Taken(run.loader, self._dims, kept)
+            if isinstance(run.loader, ArrayLoader):
+                self._few = run.loader.follow(kept.tolist(), run.state.keys[kept], ())
+        self._loader, self._kept = run.loader, kept
+
+
+class _Taken:
+    """The batches of some members."""
+
+    def __init__(self, loader: Any, dims: Any, members: Tensor):
+        self._loader, self._dims, self._members = loader, dims, members
+
+    def __iter__(self) -> Iterator[Any]:
+        return (take_batch(self._dims, batch, self._members) for batch in self._loader)
+
+
+def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
+    """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
+    if isinstance(error, HFTAError) and error.args:
+        text = re.sub(r"\bmodel (\d+)\b", lambda match: f"model {members[int(match[1])]}", str(error.args[0]))
+        error.args = (text, *error.args[1:])
+    return error
