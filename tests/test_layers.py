@@ -38,6 +38,7 @@ FILES_IN = {
         "nan_linalg",
         "autodiff",
         "modes",
+        "made",
         "higher_order",
         "rewrites",
         "distributions",
@@ -48,13 +49,10 @@ FILES_IN = {
         "routing",
         "scan",
         "scalar_args",
-        "captured",
-        "made",
     ],
     "rules": [
         *(
             "_layout",
-            "_aliasing",
             "_affine",
             "_products",
             "_windows",
@@ -71,7 +69,6 @@ FILES_IN = {
         ),
         *(
             "_autocast",
-            "_function_graphs",
             "_functions",
             "_install",
             "_extend",

@@ -23,7 +23,7 @@ from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoi
 from hfta_func._torch.compiler import until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
 from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy
+from hfta_func._torch.dispatcher import below_batching, decompositions, default_generators, destroy
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.calls.captured import tensors_in
+from hfta_func.calls.made import tensors_in
 from hfta_func.rules import _measured
 from hfta_func.rules._choice import choose, measure
 from hfta_func.rules._loop import one_by_one
