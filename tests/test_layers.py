@@ -39,7 +39,6 @@ FILES_IN = {
         "autodiff",
         "modes",
         "made",
-        "higher_order",
         "rewrites",
         "distributions",
         "recompute",

@@ -45,7 +45,7 @@ from hfta_func._torch.levels import is_sole_holder, is_walked, is_wrapped, level
 from hfta_func._torch.levels import known_values, peek_interpreter, pytree, remove_batch_dim, restore_vmap
 from hfta_func._torch.levels import storage_number
 from hfta_func._torch.levels import traced_add_batch_dim
-from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves, values_of
+from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves
 from hfta_func._torch.levels import vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of
