@@ -28,7 +28,7 @@ from torch import Tensor
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
-from hfta_func.rules._aliasing import AliasFacts
+from hfta_func.calls.made import MadeCalls
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.chunks import fastest
 
@@ -421,7 +421,7 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
     def serial() -> list[tuple[Tensor, ...]]:
         return [_run(row.func, member, grad) for member, grad in zip(members, own, strict=True)]
 
-    known = AliasFacts()
+    known = MadeCalls()
 
     @functools.cache
     def chunks(size: int) -> list[tuple[list[Tensor], Tensor]]:

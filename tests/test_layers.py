@@ -38,7 +38,7 @@ FILES_IN = {
         "nan_linalg",
         "autodiff",
         "modes",
-        "higher_order",
+        "made",
         "rewrites",
         "distributions",
         "recompute",
@@ -48,13 +48,10 @@ FILES_IN = {
         "routing",
         "scan",
         "scalar_args",
-        "captured",
-        "made",
     ],
     "rules": [
         *(
             "_layout",
-            "_aliasing",
             "_affine",
             "_products",
             "_convolution",
@@ -69,7 +66,6 @@ FILES_IN = {
         ),
         *(
             "_autocast",
-            "_function_graphs",
             "_functions",
             "_install",
             "_extend",

@@ -748,14 +748,6 @@ def test_members_may_branch_on_them_in_groups():
     torch.testing.assert_close(found["loss"], torch.stack(expected).detach())
 
 
-def test_operators_of_functions_take_them():
-    def chooses(module, x):
-        sides = lambda x: F.dropout(x, module.number), torch.tanh
-        return torch.cond(x.sum() > 0, *sides, (F.dropout(x, module.number),))
-
-    assert_members_are_solo_runs([Own(chooses, number).double() for number in (0.1, 0.0, 0.4)], batches())
-
-
 def test_a_population_learns_rates_by_name():
     distributions = pytest.importorskip("optuna").distributions
     from hfta_func import tune

@@ -389,7 +389,7 @@ def run_many(judge: Callable[[Spec], None], specs: st.SearchStrategy[Spec], coun
     assert judged >= count
 
 
-NOISY = ("noise", "flows of noise", "branches of noise")
+NOISY = ("noise", "branches of noise")
 PARTING = ("branches", "branches of noise")
 JUDGES: dict[str, tuple[Callable[[Spec], None], tuple[str, ...]]] = {
     "alone": (check, NOISY),

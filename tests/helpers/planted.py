@@ -1044,21 +1044,6 @@ PLANTED = [
         "test_exchange.py::test_what_has_not_stepped_goes_back_as_it_was",
     ),
     Planted(
-        "members of a loop that are done go on while others do",
-        *("calls/higher_order.py", "values = [torch.where(going, end, value) for", "values = [end for"),
-        "test_control_flow.py::test_members_that_are_done_wait_for_the_others",
-    ),
-    Planted(
-        "members of a loop that are done pass on what the body computes beyond their end",
-        *("calls/higher_order.py", "torch.where(going, value, start.detach()) if", "value if"),
-        "test_control_flow.py::test_members_that_are_done_wait_for_the_others",
-    ),
-    Planted(
-        "noise behind a loop depends on how long other members go on",
-        *("calls/routing.py", "if part is None or self.key is None:", "if True:"),
-        "test_control_flow.py::test_noise_is_that_of_an_array_of_one",
-    ),
-    Planted(
         "a parameter in evaluation does not require grad",
         *("step/evaluate.py", "x.detach().requires_grad_() if path in trained else x for", "x.detach() for"),
         "test_control_flow.py::test_parameters_require_grad_as_alone",

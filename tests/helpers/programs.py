@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._higher_order_ops import while_loop
-from torch._higher_order_ops.map import map as map_rows
-from torch._higher_order_ops.scan import scan
 
 VIEWS_ALIAS = True
 """Whether ``view``, ``flatten`` and ``reshape`` get the tensor itself, which a program may read again after it has written
@@ -830,45 +827,6 @@ def by_cond(body: Body, x: Tensor, n: int) -> Tensor:
     return [side(x) for side in sides][not pred] if is_in_python else torch.cond(pred, *sides, (x,))
 
 
-def by_while_loop(body: Body, x: Tensor, n: int) -> Tensor:
-    def goes_on(count: Tensor, y: Tensor) -> Tensor:
-        return (count < 1 + n % 3) & (y.square().sum() < 20 * x.numel() / (1 + n % 5))
-
-    def turn(count: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return count + 1, body(y) + x
-
-    carried = torch.zeros((), dtype=torch.long), (torch.zeros(x.shape), x.clone(), x * 2)[n // 3 % 3]
-    if not is_in_python:
-        return while_loop(goes_on, turn, carried)[1]
-    while goes_on(*carried):
-        carried = turn(*carried)
-    return carried[1]
-
-
-def by_scan(body: Body, x: Tensor, n: int) -> Tensor:
-    def combine(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        new = body(row[None])[0] + carry.tanh()
-        return new, new * row
-
-    start = torch.zeros(x.shape[1:]) if n % 2 else x[-1] * 2
-    if not is_in_python:
-        carry, rows = scan(combine, start, x, reverse=n // 2 % 2 == 1)
-        return rows + carry
-    carry, rows = start, []
-    for row in x.flip(0) if n // 2 % 2 else x:
-        carry, output = combine(carry, row)
-        rows.append(output)
-    return torch.stack(rows[::-1] if n // 2 % 2 else rows) + carry
-
-
-def by_map(body: Body, x: Tensor, n: int) -> Tensor:
-    def func(row: Tensor, scale: Tensor) -> Tensor:
-        return body(row[None])[0] * scale
-
-    scale = x.mean()
-    return torch.stack([func(row, scale) for row in x]) if is_in_python else map_rows(func, x, scale)
-
-
 def by_if(body: Body, x: Tensor, n: int) -> Tensor:
     if (x.mean() > (0.0, 0.3)[n % 2]).item() if n // 2 % 2 else x[0].sum() > x[-1].sum():
         return body(x)
@@ -928,18 +886,14 @@ MADE: dict[str, Op] = {"made": pure(made)}
 FUNCTIONS: dict[str, Op] = {"function": pure(by_function)}
 FLOWS: dict[str, Op] = {
     "cond": flow(by_cond),
-    "while_loop": flow(by_while_loop),
-    "scan": flow(by_scan),
-    "map": flow(by_map),
 }
 BRANCHES: dict[str, Op] = {"if": flow(by_if), "while": flow(by_while)}
 """Python's own branches on values, for which members part."""
-FLOWS_OF_NOISE: dict[str, Op] = {"cond_drop": flow(by_cond, True), "scan_drop": flow(by_scan, True)}
 BRANCHES_OF_NOISE: dict[str, Op] = {"if_drop": flow(by_if, True), "while_drop": flow(by_while, True)}
 AUTOCAST: dict[str, Op] = {"lower": weighted(lambda x, n: torch.randn(x.shape[-1], 2), lowered)}
 FAMILIES: dict[str, dict[str, Op]] = {
     "layers": LAYERS, "math": MATH, "views": VIEWS, "writes": WRITES, "state": STATE, "inputs": INPUTS, "noise": NOISE,
-    "made": MADE, "functions": FUNCTIONS, "flows": FLOWS, "branches": BRANCHES, "flows of noise": FLOWS_OF_NOISE,
+    "made": MADE, "functions": FUNCTIONS, "flows": FLOWS, "branches": BRANCHES,
     "branches of noise": BRANCHES_OF_NOISE, "autocast": AUTOCAST,
 }  # fmt: skip
 OPS: dict[str, Op] = {name: op for family in FAMILIES.values() for name, op in family.items()}

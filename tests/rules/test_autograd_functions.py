@@ -1,7 +1,6 @@
 """Autograd functions in models: old and new style, with and without rules, against the loop over models alone."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -309,31 +308,6 @@ class Shifted(Function):
         return dx
 
 
-class FixedPoint(Function):
-    """A deep equilibrium: its backward pass differentiates a function that it was given."""
-
-    @staticmethod
-    def forward(ctx, func, x, *params):
-        z = torch.zeros_like(x)
-        for _ in range(60):
-            z = func(z, x)
-        ctx.func = func
-        ctx.save_for_backward(z, x, *params)
-        return z
-
-    @staticmethod
-    def backward(ctx, grad):
-        z, x, *params = ctx.saved_tensors
-        with torch.enable_grad():
-            z, x = z.detach().requires_grad_(), x.detach().requires_grad_()
-            y = ctx.func(z, x)
-            solved = grad
-            for _ in range(60):
-                solved = grad + torch.autograd.grad(y, z, solved, retain_graph=True)[0]
-            grads = torch.autograd.grad(y, (x, *params), solved)
-        return None, *grads
-
-
 class Adjoint(Function):
     """Euler's method, differentiated backward in time from its last state alone, as ODE solvers do."""
 
@@ -393,33 +367,6 @@ class Invertible(Function):
         return torch.cat([for_a, for_b], dim=-1), None
 
 
-class Unseen(Function):
-    """Writes past the count of writes, as ODE solvers do."""
-
-    @staticmethod
-    def forward(ctx, table, row, i):
-        ctx.i = i
-        table.data[i] = row
-        return table
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad[ctx.i], None
-
-
-class OfHolder(Function):
-    """Whose gradient leaves out the weight of what it is given."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.scale = layer.weights["weight"].sum()
-        return x * ctx.scale
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.scale, None
-
-
 class Model(nn.Module):
     """A layer, and a function of it."""
 
@@ -457,45 +404,9 @@ def penalised(model, y):
     return slope.square()
 
 
-def fixed_point(model, y):
-    with torch.no_grad():
-        weight = model.inner.weight
-    return (
-        FixedPoint.apply(lambda z, x: torch.tanh(model.inner(z) / 2 + x), y, *model.inner.parameters()) + weight.sum()
-    )
-
-
-class Layer:
-    """No module."""
-
-    def __init__(self, weight):
-        self.weights = {"weight": weight}
-
-    def linear(self, x, bias):
-        return F.linear(x, self.weights["weight"], bias)
-
-
 def padded(model, y):
     out, sums = Padded.apply(y, torch.tensor([2, 0, 1, 3]))
     return out.sum(1, keepdim=True) * sums + Into.apply(torch.zeros(()), y)
-
-
-def holding(model, y):
-    linear = functools.partial(Layer(model.inner.weight).linear, bias=model.inner.bias)
-    if model is None:
-        unset = None
-
-    def func(z, depth=1, *, scale=model.inner.bias):
-        return func(z, depth - 1) * scale if depth else torch.tanh(linear(z)) if True else unset
-
-    return Adjoint.apply(func, 4, y, *model.inner.parameters())
-
-
-def unseen(model, y):
-    table = torch.full((2, *y.shape), torch.nan)
-    for i in range(2):
-        table = Unseen.apply(table, model.inner(y) * (i + 1), i)
-    return table.prod(0)
 
 
 def reversible():
@@ -540,14 +451,10 @@ MODELS = {
     "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
     "writing": lambda: Model(padded),
     "generated, writing": lambda: Model(lambda model, y: Shifted.apply(y)),
-    "fixed point": lambda: Model(fixed_point),
     "adjoint": lambda: Model(lambda model, y: Adjoint.apply(model.inner, 4, y, *model.inner.parameters())),
     "adjoint, method": lambda: Model(
         lambda model, y: Adjoint.apply(model.inner.forward, 4, y, *model.inner.parameters())
     ),
-    "holding": lambda: Model(holding),
-    "holder": lambda: Model(lambda model, y: OfHolder.apply(y, Layer(model.inner.weight))),
-    "unseen": lambda: Model(unseen),
     "reversible": reversible,
 }
 
@@ -555,12 +462,8 @@ MODELS = {
 ONLY_EAGER = (
     "reading",
     "twice",
-    "fixed point",
     "adjoint",
     "adjoint, method",
-    "holding",
-    "holder",
-    "unseen",
     "reversible",
 )
 """Those that read values, hold a module or call autograd, which graphs cannot."""
@@ -695,14 +598,6 @@ class NoisyGenerated(Function):
         return grad * ctx.saved_tensors[0], None
 
 
-class NoisyBatched(NoisyGenerated):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def vmap(info, in_dims, x, rate):
-        return NoisyBatched.apply(x, rate), (in_dims[0], in_dims[0])
-
-
 class NoisyForSome(Function):
     """Members draw more or less often."""
 
@@ -782,28 +677,6 @@ def test_numbers_in_which_members_differ():
 # What is warned of and refused.
 
 
-def test_a_function_warns_once_and_names_the_cure():
-    class Warned(Straight):
-        pass
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            hfta.vmap(lambda x: Warned.apply(x))(torch.ones(3, 2))
-    (one,) = told
-    assert one.category is hfta.errors.LoopWarning and one.filename == __file__
-    assert (
-        "Warned is an autograd function without a batching rule and runs one member after another; write setup_"
-        in str(one.message)
-    )
-
-
-class Number(Straight):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1, x.sum().item()
-
-
 class ReadingBackward(StraightGenerated):
     @staticmethod
     def backward(ctx, grad):
@@ -812,10 +685,6 @@ class ReadingBackward(StraightGenerated):
 
 REFUSED = {
     "reading backward": (lambda model, y: ReadingBackward.apply(y), "asks for the value of a tensor"),
-    "func.grad": (
-        lambda model, y: torch.func.grad(lambda z: Straight.apply(z).sum())(y),
-        "Straight has no setup_context, which PyTorch needs under torch.func.grad",
-    ),
     "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
 }
 
@@ -840,11 +709,6 @@ def test_refusals(name):
     assert message in str(caught.value) and "functorch" not in str(caught.value)
 
 
-def test_a_batching_rule_that_draws_is_refused():
-    with pytest.raises(hfta.errors.RandomnessError, match="a vmap staticmethod draws random numbers"):
-        trained(after(lambda y: NoisyBatched.apply(y.clone(), 0.5)[0]), [0, 1])
-
-
 @pytest.mark.parametrize("randomness", ["error", "different"])
 def test_draws_outside_of_models(randomness):
     run = hfta.vmap(lambda x: Noisy.apply(x, 0.5), randomness=randomness)
@@ -857,12 +721,10 @@ def test_draws_outside_of_models(randomness):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["reading", "adjoint", "noisy"])
+@pytest.mark.parametrize("name", ["adjoint", "noisy"])
 def test_what_graphs_cannot_hold_is_refused(name):
     make = after(NOISY["old"]) if name == "noisy" else MODELS[name]
-    with pytest.raises(
-        Exception, match=r"the autograd function \w+ cannot be compiled: in a compiled step a function takes"
-    ):
+    with pytest.raises(Exception, match=r"autograd function \w+ cannot be compiled|call Tensor.requires_grad_"):
         trained(make, [0, 1], compiled=True)
 
 

@@ -22,7 +22,7 @@ from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoi
 from hfta_func._torch.compiler import until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
 from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy
+from hfta_func._torch.dispatcher import below_batching, decompositions, default_generators, destroy
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries
@@ -44,7 +44,7 @@ from hfta_func._torch.levels import is_sole_holder, is_walked, is_wrapped, level
 from hfta_func._torch.levels import known_values, peek_interpreter, pytree, remove_batch_dim, restore_vmap
 from hfta_func._torch.levels import storage_number
 from hfta_func._torch.levels import traced_add_batch_dim
-from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves, values_of
+from hfta_func._torch.levels import traced_unwrap_for_grad, unobserved, unwrap_batched, unwrap_leaves
 from hfta_func._torch.levels import vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_global_hooks, has_step_hooks, is_compiled, is_nestable, marker, places_of

@@ -174,12 +174,11 @@ operator_scan = private("torch._higher_order_ops.scan", "scan")
 # FlexAttention as plain operators, and what makes PyTorch ready to compile the functions that operators are given.
 math_attention = private("torch._higher_order_ops.flex_attention", "math_attention")
 _compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")
-_check_operands = private("torch._higher_order_ops.cond", "validate_subgraph_args_types")
 
 
 @contextlib.contextmanager
 def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
-    """A block in which operators of functions, such as ``torch.cond``, do not compile these where ``is_inside()`` holds.
+    """A block in which operators of functions, such as FlexAttention, do not compile these where ``is_inside()`` holds.
 
     The code is replaced, because other modules hold the function.
     """
@@ -195,11 +194,7 @@ def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
 
     _compiling.__kwdefaults__ = {"_is_inside": is_inside, "_original": original}
     _compiling.__code__ = replacement.__code__
-    # ``torch.cond`` takes trees, which become flat where it compiles.
-    cond = sys.modules["torch._higher_order_ops.cond"]
-    check = lambda operands: None if is_inside() else _check_operands(operands)  # noqa: E731
-    with replaced(cond, "validate_subgraph_args_types", check):
-        yield
+    yield
     _compiling.__code__, _compiling.__kwdefaults__ = code, None
 
 

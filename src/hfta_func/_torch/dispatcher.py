@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func._torch._release import private
 from hfta_func._torch.inductor import replaced
-from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap, is_walked, is_wrapped
+from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -191,19 +191,6 @@ def writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def counter(tensor: Tensor) -> Tensor:
-    """A tensor with the write counter of ``tensor``, for :func:`writes`, and without its memory where possible."""
-    tensor = inside_vmap(tensor)
-    known = is_walked() or type(tensor) in (Tensor, torch.nn.Parameter)
-    plain = known and not is_wrapped(tensor) and not tensor.is_inference()
-    if not plain or tensor.device.type not in ("cpu", "cuda"):
-        return tensor
-    with torch.no_grad():
-        alias = tensor.detach()
-        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias
-
-
 # Whether two tensors have the same storage.
 is_alias = private("torch._C", "_is_alias_of")
 
@@ -237,19 +224,11 @@ def leaving_out_validation(is_left_out: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def apply_replaced(apply: Callable[..., Any], batch: Callable[..., Any]) -> Iterator[None]:
-    """A context with ``apply(original, function, *args)`` in place of ``function.apply(*args)`` of every autograd function.
-
-    ``batch(original, interpreter, function, *args)`` then runs under ``vmap`` for a function that has ``setup_context``.
-    """
-    method, table = torch.autograd.Function.__dict__["apply"], _in_transforms.functorch_table
+def apply_replaced(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """A context with ``apply(original, function, *args)`` in place of ``function.apply(*args)`` of autograd functions."""
+    method = torch.autograd.Function.__dict__["apply"]
     replacing = _code_replaced if isinstance(method, classmethod) else _method_replaced
-    rule = table[TransformType.Vmap]
-    with replacing(torch.autograd.Function, method, apply):
-        table[TransformType.Vmap] = functools.partial(batch, rule)
-        yield
-        table[TransformType.Vmap] = rule
+    return replacing(torch.autograd.Function, method, apply)
 
 
 @contextlib.contextmanager

@@ -131,13 +131,6 @@ def first_member(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def values_of(flags: Any) -> Tensor:
-    """The values of all members, of a tensor or of one bool, in a tensor outside of all transforms."""
-    while isinstance(flags, Tensor) and is_wrapped(flags):
-        flags = get_unwrapped(flags)
-    return flags if isinstance(flags, Tensor) else torch.tensor(flags)
-
-
 walked_device: str | None = None
 """The type of the device that a computation is for whose operators are listed and do not run."""
 

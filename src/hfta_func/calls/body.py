@@ -85,6 +85,14 @@ def _put(holder: Any, key: Any, value: Any) -> Any:
     return before
 
 
+def contents(cell: types.CellType) -> tuple[Any, ...]:
+    """What a variable of a closure holds; nothing if it has no value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
 _CONTAINERS = (dict, list, collections.deque)
 
 

@@ -6,7 +6,6 @@ per member. So the function runs again, and from then on each member gets its ow
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +35,6 @@ class MadeCalls:
                 return func(*args, **kwargs)
 
         return member
-
-    def again(self, args: Any) -> contextlib.AbstractContextManager[Any]:
-        """A block in which a part of the function runs once more, in the backward pass."""
-        return _made(batched_in(args)) if self._is_needed and args else contextlib.nullcontext()
 
     def retried(self, run: Callable[[], Any], is_written: Callable[[], bool]) -> Any:
         """``run()``, and once more with such tensors if it fails, unless it has written its arguments."""
@@ -94,14 +89,28 @@ def _makes(func: Any) -> bool:
     return name in _MAKERS or name.endswith("_like") or name.startswith("new_")
 
 
-def made_for_each(tensors: Any) -> _made:
-    """A block, a pass of an autograd function whose rule PyTorch generates, in which each member gets its own new tensors."""
+def is_making() -> bool:
+    """Whether each member gets its own of new tensors around this call."""
+    return any(isinstance(mode, _made) for mode in _torch.function_modes())
+
+
+def making(tensors: Any) -> Mode:
+    """A block, a part that runs once more in the backward pass, in which each member gets its own of new tensors."""
     return _made(batched_in(tensors))
+
+
+def making_for_each(run: Callable[[], Any], tensors: Any) -> Any:
+    """``run()``, a pass of an autograd function of these tensors, and once more with such tensors if it fails."""
+    try:
+        return run()
+    except RuntimeError:
+        with making(tensors):
+            return run()
 
 
 def batched_in(tree: Any) -> Tensor | None:
     """A tensor that is mapped over at a level of ``vmap``."""
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         inside = tensor
         while _torch.is_wrapped(inside):
             if _torch.is_batched(inside):
@@ -128,5 +137,6 @@ def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
     return None
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree."""
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -17,9 +17,8 @@ from torch import Tensor
 # As they are now, whatever has their names later.
 from torch.nn.functional import cross_entropy, ctc_loss, normalize, one_hot
 
-from hfta_func._torch import constant_to_compiler, is_nestable
+from hfta_func._torch import constant_to_compiler, is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
-from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.nan_linalg import GUARDED
 
@@ -29,13 +28,7 @@ class lowered(Mode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
-        if func in OPERATORS:
-            return OPERATORS[func](self._call, *args, **kwargs)
         return LOWERED.get(func, func)(*args, **kwargs)
-
-    def _call(self, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return func(*args, **kwargs)
 
 
 def _gaussian_nll_loss(
@@ -135,6 +128,14 @@ def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
     return dense
 
 
+def _cond(pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
+    """Computes both sides where members differ; PyTorch would compile them."""
+    if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or is_wrapped(pred)):
+        return (true_func if pred else false_func)(*operands)
+    sides = [func(*operands) for func in (true_func, false_func)]
+    return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
+
+
 def _slice_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Casts the source, which PyTorch's rule does not."""
     return torch.slice_scatter(input, src.to(input.dtype), *args, **kwargs)
@@ -168,6 +169,12 @@ def _result_type(*kinds: tuple[torch.dtype, bool]) -> torch.dtype:
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
 _PROMOTED = ("addcdiv", "addcmul", "clamp", "clip")
 
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    torch.ops.higher_order.cond: _cond,
+    torch.ops.higher_order.flex_attention: math_attention,
+}
+"""Replacements for operators of functions, which PyTorch compiles, also those of a model alone in a mode."""
+
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
@@ -186,6 +193,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.embedding: _dense(F.embedding, 6),
     F.embedding_bag: _dense(F.embedding_bag, 7),
     F.one_hot: _one_hot,
+    **OPERATORS,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
     is_nestable: lambda *args, **kwargs: False,
 }

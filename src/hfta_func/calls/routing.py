@@ -27,7 +27,6 @@ from hfta_func._torch import (
 )
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
-from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
@@ -122,9 +121,9 @@ class routed(Mode):
             indices = traced_unwrap_for_grad(indices, inner)
         return random.stream(random.fold_in(stream.start, traced_add_batch_dim(indices, 0, level)))
 
-    def _call(self, site: int, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that the operator at a call site is given; one that not all members call has its own streams."""
-        if part is None or self.key is None:
+    def _call(self, site: int, part: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An iteration of the loop at a call site, which has streams of its own."""
+        if self.key is None:
             with self:
                 return func(*args, **kwargs)
         before = self.key, self.site, self.skipped, self._blocks
@@ -135,8 +134,8 @@ class routed(Mode):
         self.key, self.site, self.skipped, self._blocks = before
         return result
 
-    def next_call(self) -> Callable[..., Any]:
-        """The ``Call`` of an operator of functions, which is the next call site."""
+    def next_loop(self) -> Callable[..., Any]:
+        """``call(part, func, *args)``, which calls a function with noise of the next call site and a part of its own."""
         self.site += 1
         return functools.partial(self._call, self.site)
 
@@ -150,8 +149,6 @@ class routed(Mode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        if func in OPERATORS:
-            return OPERATORS[func](self.next_call(), *args, **kwargs)
         handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)

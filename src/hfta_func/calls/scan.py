@@ -83,7 +83,7 @@ def looped(iteration: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs
     if torch.compiler.is_dynamo_compiling() and not modes and not inside_transform():
         return _in_graph(iteration, carry, xs, count)
     around = next((mode for mode in reversed(modes) if isinstance(mode, routed)), None)
-    call, ys = (_plainly if around is None else around.next_call()), []
+    call, ys = (_plainly if around is None else around.next_loop()), []
     check = alike(carry)
     check(carry)
     for index in range(count):

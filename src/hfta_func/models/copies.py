@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import Places, outside_transforms, pytree
-from hfta_func.calls.body import Reference
-from hfta_func.calls.captured import contents
+from hfta_func.calls.body import Reference, contents
 
 T = TypeVar("T", bound=nn.Module)
 _TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}

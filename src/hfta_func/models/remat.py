@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
+from hfta_func.calls import made
 from hfta_func.calls.autodiff import only_vmap
 from hfta_func.calls.recompute import unrecalled
 from hfta_func.calls.routing import routed
 from hfta_func.errors import StateError
-from hfta_func.rules._aliasing import current, watched
 
 
 def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
@@ -154,7 +154,7 @@ def _run_twice(
         # A look-up table that shortens its rows as it is read does so once.
         return forward(*args, **kwargs)
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
-    site, out_spec, alias_facts = mode.site, None, current()
+    site, out_spec, is_making = mode.site, None, made.is_making()
     padding, position = mode.padding, getattr(mode.padding, "position", 0)
     running = _running.get()
     fixed: Fixed = running[2] if running is not None else frozenset()
@@ -175,11 +175,9 @@ def _run_twice(
         run_buffers = buffers if out_spec is None else _copies(buffers_before)
         tensors = {**params, **run_buffers}
         # A backward pass may run in another thread.
-        again = made = contextlib.nullcontext()
-        if alias_facts is not None:
-            again, made = watched(alias_facts.known), alias_facts.known.made.again(() if out_spec is None else leaves)
+        making = made.making(leaves) if is_making and out_spec is not None else contextlib.nullcontext()
         given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
-        with again, made, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
+        with making, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)

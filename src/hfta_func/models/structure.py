@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, weight_hooks
-from hfta_func.calls.captured import contents
+from hfta_func.calls.body import contents
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import may_differ
 

@@ -7,6 +7,7 @@ import re
 import traceback
 
 from hfta_func.calls.body import user_code_location
+from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL
 from hfta_func.errors import HFTAError, RandomnessError, TraceError
 
@@ -59,6 +60,8 @@ _OTHERWISE = (
 
 def advice(error: Exception) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
+    if isinstance(error, Diverged) and error.sides is None:
+        return None
     # What an operator cannot run on ends with a list of all that PyTorch knows.
     text, where = str(error).partition("is only available for these backends")[0], user_code_location(error)
     if isinstance(error, HFTAError):

@@ -13,7 +13,7 @@ from torch import Tensor
 from hfta_func._torch import expected, num_dispatch_modes, original
 from hfta_func._types import text_table
 from hfta_func.calls.body import module_path
-from hfta_func.calls.captured import tensors_in
+from hfta_func.calls.made import tensors_in
 from hfta_func.rules import _measured
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import FAMILIES, TABLE, TIMED, Case, Row, candidates, known_lowerings, titles

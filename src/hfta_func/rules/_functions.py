@@ -1,34 +1,35 @@
-"""Autograd functions (``torch.autograd.Function``) without a batching rule run for one member after another.
+"""Autograd functions (``torch.autograd.Function``) of members: one program for all, in eager code and in compiled graphs.
 
-A step differentiates outside of ``vmap``. There a function is applied to the tensors of one member, and autograd calls its
-backward pass as for a model alone.
+A function without a batching rule is written anew with one that PyTorch generates: all that its backward pass needs is among
+the results of its forward pass. In a graph, the compiler itself would differentiate the operators of a forward pass, because
+under ``vmap`` no tensor seems to require a gradient; so a graph holds the call as a whole until its operators are captured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import hashlib
 import inspect
-import weakref
-from collections.abc import Callable, Sequence
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.calls.body import warn
-from hfta_func.calls.captured import tensors_in, with_tensors
-from hfta_func.calls.made import made_for_each
+from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.made import making_for_each
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
-from hfta_func.errors import LoopWarning, RandomnessError, TraceError
-from hfta_func.rules._function_graphs import apply_to_all
-
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+from hfta_func.errors import TraceError
 
 
 def inside_array() -> bool:
@@ -38,53 +39,33 @@ def inside_array() -> bool:
 
 def applied() -> contextlib.AbstractContextManager[None]:
     """A context in which the autograd functions of models are applied as this module does."""
-    _warned.clear()
-    return _torch.apply_replaced(_apply, _batch)
+    return _torch.apply_replaced(_apply)
 
 
 def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """``function.apply(*args, **kwargs)``."""
-    interpreter = _torch.peek_interpreter()
-    if interpreter is None:
-        if inside_array():
-            mode = _routing()
-            # One member alone has Python numbers.
-            tensors = {
-                id(x): x.item() if mode is not None and mode.is_number(x) else x for x in tensors_in((args, kwargs))
-            }
-            args, kwargs = with_tensors((args, kwargs), tensors)
+    if inside_array():
+        args, kwargs = pytree.tree_map(_with_tensors_of_call, (args, kwargs))
+    if _torch.peek_interpreter() is None:
         return original(function, *args, **kwargs)
     if _torch.is_derivative_of_operator():
         # PyTorch writes the derivatives of custom operators as autograd functions.
         return _torch.apply_at_level(function, *args, **kwargs)
-    if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
-        return apply_to_all(function, args, kwargs)
-    is_mapped = interpreter.key() == _torch.TransformType.Vmap
-    if function.setup_context is not Function.setup_context:
-        bound = inspect.signature(function.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        if function.generate_vmap_rule or not is_mapped:
-            function = _writing(function)
-        return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-    if is_mapped:
-        return _one_by_one(function, args, kwargs)
-    raise TraceError(
-        f"{function.__qualname__} has no setup_context, which PyTorch needs under torch.func.grad and its like; write it, or "
-        f"take the gradient with torch.autograd.grad, as gradient penalties do"
-    )
+    if not function.generate_vmap_rule and function.vmap is Function.vmap:
+        return _apply_generated(function, args, kwargs)
+    bound = inspect.signature(function.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if function.generate_vmap_rule:
+        function = _writing(function)
+    return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
 
 
-def _has_rule(function: Any) -> bool:
-    return function.generate_vmap_rule or function.vmap is not Function.vmap
-
-
-def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function that has ``setup_context``, by its own rule if it has one."""
-    if not _has_rule(function):
-        return _one_by_one(function, args, kwargs)
-    mode = _routing()
-    with contextlib.nullcontext() if mode is None or function.generate_vmap_rule else _Undrawn(mode.key):
-        return rule(interpreter, function, *args, **kwargs)
+def _with_tensors_of_call(leaf: Any) -> Any:
+    """A module, or a method of one, as a copy that still holds the tensors of this call in the backward pass."""
+    module = getattr(leaf, "__self__", leaf)
+    if not isinstance(module, nn.Module):
+        return leaf
+    return copy.deepcopy(leaf, {id(x): x for x in (*module.parameters(), *module.buffers())})
 
 
 @functools.cache
@@ -94,142 +75,143 @@ def _writing(function: Any) -> Any:
         return function
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        with made_for_each((grads, ctx.saved_tensors)):
-            return function.backward(ctx, *grads)
+        return making_for_each(lambda: function.backward(ctx, *grads), (grads, ctx.saved_tensors))
 
     members = {"backward": staticmethod(backward), "__qualname__": function.__qualname__}
     return type(function.__name__, (function,), members)
 
 
-class _Undrawn(routed):
-    """A mode for rules, which compute with the tensors of all members, for which there is no key."""
+def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function without a rule to all members."""
+    is_old = function.setup_context is Function.setup_context
+    bound = inspect.signature(function.forward).bind(*(None,) * is_old, *args, **kwargs)
+    if not is_old:
+        bound.apply_defaults()
+    args = bound.args[is_old:]
+    *outputs, call = _with_rule(function).apply(*args)
+    outputs = outputs[: call.count]
+    for i, j in call.written:
+        args[i].copy_(outputs[j])
+        outputs[j] = args[i]
+    return outputs[0] if call.is_single else tuple(outputs)
 
-    def next_key(self, rate: Any = None) -> Any:
-        """Refuse a draw."""
-        raise RandomnessError(
-            "a vmap staticmethod draws random numbers, and each member has its own; draw them outside of the function and "
-            "pass them to it, or write generate_vmap_rule = True"
+
+@functools.cache
+def _with_rule(function: Any) -> Any:
+    """The same function, with all that its backward pass needs among its results, so that PyTorch can batch it."""
+
+    def pass_forward(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        ctx: Any = FunctionCtx()
+        ctx.needs_input_grad = tuple(isinstance(x, Tensor) and _torch.inside_vmap(x).requires_grad for x in given)
+        # A function may write its arguments.
+        args = tuple(x.clone() if isinstance(x, Tensor) else x for x in given)
+        if function.setup_context is Function.setup_context:
+            return ctx, args, function.forward(ctx, *args)
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return ctx, args, output
+
+    def forward(*args: Any) -> Any:
+        ctx, args, output = making_for_each(lambda: pass_forward(args), args)
+        outputs = output if isinstance(output, tuple) else (output,)
+        # What is kept is an argument or a result, so that it has a history if the backward pass is differentiated.
+        positions = {id(x): i for i, x in reversed([*enumerate((*outputs, *args))])}
+        leaves, spec = pytree.tree_flatten(vars(ctx))
+        others = [x for x in leaves if isinstance(x, Tensor) and id(x) not in positions]
+        positions |= {id(x): len(outputs) + len(args) + i for i, x in enumerate(others)}
+        call = types.SimpleNamespace(
+            count=len(outputs),
+            is_single=outputs is not output,
+            leaves=[positions[id(x)] if isinstance(x, Tensor) else (x,) for x in leaves],
+            spec=spec,
+            materializes=getattr(ctx, "materialize_grads", True),
+            written=[
+                (i, positions[id(x)]) for x in getattr(ctx, "dirty_tensors", ()) for i, y in enumerate(args) if x is y
+            ],
+            constant=[positions[id(x)] for x in getattr(ctx, "non_differentiable", ())],
         )
+        return (*outputs, *others, call)
+
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        *results, call = outputs
+        tensors = [*results[: call.count], *inputs, *results[call.count :]]
+        ctx.save_for_backward(*(tensors[leaf] for leaf in call.leaves if isinstance(leaf, int)))
+        ctx.set_materialize_grads(call.materializes)
+        ctx.call = call
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call, saved, inner = ctx.call, iter(ctx.saved_tensors), types.SimpleNamespace()
+        leaves = [next(saved) if isinstance(leaf, int) else leaf[0] for leaf in call.leaves]
+        vars(inner).update(pytree.tree_unflatten(leaves, call.spec))
+        inner.saved_tensors, inner.needs_input_grad = getattr(inner, "to_save", ()), ctx.needs_input_grad
+        grads = tuple(grad * 0 if j in call.constant and grad is not None else grad for j, grad in enumerate(grads))
+        differentiate = function.vjp if function.backward is Function.backward else function.backward
+        try:
+            return differentiate(inner, *grads[: call.count])
+        except RuntimeError as error:
+            # Such as one that calls autograd or reads values: members run one by one.
+            raise error if rehearsing.get() else Diverged(None) from error
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    members = {name: staticmethod(method) for name, method in methods.items()}
+    return type(function.__name__, (Function,), {**members, "generate_vmap_rule": True})
 
 
-def _routing() -> routed | None:
-    """The mode that routes the noise of the member that is running."""
-    return next((mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed)), None)
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """A block in which the compiler puts the functions of members into graphs."""
+    marked: list[str] = []
 
-
-def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to the arguments of each member, below the innermost level of ``vmap``."""
-    name, interpreter, mode = function.__qualname__, _torch.current_interpreter(), _routing()
-    _warn_of(function)
-    level, count = interpreter.level(), interpreter.batch_size()
-    given = [*{id(x): x for x in tensors_in((args, kwargs))}.values()]
-    noise = () if mode is None else (mode.key, mode.skipped)
-    plain, dims = _torch.unwrap_leaves([*given, *noise], level)
-    before = torch.default_generator.get_state()
-    results, modes = [], []
-    with interpreter.lower():
-        parts = [[x] * count if dim is None else [*x.unbind(dim)] for x, dim in zip(plain, dims, strict=True)]
-        # Copies of the first member's tensors show which ones a function writes. Inference mode would count no writes.
-        firsts = [part[0] for part in parts[: len(given)]]
-        with torch.inference_mode(False):
-            for part in parts[: len(given)]:
-                part[0] = part[0].clone()
-        versions = [_torch.writes(part[0]) for part in parts[: len(given)]]
-        written, counted = list[int](), list[bool]()
-        for m in range(count):
-            tensors: dict[int, Any] = {id(x): part[m] for x, part in zip(given, parts, strict=False)}
-            with _drawing(mode, [part[m] for part in parts[len(given) :]], given, tensors) as inner:
-                member_args, member_kwargs = with_tensors((args, kwargs), dict(tensors))
-                results.append(function.apply(*member_args, **member_kwargs))
-            modes.append(inner)
-            if m == 0:
-                counted = [_torch.writes(part[0]) != version for part, version in zip(parts, versions, strict=False)]
-                written = [i for i, first in enumerate(firsts) if counted[i] or _is_written_unseen(first, parts[i][0])]
-                for i in written:
-                    parts[i][1:] = [x.clone() for x in parts[i][1:]]
-        if interpreter.randomness() != "different" and not torch.equal(torch.default_generator.get_state(), before):
-            torch.default_generator.set_state(before)
-            raise RuntimeError(f"vmap: called random operation while in randomness error mode: {name}")
-        if mode is not None:
-            _go_on(mode, modes, level)
-        for i in written:
-            # A write into .data leaves no trace for autograd, and so must its copy.
-            target, rows = (plain[i], parts[i]) if counted[i] else (plain[i].data, [x.data for x in parts[i]])
-            if dims[i] is not None:
-                target.copy_(torch.stack(rows).movedim(0, dims[i]))
-            elif count > 1 and all(torch.equal(x, rows[0]) for x in rows):
-                target.copy_(rows[0])
-            else:
-                raise RuntimeError("vmap: inplace arithmetic into a tensor that all members share")
-        leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
-        if any(spec != specs[0] for spec in specs):
+    def call(before: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not _torch.inside_transform():
+            return before(self, tx, args, kwargs)
+        node, version = _node(self.fn_cls), _version(self.fn_cls)
+        if version is not None:
+            marked.append(f"{__name__}.{node.__name__}")
+            _torch.mark_graphs(marked[-1], version)
+        try:
+            return _torch.in_graph(self, tx, node, args, kwargs)
+        except Exception as error:
             raise TraceError(
-                f"{name} returns {results[0]!r} for member 0; it must return as many results for each member"
-            )
-        pairs = [(part[0], x) for x, part in zip(given, parts, strict=False)]
-        joined = [_joined(name, column, pairs, level) for column in zip(*leaves, strict=True)]
-        return pytree.tree_unflatten(joined, specs[0])
+                f"the autograd function {self.fn_cls.__qualname__} cannot be compiled: in a compiled step a function takes "
+                f"tensors and plain values only, reads no values of tensors, and draws no random numbers; leave the step "
+                f"uncompiled, or draw and read outside of the function"
+            ) from error
+
+    with _torch.trace_functions(call):
+        yield
+    for name in marked:
+        _torch.mark_graphs(name, None)
 
 
-def _is_written_unseen(first: Tensor, copy: Tensor) -> bool:
-    """Whether a function has written a copy through ``.data``, which no count of writes shows."""
-    if first.is_meta or first.layout != torch.strided or _torch.peek_interpreter() is not None:
-        return False
-    return not bool(torch.isclose(first.data, copy.data, 0, 0, equal_nan=True).all())
+@functools.cache
+def _node(function: Any) -> Any:
+    """What graphs call for ``function.apply``; its results there are tensors or None, and constants are left apart."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        outputs = function.apply(*args, **kwargs)
+        if isinstance(outputs, Tensor):
+            return outputs
+        node.constants = {j: output for j, output in enumerate(outputs) if not isinstance(output, Tensor | None)}
+        return tuple(None if j in node.constants else output for j, output in enumerate(outputs))
+
+    node: Any = apply
+    node.constants, node.__name__ = {}, f"{function.__module__}.{function.__qualname__}".replace(".", "_")
+    # PyTorch compares graphs by pickles, which must find it here.
+    node.__qualname__ = node.__name__
+    globals()[node.__name__] = node
+    return node
 
 
-def _warn_of(function: Any) -> None:
-    # A compiled step, which is rehearsed for one member, runs all members at once.
-    if function not in _warned and not rehearsing.get():
-        _warned.add(function)
-        warn(
-            f"{function.__qualname__} is an autograd function without a batching rule and runs one member after another; "
-            f"write setup_context and a vmap staticmethod, or generate_vmap_rule = True, or compute with operators; or "
-            f"silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
-            LoopWarning,
-        )
-
-
-def _drawing(mode: routed | None, noise: Sequence[Any], given: Sequence[Tensor], tensors: dict[int, Tensor]) -> Any:
-    """A context in which a member, which has these tensors for those given, draws from its key."""
-    if mode is None:
-        return contextlib.nullcontext()
-    key, skipped = noise
-    inner = mode.again(key, mode.site, [tensors[id(x)] for x in given if mode.is_number(x)])
-    inner.skipped = skipped
-    return inner
-
-
-def _go_on(mode: routed, modes: Sequence[routed], level: int) -> None:
-    """Let the members' mode go on behind the call sites of all members; one that has drawn less has skipped sites."""
-    site = max(inner.site for inner in modes)
-    skipped = [site - inner.site + (0 if inner.skipped is None else inner.skipped) for inner in modes]
-    if mode.key is not None and any(isinstance(number, Tensor) or number for number in skipped):
-        numbers = [torch.as_tensor(number, device=mode.key.device) for number in skipped]
-        mode.skipped = _torch.add_batch_dim(torch.stack(numbers), 0, level)
-    mode.site = site
-
-
-def _joined(name: str, column: Sequence[Any], firsts: Sequence[tuple[Tensor, Tensor]], level: int) -> Any:
-    """The members' results as one; ``firsts`` are the tensors given for the first member, each with that for all."""
-    first, *others = column
-    if not isinstance(first, Tensor):
-        if all(other is first or (other == first) is True for other in others):
-            return first
-        raise TraceError(f"{name} returns {first!r} for member 0 and other values for others; return a tensor instead")
-    for part, whole in firsts:
-        # What is returned as it was given, or without a history as a view of all of it, is the array that was given.
-        if part is first or (
-            not first.requires_grad and _torch.is_alias(part, first) and _layout(part) == _layout(first)
-        ):
-            return whole
-    if any(other.shape != first.shape for other in others):
-        raise TraceError(
-            f"{name} returns tensors whose shapes depend on values, and each member has its own; keep all entries and mask "
-            f"them (torch.where, masks)"
-        )
-    return _torch.add_batch_dim(torch.stack(list(column)), 0, level)
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.shape, x.stride(), x.storage_offset()
+def _version(function: Any) -> str | None:
+    """A hash of the file of a function and the numbers that it reads there, for graphs on disk; None if they cannot tell."""
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    if path is None or "<locals>" in function.__qualname__:
+        return None
+    numbers = {
+        name: value
+        for method in (function.forward, function.setup_context, function.backward)
+        for name in method.__code__.co_names
+        if isinstance(value := method.__globals__.get(name), int | float | str)
+    }
+    return hashlib.sha256(pathlib.Path(path).read_bytes() + repr(numbers).encode()).hexdigest()

@@ -15,14 +15,15 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func.calls.body import warn
 from hfta_func.errors import LoopWarning
-from hfta_func.rules import _aliasing, _autocast, _choice, _function_graphs, _functions
+from hfta_func.rules import _autocast, _choice, _functions
+from hfta_func.rules._layout import models_first
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, TIMED, enter, make_case
 from hfta_func.rules._measured import fingerprint
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule
 
-# Names of the marks that keep compiled graphs on disk apart.
-_RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
+# The name of the mark that keeps compiled graphs on disk apart.
+_RULES = "hfta_func.rules"
 _lock = threading.RLock()
 # The libraries that register the rules and the loops of operators without one, by namespace.
 _libraries: dict[str, torch.library.Library] = {}
@@ -184,19 +185,6 @@ def install_for_compiler(overrides: str) -> bool:
     return True
 
 
-@_torch.constant_to_compiler
-def settle_layout() -> bool:
-    """Lay out tensors member by member in a graph that writes copies which stand for views.
-
-    The compiler calls it while it traces with tensors that have shapes only, before batching rules run for the graph.
-    """
-    copies = _aliasing.current()
-    if copies is not None and not copies.known.models_first and copies.is_written():
-        copies.known.models_first = True
-        _torch.mark_graphs(_LAYOUT, "front")
-    return True
-
-
 class no_fallback:
     """A context in which an operator without a batching rule raises instead of taking PyTorch's slow fallback.
 
@@ -230,13 +218,11 @@ def _set_up_until_compiled() -> None:
     _compiling.set()
     settings = contextlib.ExitStack()
     settings.callback(_compiling.clear)
-    settings.callback(_torch.mark_graphs, _LAYOUT, None)
     settings.enter_context(no_fallback())
-    settings.enter_context(_function_graphs.traced())
+    settings.enter_context(_functions.traced())
     settings.enter_context(_torch.trace_history())
     # Recurrent layers belong in graphs, because their rules decompose them.
     settings.enter_context(_torch.allow_recurrent_layers())
-    settings.enter_context(_aliasing.watched(_aliasing.AliasFacts()))
     _torch.until_compiled(settings.close)
 
 
@@ -297,9 +283,9 @@ def _kernel(
         if result is NotImplemented:
             return replaced.call_boxed(keyset, *args, **named)
         outputs, out_dims = result
-        copies = _aliasing.current()
-        if copies is not None and copies.known.models_first and makes_new:
-            outputs, out_dims = _aliasing.with_models_first(outputs, out_dims)
+        if makes_new and torch.compiler.is_exporting():
+            # PyTorch cannot export moving the model axis of results to the front.
+            outputs, out_dims = _with_models_first(outputs, out_dims)
         if rule is None and written:
             # An argument that was written in place is returned itself.
             given = {id(one): whole for one, whole in zip((*plain, *kwargs.values()), arguments, strict=True)}
@@ -338,3 +324,12 @@ def _wrap(output: Any, dim: Any, level: int, given: dict[int, Any] | None = None
     if given and id(output) in given:
         return given[id(output)]
     return output if dim is None else _torch.add_batch_dim(output, dim, level)
+
+
+def _with_models_first(outputs: Any, dims: Any) -> tuple[Any, Any]:
+    """Results whose model axis comes first, in memory too."""
+    if isinstance(dims, tuple):
+        pairs = [_with_models_first(output, dim) for output, dim in zip(outputs, dims, strict=True)]
+        return tuple(output for output, _ in pairs), tuple(dim for _, dim in pairs)
+    # A gradient that is not needed is None, although it has an axis.
+    return (outputs, dims) if dims is None or outputs is None else (models_first(outputs, dims).contiguous(), 0)

@@ -6,26 +6,21 @@ import torch
 from torch import Tensor
 
 from hfta_func.errors import TraceError
-from hfta_func.rules._aliasing import current
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._registry import Call, Result, register
 
 
 @register("view", "shape")
 def view(call: Call, x: Tensor, size: list[int]) -> Result:
-    """A view of all members if there is one, else a copy of which :mod:`hfta_func.rules._aliasing` keeps track."""
+    """A view of all members if there is one, else a copy."""
     # [.., M, ..] -> [M, *size]
-    x = models_first(x, call.dims[0])
-    if current() is None:
-        return x.view(call.num_models, *size), 0
-    return _noted(x, x.reshape(call.num_models, *size)), 0
+    return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
 
 
 @register("reshape", "shape")
 def reshape(call: Call, x: Tensor, size: list[int]) -> Result:
     """As ``view``: alone, most members would get a view."""
-    x = models_first(x, call.dims[0])
-    return _noted(x, x.reshape(call.num_models, *size)), 0
+    return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
 
 
 @register("flatten.using_ints", "shape")
@@ -33,19 +28,13 @@ def flatten(call: Call, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Res
     """As ``view``: alone, most members would get a view."""
     x, rank = models_first(x, call.dims[0]), x.dim() - 1
     start, end = (dim + 1 if dim >= 0 else dim for dim in (start_dim, end_dim))
-    return _noted(x, x.flatten(start, end) if rank else x.unsqueeze(1)), 0
+    return (x.flatten(start, end) if rank else x.unsqueeze(1)), 0
 
 
 @register("contiguous", "shape")
 def contiguous(call: Call, x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Result:
     """The members themselves if they are contiguous, as most members alone are, else a copy."""
-    x = models_first(x, call.dims[0])
-    return _noted(x, x.contiguous()), 0
-
-
-def _noted(x: Tensor, view: Tensor) -> Tensor:
-    copies = current()
-    return view if copies is None else copies.note(x, view)
+    return models_first(x, call.dims[0]).contiguous(), 0
 
 
 @register("as_strided_", "shape")

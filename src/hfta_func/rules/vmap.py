@@ -13,12 +13,12 @@ from torch import Tensor
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.made import MadeCalls, tensors_in
 from hfta_func.calls.rewrites import lowered
 from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.rules._advice import advice
-from hfta_func.rules._aliasing import AliasFacts, watched
-from hfta_func.rules._install import install, install_for_compiler, no_fallback, settle_layout
+from hfta_func.rules._install import install, install_for_compiler, no_fallback
 
 
 def vmap(
@@ -57,20 +57,16 @@ def vmap(
 
     if not torch.compiler.is_compiling():
         functools.update_wrapper(member, func)
-    return _vmap(member, in_dims, out_dims, randomness, chunk_size, AliasFacts(), routed=False)
+    return _vmap(member, in_dims, out_dims, randomness, chunk_size, MadeCalls(), routed=False)
 
 
-_MODELS_FIRST = AliasFacts()
-_MODELS_FIRST.models_first = True
-
-
-def vmap_routed(func: Callable[..., Any], in_dims: Any, known: AliasFacts) -> Callable[..., Any]:
+def vmap_routed(func: Callable[..., Any], in_dims: Any, made: MadeCalls) -> Callable[..., Any]:
     """``vmap`` of a function that enters :class:`hfta_func.calls.routed` itself; a single member runs without ``vmap``.
 
     The function must not write its arguments, because it may run a second time. Where members run alone but not as one, it
     raises :class:`Diverged`.
     """
-    return _vmap(func, in_dims, 0, "error", None, known, routed=True)
+    return _vmap(func, in_dims, 0, "error", None, made, routed=True)
 
 
 def _vmap(
@@ -79,41 +75,26 @@ def _vmap(
     out_dims: Any,
     randomness: str,
     chunk_size: int | None,
-    known: AliasFacts,
+    made: MadeCalls,
     routed: bool,
 ) -> Callable[..., Any]:
     # A vmap that is made while the compiler traces has learned nothing, and is no object that could be asked.
-    member = known.made.within(func, in_dims) if routed or not torch.compiler.is_compiling() else func
+    member = made.within(func, in_dims) if routed or not torch.compiler.is_compiling() else func
     mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
-    def run(args: Any, kwargs: Any, is_written: Callable[[], bool]) -> Any:
-        with no_fallback(), watched(known) as copies:
+    def run(args: Any, kwargs: Any) -> Any:
+        with no_fallback():
             if kwargs or out_dims != 0 or chunk_size is not None:
-                outputs = mapped(*args, **kwargs)
-            else:
-                outputs = _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
-        if known.models_first or not copies.is_written():
-            return outputs
-        if is_written():
-            raise TraceError(
-                "a function under vmap writes its input, and into a view that is a copy here, because members' tensors lie "
-                "apart; copy the input first: x = x.clone()"
-            )
-        known.models_first = True
-        return run(args, kwargs, is_written)
+                return mapped(*args, **kwargs)
+            return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _traced(mapped, args, kwargs)
         install()
-        tree: Any = () if routed else (args, kwargs)
-        given = [(x, writes(x)) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
-
-        def is_written() -> bool:
-            return any(writes(x) != before for x, before in given)
-
+        given = [] if routed else [(x, writes(x)) for x in tensors_in((args, kwargs))]
         try:
-            return known.made.retried(lambda: run(args, kwargs, is_written), is_written)
+            return made.retried(lambda: run(args, kwargs), lambda: any(writes(x) != before for x, before in given))
         except torch.OutOfMemoryError:
             raise
         # Nested tensors refuse by a ValueError.
@@ -153,13 +134,10 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # No end of a compilation will undo settings.
         install()
-        # PyTorch cannot export moving the model axis of results to the front.
-        with no_fallback(), watched(_MODELS_FIRST):
+        with no_fallback():
             return mapped(*args, **kwargs)
     install_for_compiler(_choice.state)
-    outputs = mapped(*args, **kwargs)
-    settle_layout()
-    return outputs
+    return mapped(*args, **kwargs)
 
 
 def _mapped(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, is_alone: bool) -> Any:

@@ -21,7 +21,7 @@ from hfta_func._torch import (
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.rules._aliasing import AliasFacts
+from hfta_func.calls.made import MadeCalls
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch
 from hfta_func.step.check import unwritten
@@ -38,13 +38,13 @@ class Members:
 
     def __init__(self, rehearsal: Callable[..., Any]):
         self._rehearsal = rehearsal
-        self._facts = AliasFacts()
+        self._made = MadeCalls()
         self._has_run = False
         self._rehearsed: Callable[[], Any] | None = None
 
     def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``member`` for all members."""
-        return vmap_routed(member, in_dims, self._facts)
+        return vmap_routed(member, in_dims, self._made)
 
     def is_first(self, keys: Tensor) -> bool:
         """Whether the members have not been called yet, where values can be looked at: eagerly on a CPU, outside transforms.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
-from hfta_func.calls.higher_order import OPERATORS
+from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
 from hfta_func.models.padding import padding_of
@@ -123,7 +123,7 @@ class keyed(routed):
 
     def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if func in OPERATORS:
-            return OPERATORS[func](self.next_call(), *args, **kwargs)
+            return OPERATORS[func](*args, **kwargs)
         if func in HANDLERS:
             return HANDLERS[func](self, func, *args, **kwargs)
         if func in ENTERED:
