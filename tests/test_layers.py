@@ -65,6 +65,7 @@ FILES_IN = {
             "_choice",
             "_operator",
             "_direct",
+            "_tables",
             "_recurrence",
         ),
         *(

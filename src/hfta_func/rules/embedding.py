@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func.rules import _tables
 from hfta_func.rules._layout import each, expand, fold, models_first, rows_of, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator
@@ -27,7 +28,12 @@ def embedding(
         return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
     # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so they need a table per member.
     num_models = call.num_models
-    table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
+    indices = expand(indices, indices_dim, num_models)
+    if not by_freq and _tables.is_fast(weight):
+        # [M,V,D], [M,N] -> [M,N,D]
+        rows = _tables.take(models_first(weight, weight_dim), indices.reshape(num_models, -1).long(), padding_idx)
+        return rows.reshape(*indices.shape, rows.shape[2]), 0
+    table = fold(weight, weight_dim, 0, num_models)
     rows = rows_of(indices, table.shape[0] // num_models)
     if padding_idx < 0:
         return torch.ops.aten.embedding.default(table, rows, -1, by_freq), 0
@@ -75,6 +81,25 @@ def embedding_bag(
     if include_last_offset:
         # The last bag ends where the indices end.
         offsets = offsets[:, :-1]
+    notes: Any
+    if (
+        weight_dim is not None
+        and _tables.is_fast(weight)
+        and mode < 2
+        and per_sample_weights is None
+        and padding_idx is None
+    ):
+        # [M,V,D], [M,L], [M,B] -> [M,B,D]
+        size = offsets.shape[1]
+        positions = torch.arange(indices.shape[1], dtype=offsets.dtype).expand(num_models, -1).contiguous()
+        bags = torch.searchsorted(offsets.contiguous(), positions, right=True) - 1
+        counts = torch.zeros(bags.shape[0], size, dtype=weight.dtype).scatter_add_(
+            1, bags, torch.ones(bags.shape, dtype=weight.dtype)
+        )
+        factors = counts.reciprocal().gather(1, bags) if mode == 1 else None
+        notes = [indices.new_empty(0)] * 3
+        bags = _tables.sums(models_first(weight, weight_dim), indices.long(), bags, factors, size)
+        return (bags, *notes), (0, *(None,) * len(notes))
     # [M,V,D], [M,L], [M,B] -> [MV,D], [ML], [MB] -> [MB,D] -> [M,B,D]
     table, rows = weight, indices
     if weight_dim is not None:
