@@ -57,22 +57,18 @@ def randn(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def conv(title: str, num_models: int, batch: int, size: int, i: int, o: int, kernel: int, **options: Any) -> Row:
-    """A two-dimensional convolution."""
-    shape = (
-        f"{i}→{o} {kernel}x{kernel}{'/' + str(options['stride']) if 'stride' in options else ''} on {size}², N {batch}"
-    )
+    """A two-dimensional convolution; ``bias=True`` for one with a bias."""
+    has_bias = options.pop("bias", False)
+    marks = "".join(f" {key} {options[key]}" for key in ("dilation", "groups") if key in options) + " + bias" * has_bias
+    stride = f"/{options['stride']}" if "stride" in options else ""
     weight = (o, i // options.get("groups", 1), kernel, kernel)
     return Row(
         "conv",
-        f"{title} {shape}",
+        f"{title} {i}→{o} {kernel}x{kernel}{stride} on {size}², N {batch}{marks}",
         num_models,
-        functools.partial(_conv2d, **options),
-        lambda: (torch.randn(batch, i, size, size), *randn(weight)()),
+        functools.partial(F.conv2d, **options),
+        lambda: (torch.randn(batch, i, size, size), *randn(weight, *[(o,)] * has_bias)()),
     )
-
-
-def _conv2d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return F.conv2d(x, weight, **options)
 
 
 def conv_transpose(title: str, num_models: int, batch: int, size: int, i: int, o: int, **options: Any) -> Row:
@@ -220,6 +216,18 @@ def as_people_size_them(num_models: int) -> Iterator[Row]:
     yield conv("sized", num_models, 16, 16, 12, 12, 3, padding=2, dilation=2)
     yield conv("sized", num_models, 16, 16, 12, 12, 3, padding=1, groups=3)
     yield conv_transpose("sized", num_models, 16, 8, 12, 3, stride=2, padding=1)
+    yield conv("sized", num_models, 16, 16, 32, 32, 3, padding=1, groups=32)
+    yield conv("sized", num_models, 8, 32, 3, 64, 7, padding=3, stride=2, bias=True)
+    yield conv("sized", num_models, 16, 16, 24, 96, 1, bias=True)
+    for batch, i, o in ((32, 1, 6), (16, 1, 32), (16, 3, 12), (8, 3, 32), (8, 3, 64), (1, 12, 12), (1, 3, 64), (1, 32, 32)):
+        yield conv("sized", num_models, batch, 28, i, o, 3, padding=1, bias=True)
+    yield Row(
+        "conv",
+        "sized 3d 6→12 of 3 on 8³, N 8",
+        num_models,
+        functools.partial(F.conv3d, padding=1),
+        lambda: (torch.randn(8, 6, 8, 8, 8), *randn((12, 6, 3, 3, 3))()),
+    )
     for i, o in ((5, 3), (20, 50), (84, 10), (120, 84), (300, 100)):
         yield linear("sized", num_models, 32, i, o)
     for width in (10, 30, 100):

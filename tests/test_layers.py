@@ -62,6 +62,7 @@ FILES_IN = {
             "_choice",
             "_operator",
             "_direct",
+            "_tables",
             "_recurrence",
         ),
         *(

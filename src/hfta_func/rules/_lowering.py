@@ -136,7 +136,7 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
 
 def _is_large(case: Case) -> bool:
     # A compiler fuses scale and shift by itself, and takes long to compile a loop over members.
-    return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**19
+    return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**17
 
 
 _BATCHED = Row(always, "batched", "one batched product a time step")
@@ -178,12 +178,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "layer_norm": (
         Row(lambda case: all(case.shared[1:]), "folded", "shared scale and shift: all members' rows in one kernel"),
-        Row(_is_large, "loop", "2 MB or more: a kernel per member scales and shifts in one pass"),
+        Row(_is_large, "loop", "512 KB or more: a kernel per member scales and shifts in one pass"),
         Row(always, "folded", "all members' rows at once, then scale and shift"),
-    ),
-    "linalg_pinv.atol_rtol_tensor": (
-        Row(lambda case: case.device == "xla", "loop", "XLA mixes up the tolerances of several matrices"),
-        Row(always, "folded", "a batch of matrices"),
     ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),

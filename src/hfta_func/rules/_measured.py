@@ -24,10 +24,9 @@ from hfta_func._kernels import native
 from hfta_func._torch import expected, is_wrapped, num_dispatch_modes, num_recorders
 from hfta_func.rules._lowering import TIMED, Case, known_lowerings
 
-_CLEAR, _HOPELESS = 1.25, 3.0
-"""How much faster than the table's choice another must be, and how much slower than the best a first call may be, kernels
-prepared in two milliseconds, before it is left out."""
-_PREPARATION = 0.002
+_CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
+"""How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
+seconds in which it prepares kernels, before it is left out."""
 _SHARE, _LEAST = 0.05, 1.0
 """The share of the time since measuring began that it may take, and the seconds that this is at least a share of."""
 
@@ -103,7 +102,7 @@ def chosen(case: Case) -> Measured | None:
 def unmeasured(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """A call whose lowerings may be timed now, by its case and which of these tensors need gradients; otherwise None."""
     call = threads(), case, torch.is_grad_enabled() and tuple([x.requires_grad for x in tensors])
-    if call in closed or case.device != "cpu" or case.compiling or case.tangents or num_dispatch_modes():
+    if num_dispatch_modes() or case.device != "cpu" or case.compiling or case.tangents or call in closed:
         return None
     # Outside of other transforms, tensors are ordinary ones.
     plain = all(type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x) for x in tensors)
@@ -140,7 +139,7 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
 
 
 def _times(names: list[str], run: Callable[[str], Any]) -> dict[str, float]:
-    """The least seconds of each that is not hopeless."""
+    """The seconds of each that is not hopeless."""
 
     def timed(name: str) -> float:
         start = seconds()
@@ -153,7 +152,8 @@ def _times(names: list[str], run: Callable[[str], Any]) -> dict[str, float]:
     for name in names:
         first = timed(name)
         if first <= _HOPELESS * min(times.values(), default=float("inf")) + _PREPARATION:
-            times[name] = min(timed(name) for _ in range(2))
+            # What takes long varies less.
+            times[name] = min(timed(name) for _ in range(2 if first < _PREPARATION else 1))
     return times
 
 

@@ -5,15 +5,14 @@ Dimension letters: M models, N any batch, V rows of a table, D features, B bags,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._torch import has_tangents
+from hfta_func.rules import _tables
 from hfta_func.rules._layout import each, expand, fold, models_first, rows_of, split
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_looped
 
 
@@ -27,12 +26,18 @@ def embedding(
         return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
     # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so they need a table per member.
     num_models = call.num_models
-    table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
+    indices = expand(indices, indices_dim, num_models)
+    if not by_freq and _tables.is_fast(weight):
+        # [M,V,D], [M,N] -> [M,N,D]
+        rows = _tables.take(models_first(weight, weight_dim), indices.reshape(num_models, -1).long(), padding_idx)
+        return rows.reshape(*indices.shape, rows.shape[2]), 0
+    table = fold(weight, weight_dim, 0, num_models)
     rows = rows_of(indices, table.shape[0] // num_models)
-    if padding_idx < 0:
-        return torch.ops.aten.embedding.default(table, rows, -1, by_freq), 0
-    targets = torch.where(indices == padding_idx, padding_idx, rows)
-    return _padded(table, rows, targets, padding_idx, by_freq), 0
+    y = torch.ops.aten.embedding.default(table, rows, -1, by_freq)
+    if padding_idx >= 0 and not has_tangents():
+        # The kernel of the gradient supports one padding row, but each member has its own.
+        y = torch.where((indices == padding_idx).unsqueeze(-1), y.detach(), y)
+    return y, 0
 
 
 @register("embedding_renorm_", "embedding")
@@ -75,6 +80,11 @@ def embedding_bag(
     if include_last_offset:
         # The last bag ends where the indices end.
         offsets = offsets[:, :-1]
+    is_sum = mode < 2 and per_sample_weights is None and padding_idx is None
+    if is_sum and weight_dim is not None and _tables.is_fast(weight):
+        nothing = indices.new_empty(0)
+        sums = _sums(models_first(weight, weight_dim), indices, offsets, mode == 1)
+        return (sums, nothing, nothing, nothing), (0, None, None, None)
     # [M,V,D], [M,L], [M,B] -> [MV,D], [ML], [MB] -> [MB,D] -> [M,B,D]
     table, rows = weight, indices
     if weight_dim is not None:
@@ -97,6 +107,15 @@ def embedding_bag(
     return (split(bags, 0, num_models), *notes), (0, *(None,) * len(notes))
 
 
+def _sums(table: Tensor, indices: Tensor, offsets: Tensor, is_mean: bool) -> Tensor:
+    """Sums or means over bags without padding: ``[M,V,D], [M,L], [M,B] -> [M,B,D]``."""
+    positions = torch.arange(indices.shape[1], dtype=offsets.dtype).expand(indices.shape).contiguous()
+    bags = torch.searchsorted(offsets.contiguous(), positions, right=True) - 1
+    counts = torch.zeros(offsets.shape, dtype=table.dtype)
+    factors = counts.scatter_add_(1, bags, torch.ones_like(bags, dtype=table.dtype)).reciprocal().gather(1, bags)
+    return _tables.sums(table, indices.long(), bags, factors if is_mean else None, offsets.shape[1])
+
+
 register("embedding_bag.padding_idx", "embedding")(embedding_bag)
 
 
@@ -107,28 +126,4 @@ register_looped(
 )
 
 
-def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
-    output = torch.ops.aten.embedding.default(weight, rows, -1, scale_grad_by_freq)
-    return torch.where((targets == padding_idx).unsqueeze(-1), output.detach(), output)
-
-
-def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    weight, _, targets, *ctx.options = inputs
-    ctx.num_rows = weight.shape[0]
-    ctx.save_for_backward(targets)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (targets,) = ctx.saved_tensors
-    return torch.ops.aten.embedding_dense_backward(grad, targets, ctx.num_rows, *ctx.options), None, None, None, None
-
-
 _embedding_bag = _torch.operator("embedding_bag.padding_idx")
-
-# The kernel of the gradient supports one padding row, but each member has its own: the padding of all members is sent to the
-# padding row of the first member, which receives nothing else.
-_padded = Operator(
-    "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
-    *(lambda weight, rows, *rest: torch.ops.aten.embedding.default(weight, rows), _setup, _backward),
-    batched=_nested,
-)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, expand, models_first, rows_of, split
+from hfta_func.rules import _tables
+from hfta_func.rules._layout import align, each, expand, models_first, rows_of
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import Call, Result, register, register_each
+from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
 
 @register("select_scatter", "indexing")
@@ -32,19 +33,8 @@ def masked_fill(call: Call, x: Tensor, mask: Tensor, value: Tensor) -> Result:
     return torch.where(mask, value.to(dtype), x), 0
 
 
-@register("index_fill.int_Tensor", "indexing")
-def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Result:
-    """Elementwise, by a mask; PyTorch's rule is wrong for a shared tensor."""
-    # [M,*S], [M,K], [M] -> [M,*S]
-    x, index, value = each(expand, (x, index, value), (call.dims[0], *call.dims[2:]), call.num_models)
-    size, index = (x.shape[dim + (dim >= 0)] if x.dim() > 1 else 1), index.reshape(call.num_models, -1).to(x.device)
-    index = torch.where(index < 0, index + size, index)
-    mask = torch.zeros(call.num_models, size, dtype=torch.bool, device=x.device).scatter(1, index, True)
-    ones = [1] * (x.dim() - 1)
-    if ones:
-        ones[dim] = size
-    value = value.to(x.dtype).reshape(call.num_models, *(1,) * (x.dim() - 1))
-    return torch.where(mask.reshape(call.num_models, *ones), value, x), 0
+# PyTorch's rule is wrong for a shared tensor.
+register_looped("indexing", "index_fill.int_Tensor")
 
 
 def _write_indexed(
@@ -98,51 +88,45 @@ def index_put(operator: Any, call: Call, x: Tensor, indices: Any, values: Tensor
     return x, dims[0]
 
 
-def _table(call: Call, x: Tensor, dim: int | None, axis: int) -> Tensor:
-    """The rows along an axis of all members, one below another: ``[M,*S] -> [MS,*R]``."""
-    x = expand(x, dim, call.num_models)
-    return x.movedim(axis % (x.dim() - 1) + 1, 1).flatten(0, 1)
-
-
-def _back(call: Call, table: Tensor, axis: int) -> Tensor:
-    """Inverse of :func:`_table`."""
-    return split(table, 0, call.num_models).movedim(1, axis % table.dim() + 1)
-
-
 def _is_worth_it(x: Tensor, dim: int | None) -> bool:
     # Members' rows in one table have kernels for rows, where PyTorch's rules select member after member, or by elements.
     return x.dim() > 2 and x.numel() >= 2**12 and dim is not None and not torch.compiler.is_compiling()
 
 
 @register_each("indexing", "index_add", "index_add_")
-def index_add(operator: Any, call: Call, x: Tensor, axis: int, index: Tensor, source: Tensor, **options: Any) -> Any:
+def index_add(
+    operator: Any, call: Call, x: Tensor, axis: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Any:
     """One addition to the rows of all members; PyTorch's rule makes one for each member, whose gradients have all rows."""
-    # [M,V,D], [K], [M,K,D] -> [MV,D], [MK], [MK,D] -> [MV,D] -> [M,V,D]
-    in_place, x_dim, index_dim, source_dim = operator._schema.is_mutable, call.dims[0], *call.first_dims(4)[2:]
-    target = expand(x, x_dim, call.num_models)
-    axis %= target.dim() - 1
+    # [M,V,D], [K], [M,K,D] -> [M,V,D], [M,K], [M,K,D] -> [M,V,D]
+    x_dim, index_dim, source_dim = call.dims[0], *call.first_dims(4)[2:]
     if not _is_worth_it(source, source_dim) or index.dim() - (index_dim is not None) != 1:
         return NotImplemented
-    rows = rows_of(expand(index, index_dim, call.num_models), target.shape[axis + 1]).flatten()
-    added = _table(call, source, source_dim, axis)
-    if in_place:
-        if axis or not target.is_contiguous():
-            return NotImplemented
-        target.view(-1, *target.shape[2:]).index_add_(0, rows, added, **options)
-        return x, x_dim
-    return _back(call, torch.index_add(_table(call, x, x_dim, axis), 0, rows, added, **options), axis), 0
+    x_all, index, source = each(expand, (x, index, source), (x_dim, index_dim, source_dim), call.num_models)
+    axis = axis % (x_all.dim() - 1) + 1
+    start, source = x_all.movedim(axis, 1), source.movedim(axis, 1)
+    added = _tables.add(
+        start.flatten(2), index.long(), (source if alpha == 1 else alpha * source).flatten(2), start.shape[1]
+    )
+    result = added.view(start.shape).movedim(1, axis)
+    if not operator._schema.is_mutable:
+        return result, 0
+    x_all.copy_(result)
+    return x, x_dim
 
 
 @register("index_select", "indexing")
 def index_select(call: Call, x: Tensor, axis: int, index: Tensor) -> Any:
-    """Rows of one table of all members, whose gradient is one addition to its rows."""
-    # [M,V,D], [K] -> [MV,D], [MK] -> [MK,D] -> [M,K,D]
+    """Rows of the tables of all members, whose gradient is one addition to their rows."""
+    # [M,V,D], [K] -> [M,V,D], [M,K] -> [M,K,D]
     x_dim, _, index_dim = call.dims
     if not _is_worth_it(x, x_dim) or index.dim() - (index_dim is not None) != 1:
         return NotImplemented
-    table = _table(call, x, x_dim, axis)
-    rows = rows_of(expand(index, index_dim, call.num_models), len(table) // call.num_models)
-    return _back(call, torch.index_select(table, 0, rows.flatten()), axis), 0
+    x, index = each(expand, (x, index), (x_dim, index_dim), call.num_models)
+    axis = axis % (x.dim() - 1) + 1
+    table = x.movedim(axis, 1)
+    rows = _tables.take(table.flatten(2), index.long())
+    return rows.unflatten(2, table.shape[2:]).movedim(1, axis), 0
 
 
 @register("index.Tensor", "indexing")
@@ -171,30 +155,27 @@ def _row_numbers(shapes: tuple[Any, ...], axis: int, index: Tensor, index_dim: i
     return index
 
 
-def _scatter(name: str) -> Any:
-    def scatter(
-        operator: Any, call: Call, x: Tensor, axis: int, index: Tensor, source: Tensor, *args: Any, **options: Any
-    ) -> Any:
-        """Rows of all members at once, where the index is one of rows, which kernels know by its strides."""
-        # [M,V,D], [K,1], [M,K,D] -> [MV,R], [MK,1], [MK,R] -> [MV,R] -> [M,V,D]
-        x_dim, _, index_dim, source_dim = call.first_dims(4)
-        target = expand(x, x_dim, call.num_models)
-        if not _is_worth_it(source, source_dim):
-            return NotImplemented
-        shapes = target.shape[1:], models_first(source, source_dim).shape[1:]
-        numbers = _row_numbers(shapes, axis, index, index_dim)
-        in_place = operator._schema.is_mutable
-        if numbers is None or numbers.shape[-1] != shapes[1][0] or (in_place and not target.is_contiguous()):
-            return NotImplemented
-        rows = rows_of(expand(numbers, None if index_dim is None else 0, call.num_models), target.shape[1])
-        source = expand(source, source_dim, call.num_models).flatten(0, 1).flatten(1)
-        rows = rows.reshape(-1, 1).expand(source.shape)
-        table = target.view(-1, source.shape[1]) if in_place else target.flatten(0, 1).flatten(1)
-        table = operator(table, 0, rows, source, *args, **options)
-        return (x, x_dim) if in_place else (table.reshape(target.shape), 0)
-
-    return scatter
-
-
-register_each("indexing", "scatter_add", "scatter_add_")(_scatter("add"))
-register_each("indexing", "scatter_reduce.two", "scatter_reduce_.two")(_scatter("reduce"))
+@register_each("indexing", "scatter_add", "scatter_add_", "scatter_reduce.two", "scatter_reduce_.two")
+def scatter(
+    operator: Any, call: Call, x: Tensor, axis: int, index: Tensor, source: Tensor, *args: Any, **options: Any
+) -> Any:
+    """Rows of all members at once, where the index is one of rows, which kernels know by its strides."""
+    # [M,V,D], [K,1], [M,K,D] -> [MV,R], [MK,1], [MK,R] -> [MV,R] -> [M,V,D]
+    x_dim, _, index_dim, source_dim = call.first_dims(4)
+    target = expand(x, x_dim, call.num_models)
+    if not _is_worth_it(source, source_dim):
+        return NotImplemented
+    shapes = target.shape[1:], models_first(source, source_dim).shape[1:]
+    numbers, in_place = _row_numbers(shapes, axis, index, index_dim), operator._schema.is_mutable
+    if numbers is None or numbers.shape[-1] != shapes[1][0] or (in_place and not target.is_contiguous()):
+        return NotImplemented
+    if not args and not options:
+        add = torch.ops.aten.index_add_.default if in_place else torch.ops.aten.index_add.default
+        dims = x_dim, None, None if index_dim is None else 0, source_dim
+        return index_add(add, call._replace(dims=dims), x, axis, numbers, source)
+    rows = rows_of(expand(numbers, None if index_dim is None else 0, call.num_models), target.shape[1])
+    source = expand(source, source_dim, call.num_models).flatten(0, 1).flatten(1)
+    rows = rows.reshape(-1, 1).expand(source.shape)
+    table = target.view(-1, source.shape[1]) if in_place else target.flatten(0, 1).flatten(1)
+    table = operator(table, 0, rows, source, *args, **options)
+    return (x, x_dim) if in_place else (table.reshape(target.shape), 0)

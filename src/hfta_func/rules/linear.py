@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, expand, fold, models_first, split
-from hfta_func.rules._loop import one_by_one
+from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import FRONT, Call, Result, register
+from hfta_func.rules._registry import FRONT, Call, Result, register, register_looped
 
 
 def _decomposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -129,33 +128,7 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
 
 
-@register("_grouped_mm", "linear")
-def grouped_mm(call: Call, x: Tensor, weight: Tensor, offs: Tensor | None = None, *rest: Any) -> Result:
-    """One product of all members' groups, where groups are rows of ``x``; of other groups one member after another."""
-    num_models, dims, operator = call.num_models, call.first_dims(5), torch.ops.aten._grouped_mm.default
-    ranks = [one.dim() - (dim is not None) for one, dim in zip((x, weight), dims, strict=False)]
-    if ranks != [2, 3] or offs is None:
-        return one_by_one(operator, num_models, (x, weight, offs, *rest), dims[: 3 + len(rest)], {}, {})
-    # [M,P,I], [M,G,I,O], [M,G] -> [MP,I], [MG,I,O], [MG] -> [MP,O] -> [M,P,O]
-    x, weight, ends = each(expand, (x, weight, offs), dims, num_models)
-    last = torch.arange(1, num_models + 1, device=ends.device).unsqueeze(1) * x.shape[1]
-    # Rows behind a member's last group have no result, and must not be the next member's.
-    ends = torch.cat((ends[:, :-1] + last - x.shape[1], last), 1).to(ends.dtype)
-    return split(operator(x.flatten(0, 1), weight.flatten(0, 1), ends.flatten(), *rest), 0, num_models), 0
-
-
-@register("linalg_pinv.atol_rtol_tensor", "linalg")
-def pinv(
-    call: Call, x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
-) -> Result:
-    """All members' matrices at once; PyTorch's rule loses the model axis of an empty shared matrix."""
-    # [M,*S,A,B], [M,*S] -> [M,*S,B,A]
-    x = expand(x, call.dims[0], call.num_models)
-    atol, rtol = (
-        value if value is None else align(value, call.named_dims[name], x.dim() - 3)
-        for name, value in (("atol", atol), ("rtol", rtol))
-    )
-    return torch.ops.aten.linalg_pinv.atol_rtol_tensor(x, atol=atol, rtol=rtol, hermitian=hermitian), 0
+register_looped("linear", "_grouped_mm")
 
 
 @register("_trilinear", "linear")

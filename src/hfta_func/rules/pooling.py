@@ -16,7 +16,7 @@ from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._layout import each, fold, split
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import Call, Result, register_each
+from hfta_func.rules._registry import Call, Result, register_each, register_looped
 
 
 @register_each(
@@ -86,23 +86,18 @@ _max_pool_backward = Operator(
 )
 
 
-@register_each(
-    "pooling", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"
-)
-def pool_together(operator: Any, call: Call, *args: Any) -> Result:
+@register_each("pooling", "max_unpool2d", "max_unpool3d")
+def unpool(operator: Any, call: Call, *args: Any) -> Result:
     """Each channel by itself; the members join the batch of all tensors, or the channels of a single sample."""
     # [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
     return _split(operator(*each(fold, args, call.dims, 0, call.num_models)), 0, call.num_models)
 
 
-@register_each("pooling", "fractional_max_pool2d", "fractional_max_pool3d")
-def pool_fractional(operator: Any, call: Call, x: Tensor, kernel_size: Any, size: Any, samples: Tensor) -> Result:
-    """Maxima over windows, whose positions are the samples ``[N,C,2]`` or ``[N,C,3]``."""
-    # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
-    num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
-    single = x.dim() - (x_dim is not None) == _space(operator) + 1
-    x, samples = fold(x, x_dim, 0, num_models), fold(samples, samples_dim, int(single), num_models)
-    return _split(operator(x, kernel_size, size, samples), 0, num_models)
+register_looped(
+    "pooling",
+    *("fractional_max_pool2d", "fractional_max_pool3d"),
+    *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
+)
 
 
 def _space(operator: Any) -> int:

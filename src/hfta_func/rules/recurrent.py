@@ -6,8 +6,8 @@ The table chooses between two lowerings:
   for all members, and for both directions if there are two;
 - ``loop``: PyTorch's layers, one member after another.
 
-If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
-L layers, D directions, I features in, G gates, H features of the state, R rows of a packed sequence.
+Dimension letters: M models, T time, N batch, L layers, D directions, I features in, G gates, H features of the state, R rows
+of a packed sequence.
 """
 
 from __future__ import annotations
@@ -105,9 +105,6 @@ def _sequences(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
             f"functional(model)(..., key=), where each member draws from its own key"
         )
-    param_dims: Any = call.dims[2]
-    if all(dim is None for dim in param_dims):
-        return _joined(kind, call, x, batch_sizes, hx, params, *options)
     # Under autocast on a GPU, cuDNN's layers run in float16, whatever the precision is.
     is_cudnn = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.backends.cudnn.is_acceptable(x)
     with torch.autocast("cuda", torch.float16) if is_cudnn else contextlib.nullcontext():
@@ -182,45 +179,15 @@ def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -
 
 def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | None, ...]) -> Result:
     num_models, (x_dim, hx_dims, *dims) = call.num_models, call.dims
-    if all(dim is None for dim in dims):
-        # [M,N,I] -> [NM,I] -> [NM,H] -> [N,M,H]
-        states = each(_join, *_states(hx, hx_dims), 0, num_models)
-        operator: Any = getattr(torch.ops.aten, f"{kind}_cell").default
-        outputs = operator(_join(x, x_dim, 0, num_models), states if kind == "lstm" else states[0], *params)
-        results = [_part(y, 0, num_models) for y in (outputs if kind == "lstm" else (outputs,))]
-        dim = 1
-    else:
-        values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
-        weights = _Weights(*values)
-        inputs = _value(x, x_dim)
-        # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
-        base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
-        states = each(expand, *_states(hx, hx_dims), num_models)
-        after = _through_time(kind, [base], states, [weights], None, num_models, False)
-        results = [y.squeeze(1).clone() for y in after]
-        dim = 0
-    return (tuple(results), (dim, dim)) if kind == "lstm" else (results[0], dim)
-
-
-def _joined(
-    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
-) -> Result:
-    """Layers whose weights all members share: their samples join one batch."""
-    num_models, (x_dim, hx_dims, *_) = call.num_models, call.dims
-    states = each(_join, *_states(hx, hx_dims), 1, num_models)
-    state = states if kind == "lstm" else states[0]
-    operator: Any = getattr(torch.ops.aten, kind)
-    if batch_sizes is None:
-        # [M,T,N,I], [M,LD,N,H] -> [T,NM,I], [LD,NM,H] -> [T,NM,DH], [LD,NM,H] -> [T,N,M,DH], [LD,N,M,H]
-        batch = 0 if options[-1] else 1
-        outputs = operator.input(_join(x, x_dim, batch, num_models), state, params, *options)
-    else:
-        # [M,R,I] -> [RM,I]: a step has M times as many rows.
-        batch = 0
-        rows = _join(x, x_dim, 0, num_models)
-        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options[:-1])
-    axes = (batch, *(1,) * len(states))
-    return tuple(_part(y, axis, num_models) for y, axis in zip(outputs, axes, strict=True)), tuple(a + 1 for a in axes)
+    values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
+    weights = _Weights(*values)
+    inputs = _value(x, x_dim)
+    # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
+    base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
+    states = each(expand, *_states(hx, hx_dims), num_models)
+    after = _through_time(kind, [base], states, [weights], None, num_models, False)
+    results = [y.squeeze(1).clone() for y in after]
+    return (tuple(results), (0, 0)) if kind == "lstm" else (results[0], 0)
 
 
 def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
@@ -321,16 +288,3 @@ def _value(x: Tensor, dim: int | None) -> _Value:
 def _states(hx: Any, dims: Any) -> tuple[Any, Any]:
     """Both states of an LSTM, or the single state of other layers, and their model axes."""
     return (hx, dims) if isinstance(dims, tuple) else ((hx,), (dims,))
-
-
-def _join(x: Tensor, dim: int | None, axis: int, num_models: int) -> Tensor:
-    """Members join the samples, innermost: ``[M,...,N,...] -> [...,NM,...]`` with N at ``axis`` of one member.
-
-    Unlike :func:`fold`, because the rows of a packed sequence are sorted by time step.
-    """
-    return expand(x, dim, num_models).movedim(0, axis + 1).flatten(axis, axis + 1)
-
-
-def _part(x: Tensor, axis: int, num_models: int) -> Tensor:
-    """Inverse of :func:`_join`, with the model axis at ``axis + 1``."""
-    return x.unflatten(axis, (x.shape[axis] // num_models, num_models))
