@@ -84,14 +84,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _flops(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a product or a convolution."""
     name = call._schema.name.rpartition("::")[2].replace("_for_cpu", "")
+    if name == "convolution_backward":
+        # Each gradient has the work of the convolution; PyTorch's formula takes the channels of all groups for one.
+        once: Any = flop_registry[torch.ops.aten.convolution]
+        return sum(args[10][:2]) * once(args[1], args[2], None, *args[4:8], out_val=args[0])
     formula: Any = flop_registry.get(getattr(torch.ops.aten, name, call.overloadpacket))
-    if formula is None:
-        return 0
-    if name != "convolution_backward":
-        return formula(*args, **kwargs, out_val=result)
-    # PyTorch counts the gradient of grouped filters as that of all channels with all others.
-    of_input, of_weight = (formula(*args[:10], mask, out_val=result) for mask in ([1, 0, 0], [0, 1, 0]))
-    return args[10][0] * of_input + args[10][1] * of_weight // args[9]
+    return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
 def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = "cpu") -> Walk:
