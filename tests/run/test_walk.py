@@ -70,18 +70,6 @@ def test_a_walk_of_an_mlp_takes_its_memory_to_the_byte() -> None:
     assert walk(step, state, x).peak == peak_bytes(lambda: step(state, x), torch.device("cpu"))
 
 
-def test_what_is_freed_between_two_operators_is_not_held_before_the_second() -> None:
-    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
-        first = state * batch
-        second = first + batch
-        del first
-        return second.exp(), {}
-
-    like = torch.ones(100)
-    walked = walk(step, like, like)
-    assert [one.held for one in walked.operators] == [0, like.nbytes, like.nbytes] and walked.peak == 2 * like.nbytes
-
-
 def test_a_walk_chooses_as_on_its_device() -> None:
     model = lambda: nn.Sequential(nn.Conv2d(128, 128, 1), nn.Flatten(), nn.Linear(128 * 64, 1))  # noqa: E731
     step = hfta.make_train_step(model(), loss_fn, hfta.sgd(lr=0.1))
