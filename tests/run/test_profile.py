@@ -17,8 +17,8 @@ from torch.nn.modules import module as torch_module
 
 import hfta_func as hfta
 from hfta_func.run import profile as of_run
+from hfta_func.run.predict import walk
 from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
-from hfta_func.run.walk import walk
 from hfta_func.step import records, train
 
 SEEDS = [3, 5, 7]

@@ -15,8 +15,7 @@ from hfta_func._torch import is_walked
 from hfta_func.errors import TraceError
 from hfta_func.run import predict
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Measured, Predictor, Row, devices, features, find_device
-from hfta_func.run.walk import Operator, walk
+from hfta_func.run.predict import Measured, Operator, Predictor, Row, devices, features, find_device, walk
 
 Setting = tuple[Any, hfta.step.TrainState, torch.Tensor]
 

@@ -20,9 +20,9 @@ from hfta_func.errors import BatchError
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.predict import Operator, walk
 from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
 from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
-from hfta_func.run.walk import Operator, walk
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
