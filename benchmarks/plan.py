@@ -23,8 +23,19 @@ from benchmarks._measure import RESULTS, machine, peak_bytes, seconds, table
 from benchmarks.workloads import Spec, batch_size, make
 from hfta_func._torch import pytree
 from hfta_func._tree import leaves
-from hfta_func.run.predict import FILE, Measured, Predictor, Row, features, find_device, host_work
-from hfta_func.run.walk import Like, Operator, Walk, walk
+from hfta_func.run.predict import (
+    FILE,
+    Like,
+    Measured,
+    Operator,
+    Predictor,
+    Row,
+    Walk,
+    features,
+    find_device,
+    host_work,
+    walk,
+)
 
 SEVEN = ("mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert")
 MODELS = (1, 2, 4, 8, 16, 32)

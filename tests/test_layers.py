@@ -123,7 +123,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "walk", "predict", "recording", "profile"),
+        *("memory", "timeline", "predict", "recording", "profile"),
         *("history", "running"),
         "compare",
         "compare_tasks",

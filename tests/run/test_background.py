@@ -122,14 +122,6 @@ def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
     assert all(same) is donate
 
 
-@pytest.mark.exhaustive
-def test_the_other_process_says_how_long_a_graph_takes_to_read() -> None:
-    worker = compiler.Compiler(*arrayed(), torch.ones(M, 5, 4, dtype=torch.float64))
-    assert compiler.Compiler.busy()
-    until(worker, lambda worker: worker.answer() is not None, lambda: None)
-    assert not compiler.Compiler.busy() and {"options", "seconds"} == {*worker.answer()}
-
-
 SCALE = 2.0
 
 
@@ -159,25 +151,6 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
     assert refused(other, batch) and refused(state, batch[:, :2]) and not refused(state, batch)
     weights["one"] = 5.0
     assert refused(state, batch)
-
-
-@pytest.mark.exhaustive
-def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed: dict[str, list[Any]] = {}
-
-    def seen(guards: Any, may_change: Any = kept.may_change) -> list[bool]:
-        found = may_change(guards)
-        listed["all"] = list(guards)
-        listed["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
-        return found
-
-    monkeypatch.setattr(kept, "may_change", seen)
-    step, state = arrayed()
-    kept.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    tensors = [{g.name for g in listed[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
-    assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
-    assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in listed["checked"])
-    assert len(listed["checked"]) < len(listed["all"]) / 3
 
 
 def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:
@@ -225,18 +198,6 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(CompileWarning, match="goes on eagerly: its workers died once, last worker 0 with status -9"):
         until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-
-
-@pytest.mark.exhaustive
-def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state = arrayed()
-    quick = hfta.compile(step)
-    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    graph = the_graph(quick)
-    monkeypatch.setattr(graph, "ask", lambda *args: {"options": {}, "seconds": 0.0})
-    with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
-        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    assert not quick.is_compiled
 
 
 def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_a_difference_has_the_numbers_of_scipy() -> None:
     assert found.deviation == pytest.approx(differences.std(ddof=1))
     assert found.unpaired == pytest.approx(math.hypot(PLAIN.std(ddof=1), BETTER.std(ddof=1)))
     assert found.wins == (differences > 0).mean()
+    assert found.sign == pytest.approx(stats.binomtest(int((differences > 0).sum()), 24).pvalue)
     test = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=99_999, rng=np.random.default_rng(3)
     )
@@ -80,7 +81,7 @@ def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float)
 
 def test_equal_and_constant_differences() -> None:
     same, shifted = hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [2.0, 3.0]}).differences
-    assert (same.mean, same.low, same.high, same.wins, same.permutation) == (0, 0, 0, 0.5, 1)
+    assert (same.mean, same.low, same.high, same.wins, same.sign, same.permutation) == (0, 0, 0, 0.5, 1, 1)
     assert same.seeds == math.inf and "inf" in str(hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0]}))
     assert (shifted.mean, shifted.low, shifted.high, shifted.seeds) == (1, 1, 1, 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import pathlib
 import subprocess
@@ -80,24 +79,9 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
     assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(0.01, 8), (0.4, 3), (9.0, 2)])
-def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
-    seconds: float, turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[int] = []
-
-    def measured(work: Any, device: torch.device) -> list[float]:
-        order.append(_size(work))
-        return [seconds]
-
-    monkeypatch.setattr(plan, "_times", measured)
-    hfta.plan(*_array(), sizes=[1, 3])
-    assert order == [1, 3] * turns
-
-
-@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (10**6, [1, 3] * 8)])
-def test_measuring_takes_a_share_of_the_steps_to_come(
-    steps: int, turns: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (None, [1, 3] * 8)])
+def test_sizes_take_turns_for_a_share_of_the_steps_to_come(
+    steps: int | None, turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
 
@@ -141,17 +125,12 @@ def test_the_state_is_not_written(donate: bool) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.exhaustive
-def test_shared_batches() -> None:
-    step, state, (inputs, targets) = _array(batch_dims=None)
-    assert hfta.plan(step, state, (inputs[0], targets[0]), sizes=[1, 2], limit=5).num_models == 5
-
-
-@pytest.mark.parametrize("sizes", [[4], [2, 2], [0, 1], [4, 2]])
-def test_sizes_that_make_no_line(sizes: list[int]) -> None:
-    step, state, batch = _array()
-    with pytest.raises(ValueError, match="pass at least two numbers of models, ascending from 1 or more"):
-        hfta.plan(step, state, batch, sizes=sizes)
+@pytest.mark.parametrize("options", [{"sizes": [4]}, {"sizes": [2, 2]}, {"sizes": [0, 1]}, {"limit": 0}])
+def test_sizes_that_make_no_line(options: Any) -> None:
+    with pytest.raises(
+        ValueError, match="at least two numbers of models, ascending from 1 or more, and at least 1 model"
+    ):
+        hfta.plan(*_array(), **options)
 
 
 def _failing(most: int, error: Exception) -> Any:
@@ -179,21 +158,6 @@ def test_sizes_that_run_out_of_memory_are_left_out(most: int, sizes: tuple[int, 
     assert [line.split()[0] for line in str(found).splitlines()[1:-1]] == [*map(str, sorted({*sizes, num_models}))]
 
 
-@pytest.mark.exhaustive
-def test_a_size_that_will_not_fit_is_not_run_on_a_cpu() -> None:
-    step, state, batch = _array()
-    free = int(hfta.plan(step, state, batch, sizes=[2, 4]).memory(5))
-    found = hfta.plan(step, state, batch, sizes=[1, 2, 4, 8], free=free)
-    assert found.sizes == (1, 2, 4) and found.num_models in (4, 5)
-
-
-@pytest.mark.parametrize("sizes", [[1, 2], [4, 8]])
-def test_no_plan_where_the_smallest_size_runs_out_of_memory(sizes: list[int]) -> None:
-    _, state, batch = _array()
-    with pytest.raises(MemoryError, match=f"with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches"):
-        hfta.plan(_failing(0, RuntimeError("CUDA error: out of memory")), state, batch, sizes=sizes)
-
-
 def test_one_array_at_a_time_and_none_afterwards() -> None:
     step, state, batch = _array()
     made: list[weakref.ref[torch.Tensor]] = []
@@ -218,18 +182,13 @@ def test_one_array_at_a_time_and_none_afterwards() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         torch.AcceleratorError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
         RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1073741824 bytes."),
         RuntimeError("unable to mmap 80 bytes from file <x>: Cannot allocate memory (12)"),
-        RuntimeError("could not create a memory object"),
         RuntimeError("could not create a memory"),
         RuntimeError("std::bad_alloc"),
         RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to reserve 6.48G at the bottom of memory."),
-        RuntimeError("Out of memory allocating 7406166528 bytes."),
     ],
     ids=str,
 )
@@ -244,10 +203,8 @@ def test_words_for_no_memory_left(error: Exception) -> None:
         RuntimeError("DataLoader worker is killed by signal: Bus error. Workers may be out of shared memory."),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("could not create a memory descriptor from blob"),
-        RuntimeError("unsupported memory format option Preserve"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
         ValueError("out of memory"),
-        KeyboardInterrupt("out of memory"),
     ],
     ids=str,
 )
@@ -329,6 +286,12 @@ def test_the_largest_that_runs(most: int, error: Exception) -> None:
     assert len(set(tried)) <= 14
 
 
+def test_no_plan_where_the_smallest_size_runs_out_of_memory() -> None:
+    _, state, batch = _array()
+    with pytest.raises(MemoryError, match="with M = 1, the smallest of sizes; pass smaller sizes or batches"):
+        hfta.plan(_failing(0, RuntimeError("CUDA error: out of memory")), state, batch)
+
+
 @pytest.mark.parametrize("find", [hfta.plan, hfta.run.max_models])
 def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
     _, state, batch = _array()
@@ -383,37 +346,6 @@ def test_the_peak_is_the_most_at_one_time() -> None:
     # What is there already does not count, nor does what is freed of it.
     assert peak_bytes(lambda: None, torch.device("cpu")) == 0
     assert peak_bytes(kept.clear, torch.device("cpu")) <= 0
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_measuring_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
-    before = gc.isenabled()
-    during = []
-    try:
-        (gc.enable if enabled else gc.disable)()
-        peak_bytes(lambda: during.append(gc.isenabled()), torch.device("cpu"))
-        with pytest.raises(ZeroDivisionError):
-            peak_bytes(lambda: 1 / 0, torch.device("cpu"))
-        assert gc.isenabled() == enabled and during == [False]
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
-@pytest.mark.parametrize("limit", [0, -3])
-def test_a_limit_below_one_model(limit: int) -> None:
-    with pytest.raises(ValueError, match=f"limit is {limit}; pass at least two .* and at least 1 model"):
-        hfta.plan(*_array(), limit=limit)
-
-
-@pytest.mark.exhaustive
-def test_a_compiled_step_shares_its_batch_as_the_step_does() -> None:
-    step = hfta.make_train_step(
-        torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), batch_dims=None
-    )
-    state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1, 2]), seeds=[0, 1, 2])
-    compiled = torch.compile(step, backend="eager")
-    assert hfta.run.max_models(compiled, state, torch.randn(5, 4), limit=2) == 2
-    hfta.testing.assert_matches_solo(compiled, state, [torch.randn(5, 4)], members=[1], rtol=1e-5)
 
 
 class _Trunk(torch.nn.Module):

@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from torch.nn.modules import module as torch_module
 
 import hfta_func as hfta
 from hfta_func.run import profile as of_run
-from hfta_func.run import recording
+from hfta_func.run.predict import walk
 from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
-from hfta_func.run.walk import walk
 from hfta_func.step import records, train
 
 SEEDS = [3, 5, 7]
@@ -98,21 +96,6 @@ def test_lines_of_a_replayed_step_are_those_of_the_recorded_one() -> None:
     assert "entering vmap" not in lines or result.phases["entering vmap"] < result.seconds / 2
 
 
-@pytest.mark.exhaustive
-def test_a_replayed_step_with_attention_is_no_commit() -> None:
-    def factory() -> nn.Module:
-        return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-
-    step = hfta.make_train_step(factory(), lambda model, x: model(x).square().mean(), hfta.adam(), replay=True)
-    result = hfta.profile(
-        step, step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS), torch.randn(3, 4, 6, 8), steps=10
-    )
-    kernels: dict[str, float] = defaultdict(float)
-    for line in result.lines:
-        kernels[line.phase] += line.kernels
-    assert result.kind == "replayed" and min(kernels["forward"], kernels["backward"]) > 10 * kernels["commit"]
-
-
 def test_lines_of_a_compiled_step() -> None:
     step, state, batch = array()
     result = hfta.profile(torch.compile(step), state, batch, steps=5)
@@ -151,16 +134,6 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
     for options in ({"workers": 2}, {"executor": object()}):
         with pytest.raises(ValueError, match="profile is of steps in this process; leave out workers and executor"):
             hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
-
-
-@pytest.mark.exhaustive
-def test_a_run_too_short_for_a_record_is_profiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_TRACING", 1e6)
-    monkeypatch.setattr(recording, "_SECONDS", 0.01)
-    step, state, _ = array()
-    loader = hfta.ArrayLoader((torch.randn(20, 2, 8), torch.randint(0, 3, (20,))), 5, seeds=SEEDS)
-    result = hfta.fit(step, state, loader, epochs=20, progress=False, profile=True)
-    assert result.history.profile.kind == "eager" and {"data", "loop"} <= result.history.profile.phases.keys()
 
 
 def test_two_profiles_line_by_line_and_traces(tmp_path: pathlib.Path) -> None:
@@ -268,9 +241,8 @@ def test_bad_input(tmp_path: pathlib.Path) -> None:
     step, state, batch = array()
     with pytest.raises(ValueError, match="steps is 0; it must be an integer, at least 1"):
         hfta.profile(step, state, batch, steps=0)
-    for path in (tmp_path / "trace.txt", tmp_path / "none" / "trace.json"):
-        with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
-            hfta.profile(step, state, batch, trace=path)
+    with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
+        hfta.profile(step, state, batch, trace=tmp_path / "trace.txt")
     with pytest.raises(hfta.errors.BatchError, match="the loader has no batch in epoch 0"):
         hfta.profile(step, state, (rows for rows in ()))
     with pytest.raises(hfta.errors.StateError, match="expected a TrainState"):

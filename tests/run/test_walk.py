@@ -15,8 +15,7 @@ from hfta_func._torch import is_walked
 from hfta_func.errors import TraceError
 from hfta_func.run import predict
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Measured, Predictor, Row, devices, features, find_device
-from hfta_func.run.walk import Operator, walk
+from hfta_func.run.predict import Measured, Operator, Predictor, Row, devices, features, find_device, walk
 
 Setting = tuple[Any, hfta.step.TrainState, torch.Tensor]
 
@@ -68,18 +67,6 @@ def test_a_walk_of_an_mlp_takes_its_memory_to_the_byte() -> None:
     for _ in range(3):
         step(state, x)
     assert walk(step, state, x).peak == peak_bytes(lambda: step(state, x), torch.device("cpu"))
-
-
-def test_what_is_freed_between_two_operators_is_not_held_before_the_second() -> None:
-    def step(state: torch.Tensor, batch: torch.Tensor) -> Any:
-        first = state * batch
-        second = first + batch
-        del first
-        return second.exp(), {}
-
-    like = torch.ones(100)
-    walked = walk(step, like, like)
-    assert [one.held for one in walked.operators] == [0, like.nbytes, like.nbytes] and walked.peak == 2 * like.nbytes
 
 
 def test_a_walk_chooses_as_on_its_device() -> None:

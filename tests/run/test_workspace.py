@@ -10,8 +10,7 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Predictor, find_device, measured
-from hfta_func.run.walk import walk
+from hfta_func.run.predict import Predictor, find_device, measured, walk
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

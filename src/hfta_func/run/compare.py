@@ -33,6 +33,7 @@ class Difference(NamedTuple):
         deviation: Standard deviation of the differences.
         unpaired: The standard deviation without pairs, from those of both configurations.
         wins: Share of the pairs in which the configuration has the larger value, ties counted half.
+        sign: P-value of the two-sided sign test, without ties.
         permutation: P-value of the two-sided permutation test of the mean, which swaps within pairs.
         seeds: Pairs that a two-sided t test at 5 % needs to find this mean with 80 % power; infinite if it is 0.
     """
@@ -46,6 +47,7 @@ class Difference(NamedTuple):
     deviation: float
     unpaired: float
     wins: float
+    sign: float
     permutation: float
     seeds: float
 
@@ -252,9 +254,14 @@ def _difference(
         *(name, baseline, len(pairs), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
         wins=float((1 + numpy.sign(differences)).mean() / 2),
+        sign=_sign_test(int((differences > 0).sum()), int((differences < 0).sum())),
         permutation=_permuted(differences, rounding, *draws),
         seeds=_seeds(mean, deviation),
     )
+
+
+def _sign_test(wins: int, losses: int) -> float:
+    return float(require("scipy.stats", "plot").binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
 def _mean(values: Any, level: float, resamples: int, seed: int) -> tuple[float, float, float, float]:

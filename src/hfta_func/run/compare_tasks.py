@@ -131,7 +131,7 @@ def compare_tasks(
         The statistics, as a table or a picture.
 
     Raises:
-        ImportError: if NumPy is not installed.
+        ImportError: if scipy is not installed.
         ValueError: if the baseline is none of the configurations, scores are not of two seeds or more, or there are no
             resamples.
 
@@ -157,9 +157,7 @@ def compare_tasks(
 
 
 def _iqm(scores: Any) -> Any:
-    flat = require("numpy", "plot").sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
-    cut = flat.shape[-1] // 4
-    return flat[..., cut : flat.shape[-1] - cut].mean(-1)
+    return require("scipy.stats", "plot").trim_mean(scores.reshape(*scores.shape[:-2], -1), 0.25, axis=-1)
 
 
 def _mean(scores: Any) -> Any:

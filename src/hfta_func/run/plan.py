@@ -15,8 +15,7 @@ from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take, without_shared
 from hfta_func._types import Tree, text_table
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
-from hfta_func.run.predict import Device, Predictor, find_device, measured
-from hfta_func.run.walk import walk
+from hfta_func.run.predict import Device, Predictor, find_device, measured, walk
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training

@@ -20,9 +20,9 @@ from hfta_func.errors import BatchError
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.predict import Operator, walk
 from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
 from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
-from hfta_func.run.walk import Operator, walk
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -97,11 +97,8 @@ class Profile(NamedTuple):
                 names[line[:3]][side] += line.seconds
         ranked = sorted(names.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))
         rows = [("phase", "module", "operator", "before", "after", "difference")]
-        rows += [(*name, *_times(*both)) for name, both in ranked[:_ROWS]]
-        if rest := ranked[_ROWS:]:
-            both = [sum(values[side] for _, values in rest) for side in (0, 1)]
-            rows.append((f"{len(rest)} others", "", "", *_times(*both)))
-        rows.append(("sum", "", "", *_times(self.seconds, after.seconds)))
+        shown = [*ranked[:_ROWS], (("sum", "", ""), (self.seconds, after.seconds))]
+        rows += [(*name, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{1e3 * (b - a):+.3f}") for name, (a, b) in shown]
         return text_table(rows, "<<<>>>")
 
     def __str__(self) -> str:
@@ -148,8 +145,8 @@ def profile(
 
     Steps are recorded by turns with steps as they are. The difference is what recording costs, and is taken off the lines by
     the events that each has. While a step is recorded, its phases and modules are wrapped in markers; at other times there is
-    nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled
-    one shows the operators that its graph calls, and the rest as one line.
+    nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled one shows the
+    operators that its graph calls, and the rest as one line.
 
     Args:
         step: A training step: as :func:`make_train_step` made it, compiled, or what :func:`compile` returned. One made with
@@ -324,7 +321,3 @@ def _cure(line: Line, reason: str) -> str:
 def _total(name: str, lines: list[Line]) -> Line:
     seconds, in_kernels, kernels = map(sum, zip(*(line[4:] for line in lines), strict=True))
     return Line(name, "", "", "", seconds, in_kernels, kernels)
-
-
-def _times(before: float, after: float) -> tuple[str, str, str]:
-    return f"{1e3 * before:.3f}", f"{1e3 * after:.3f}", f"{1e3 * (after - before):+.3f}"
