@@ -202,7 +202,7 @@ class JointStep(Compiled):
                 if torch.compiler.is_dynamo_compiling():
                     # A compiler does not know the values of what other networks have become.
                     first = given._replace(params=before.params, buffers=before.buffers)
-                    gradients.members.rehearse(gradients.tensors(first), rows)
+                    gradients.members.rehearse(gradients.tensors(first), rows, {})
                 after, report = self._steps[name](given, rows)
                 state = after._replace(
                     opt_state=PartitionState({**state.opt_state.groups, name: after.opt_state}),

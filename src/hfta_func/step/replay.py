@@ -12,8 +12,15 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import NotReplayableError, Tape, function_modes, inside_transform, is_autocasting, likeness
-from hfta_func._torch import num_dispatch_modes
+from hfta_func._torch import (
+    NotReplayableError,
+    Tape,
+    function_modes,
+    inside_transform,
+    is_autocasting,
+    likeness,
+    num_dispatch_modes,
+)
 from hfta_func._types import Tree
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
