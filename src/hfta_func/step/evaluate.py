@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,15 +16,14 @@ from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import filled
-from hfta_func.models.sharing import shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, leaf_dims, plain
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.check import require
 from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
-from hfta_func.verify import Verify, autocasting
+from hfta_func.verify import Verify
 
 
 def make_eval_step(
@@ -85,7 +83,6 @@ class EvalStep(ArrayFunction, Compiled):
         super().__init__(model, self._made_from[0], metric_fn, options)
         self._name = getattr(metric_fn, "__name__", "metric")
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
-        self._shared = frozenset(shared_of(model, options.shared_params))
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -124,12 +121,6 @@ class EvalStep(ArrayFunction, Compiled):
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        if shared.keys() != self._shared:
-            path = min(shared.keys() ^ self._shared)
-            cure = "pass shared_params" if path in shared else "pass a state of a step that does, too"
-            raise StateError(
-                f"'{path}' is shared by members of {'the state' if path in shared else 'this step'} alone; {cure}"
-            )
         given = Tensors(keys, {}, state.params, buffers, hparams)
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
 
@@ -142,23 +133,12 @@ class EvalStep(ArrayFunction, Compiled):
         return metrics
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> dict[str, Tensor]:
-        keys, params = given.keys, given.frozen
-        if not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
+        if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):
             # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
-            trained = self._bound.trained
+            trained, params = self._bound.trained, given.frozen
             params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
-        dims = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
-        run = self.members.vmap(
-            functools.partial(self._member, batch), (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
-        )
-        with autocasting(keys.device, None if judged else self.options.autocast):
-            return run(keys, params | common, given.buffers, given.hparams, tree)
-
-    def _member(
-        self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
-    ) -> dict[str, Tensor]:
-        metrics, _ = self._bound(params, buffers, tree, hparams, lambda: like, key=key)
-        return self._read(metrics)[1]["metric"]
+            given = given._replace(frozen=params)
+        return self._mapped(batch, given, tree, common, lambda result, _: self._read(result)[1]["metric"], judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
         return None, {"metric": check_metrics(result if isinstance(result, dict) else {self._name: result})}

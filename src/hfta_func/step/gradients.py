@@ -19,11 +19,11 @@ from hfta_func.errors import LossError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice
-from hfta_func.step.batch import copied, leaf_dims
+from hfta_func.step.batch import copied
 from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared, shared_params
-from hfta_func.verify import Trial, autocasting
+from hfta_func.verify import Trial
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
@@ -106,13 +106,11 @@ class Gradients(ArrayFunction):
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         # One copy, whose gradient is the sum over members.
         together = {path: leaf for path, leaf in common.items() if path not in self.base}
-        dims = dict.fromkeys(given.trained, 0) | dict.fromkeys(common, None)
-        member = functools.partial(self._member, batch)
-        run = self.members.vmap(member, (dims, 0, 0, 0, 0, leaf_dims(self.options.batch_dims, tree)))
 
         def total(frozen: Params, trained: Params) -> tuple[Tensor, Any]:
-            with autocasting(given.keys.device, None if judged else self.options.autocast):
-                losses, metrics, buffers = run(common | trained, frozen, given.buffers, given.keys, given.hparams, tree)
+            once = common | {path: trained[path] for path in together}
+            own = given._replace(trained=_without(trained, together), frozen=frozen)
+            losses, metrics, buffers = self._mapped(batch, own, tree, once, _with_buffers, judged)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses * given.scale if isinstance(given.scale, Tensor) else losses
             return scaled.sum(), (losses, metrics, buffers)
@@ -129,12 +127,6 @@ class Gradients(ArrayFunction):
             return {path: grads[path] for path in together}, _without(grads, together), *aux
         return grads, *aux
 
-    def _member(
-        self, like: Tree, trained: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, tree: Tree
-    ) -> tuple[Tensor, Params, Params]:
-        result, buffers = self._bound({**trained, **frozen}, buffers, tree, hparams, lambda: like, key=key)
-        return *check_result(result), buffers
-
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
         loss, metrics = check_result(result)
         return loss, {"loss": {"": loss.detach()}, "metric": tree_map(Tensor.detach, metrics)}
@@ -143,6 +135,10 @@ class Gradients(ArrayFunction):
         grads, losses, metrics, after = outputs
         results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": _unscaled(grads, given.scale)}
         return results | ({"parameter": given.trained} if self.rewrites_params else {})
+
+
+def _with_buffers(result: Any, buffers: Params) -> tuple[Tensor, Params, Params]:
+    return *check_result(result), buffers
 
 
 def _unscaled(grads: Params, scale: Any) -> Params:
@@ -175,33 +171,26 @@ def grad_and_aux(
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         raise advice(error) or error from error.__cause__
+    result = {}
+    for (path, leaf), grad in zip(leaves.items(), grads, strict=True):
+        # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
+        both = [part for part in (grad, leaf.grad) if part is not None]
+        result[path] = functools.reduce(torch.add, both) if both else torch.zeros_like(leaf)
     if all(grad is None and leaf.grad is None for leaf, grad in zip(leaves.values(), grads, strict=True)):
         raise LossError(
             "the loss depends on no parameter of the model that it is given; compute it from model(...), not from a model "
             "that a global or a closure holds"
         )
-    grads = [
-        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
-    ]
-    # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
-    grads = [grad if leaf.grad is None else grad + leaf.grad for leaf, grad in zip(leaves.values(), grads, strict=True)]
-    return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)
+    return result, tree_map(torch.Tensor.detach, aux)
 
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    if isinstance(result, tuple) and len(result) != 2:
-        raise LossError(f"the loss function returned {len(result)} results; return (loss, dict of metrics)")
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
     if loss.dim() != 0:
         raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
-    if not loss.dtype.is_floating_point:
-        raise LossError(f"the loss is {loss.dtype}; it must be floating point to have a gradient")
-    if not isinstance(metrics, dict):
-        raise LossError(f"the loss function returned (loss, {type(metrics).__qualname__}); metrics must be a dict")
-    for name in metrics:
-        if name in _REPORTED:
-            raise LossError(f"metric '{name}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
+    if hidden := [name for name in _REPORTED if name in metrics]:
+        raise LossError(f"metric '{hidden[0]}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
     return loss, check_metrics(metrics)

@@ -72,8 +72,6 @@ class JointStep(Compiled):
         self._made_from = steps, every
         if not steps:
             raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
-        if not isinstance(every, Mapping):
-            raise ValueError(f"every is {every!r}; give a dict of numbers by name, such as {{'{[*steps][-1]}': 2}}")
         for name, count in every.items():
             if name not in steps or not isinstance(count, int) or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
