@@ -17,7 +17,7 @@ import hfta_func as hfta
 from hfta_func.errors import RandomnessError, VerifyError
 from hfta_func.rules import _registry
 from hfta_func.rules._install import put
-from hfta_func.step import records
+from hfta_func.step import replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 M = 3
@@ -380,15 +380,14 @@ def test_what_is_compiled_is_compared_before(kind: str) -> None:
 
 
 def test_a_replayed_step_is_compared_at_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     step, state = start(lambda: nn.Linear(6, 2), replay=True)
     x = batch()
     for _ in range(99):
         state, _ = step(state, x)
     assert step.status.startswith("replayed")
     assert step.oracle.verified == [1, 10]
-    (record,) = [one for shape in step._replay._shapes.values() for one in shape.tapes]
+    (record,) = [one for shape in step._replay._shapes.values() for one in shape.records]
     first = record._first
     record._first = lambda inputs: [leaf * 1.01 if leaf.is_floating_point() else leaf for leaf in first(inputs)]
     with pytest.raises(VerifyError, match="call 100"):

@@ -19,8 +19,8 @@ from hfta_func.run.row_sampling import array_of, is_dataset
 from hfta_func.run.running import Running
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
-from hfta_func.step.gradients import num_positional
 from hfta_func.step.joint import JointStep
+from hfta_func.step.members import num_positional
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 

@@ -22,7 +22,7 @@ from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
 from hfta_func.run.history import History, Metrics
 from hfta_func.step.ensemble import Ensemble
-from hfta_func.step.gradients import num_positional
+from hfta_func.step.members import num_positional
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step

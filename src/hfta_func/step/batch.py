@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,17 +37,6 @@ def restored(tree: Tree, batch: Tree) -> Any:
         parts = {name: restored(tree[name], child) for name, child in batch.items()}
         if type(batch) is dict:
             return parts
-        if hasattr(type(batch), "batch_size"):
-            # Of the class TensorDict, whose tensors agree in their first axes, fewer of them inside ``vmap``.
-            given: Any = batch
-            filled: Any = type(given)(parts, batch_size=())
-            for name, part in [*parts.items()][:1]:
-                kept = len(given.batch_size) - (given[name].dim() - part.dim())
-                filled.batch_size = part.shape[: max(kept, 0)]
-            return filled
-        if isinstance(batch, defaultdict):
-            # A compiler cannot copy it.
-            return defaultdict(batch.default_factory, parts)
         if not hasattr(batch, "update"):
             # One that cannot be changed can be made of a dict.
             return type(batch)(parts)  # pyright: ignore[reportCallIssue]
@@ -120,13 +108,9 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
             check_batch(dims if isinstance(dims, int) else dims[name], child, count, f"{path}[{name!r}]")
     elif not isinstance(tree, Tensor):
         raise BatchError(f"{path} is a {type(tree).__qualname__}; the leaves of a batch must be tensors")
-    elif tree.layout not in (torch.strided, torch.sparse_coo) or tree.is_nested:
-        kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.").strip("_")
-        raise BatchError(
-            f"{path} is a {kind} tensor, which has no parts for members; "
-            f"make it dense (x.to_dense(), or x.to_padded_tensor(0.0) of a nested one), or share it, batch_dims=None, in a "
-            f"step with chunk_size=1"
-        )
+    elif tree.is_nested or tree.layout not in (torch.strided, torch.sparse_coo):
+        cure = "make it dense, or share it, batch_dims=None, in a step with chunk_size=1"
+        raise BatchError(f"{path} is nested or compressed, and has no parts for members; {cure}")
     elif tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
             f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "

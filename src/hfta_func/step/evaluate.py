@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,19 +15,15 @@ from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.errors import StateError
-from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled
-from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, leaf_dims, of_member, plain
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.check import require
-from hfta_func.step.chunks import Chunks
-from hfta_func.step.gradients import check_metrics, num_positional
-from hfta_func.step.members import Members, of_first, with_batch
+from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, expanded_shared
-from hfta_func.verify import Case, Oracle, Verify, autocasting, same
+from hfta_func.step.state import TrainState, shared_params
+from hfta_func.verify import Verify
 
 
 def make_eval_step(
@@ -79,21 +73,16 @@ def make_eval_step(
     return EvalStep(model, metric_fn, options)
 
 
-class EvalStep(Compiled):
+class EvalStep(ArrayFunction, Compiled):
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
+
+    training = False
 
     def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
         self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
-        self.options = options
-        self.chunks = Chunks(options.chunk_size, options.batch_dims)
+        super().__init__(model, self._made_from[0], metric_fn, options)
         self._name = getattr(metric_fn, "__name__", "metric")
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
-        self._shared = frozenset(shared_of(model, options.shared_params))
-        self._takes_hparams = num_positional(metric_fn) >= 3
-        metrics = with_batch(metric_fn, self._takes_hparams)
-        self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self.oracle = Oracle(options.verify, metric_fn, model)
-        self._members = Members(self._rehearse)
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -105,11 +94,6 @@ class EvalStep(Compiled):
         """The same step for batches with other ``batch_dims``."""
         model, metric_fn, options = self._made_from
         return EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
-
-    @property
-    def base(self) -> Params:
-        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._made_from[0]) if self.options.share_frozen else {}
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -127,88 +111,40 @@ class EvalStep(Compiled):
             num_models((state.params, state.buffers))
         buffers = filled(state.buffers, state.hparams) if isinstance(state, TrainState) else state.buffers
         check_state((state.params, buffers), self._shapes)
-        first = leaves((state.params, state.buffers))[0]
+        first, shared = leaves((state.params, state.buffers))[0], shared_params(state)
         check_batch(self.options.batch_dims, plain(batch), first.shape[0])
         if isinstance(state, TrainState):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
-        elif self._takes_hparams:
+        elif self.takes_hparams:
             raise StateError(
                 f"{self._name} takes hparams, which a Stacked does not hold; pass a state of step.init(...)"
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        shared = expanded_shared(state)
-        if shared.keys() != self._shared:
-            path = min(shared.keys() ^ self._shared)
-            cure = "pass shared_params" if path in shared else "pass a state of a step that does, too"
-            raise StateError(
-                f"'{path}' is shared by members of {'the state' if path in shared else 'this step'} alone; {cure}"
-            )
-        self._members.rehearse((keys, state.params, shared, buffers, hparams), batch)
+        given = Tensors(keys, {}, state.params, buffers, hparams)
+        trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
 
         def measure(params: Params, shared: Params) -> dict[str, Tensor]:
-            members = keys, params, shared, buffers, hparams
-            return self.chunks(functools.partial(self._run, batch), members, plain(batch))
+            return self.compute(given._replace(frozen=params), batch, shared)
 
-        trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
-        metrics = self._members.guard(keys, measure, state.params, shared)
-        self._members.has_run(keys)
-        if trial is not None:
-            trial(self._case(batch, keys, state.params, shared, buffers, hparams), {"metric": metrics})
+        metrics = self.members.guard(keys, measure, state.params, shared)
+        self.members.has_run(keys)
+        self.compare(trial, given, batch, shared, {"metric": metrics})
         return metrics
 
-    def _rehearse(self, members: Any, batch: Tree) -> None:
-        of_first(self._run, self.options.batch_dims)(members, batch)
-        if (trial := self.oracle(members[0], plain(batch))) is not None:
-            case = self._case(batch, *members)
-            trial(case, case.again(same, None, False))
-
-    def _case(
-        self, batch: Tree, keys: Tensor, params: Params, shared: Params, buffers: Params, hparams: Params
-    ) -> Case:
-        model, metric_fn, options = self._made_from
-
-        def measure(model: nn.Module, member: int, cast: Any) -> Any:
-            given = model, of_member(options.batch_dims, batch, member, cast)
-            numbers = {name: cast(leaf[member]) for name, leaf in hparams.items()}
-            return None, {
-                "metric": self._named(metric_fn(*given, numbers) if self._takes_hparams else metric_fn(*given))
-            }
-
-        def again(cast: Any, watch: Any, judged: bool) -> Any:
-            base = {path: leaf.expand(len(keys), *leaf.shape) for path, leaf in cast(self.base).items() if judged}
-            members = keys, cast(params) | base, *cast((shared, buffers, hparams))
-            run = functools.partial(self._run, batch, judged=judged)
-            with contextlib.nullcontext() if watch is None else self._metrics.observed(watch):
-                return {"metric": self.chunks(run, members, cast(plain(batch)), size=watch and len(keys))}
-
-        once = self.base | {path: leaf[0] for path, leaf in shared.items()}
-        given = model, metric_fn, (params, buffers), once, keys, measure, again
-        return Case(*given, autocast=options.autocast, training=False, counts=self._metrics.counts)
-
-    def _run(
-        self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree, judged: bool = False
-    ) -> dict[str, Tensor]:
-        keys, params, shared, buffers, hparams = members
-        if not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
+    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> dict[str, Tensor]:
+        if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):
             # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
-            trained = self._metrics.trained
+            trained, params = self._bound.trained, given.frozen
             params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
-        dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
-        params = params | {path: param[0] for path, param in shared.items()}
-        in_dims = (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
-        with autocasting(keys.device, None if judged else self.options.autocast):
-            run = self._members.vmap(functools.partial(self._member, batch), in_dims)
-            return run(keys, params, buffers, hparams, tree)
+            given = given._replace(frozen=params)
+        return self._mapped(batch, given, tree, common, lambda result, _: self._read(result)[1]["metric"], judged)
 
-    def _member(
-        self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
-    ) -> dict[str, Tensor]:
-        metrics, _ = self._metrics(params, buffers, tree, hparams, lambda: like, key=key)
-        return self._named(metrics)
+    def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
+        return None, {"metric": check_metrics(result if isinstance(result, dict) else {self._name: result})}
 
-    def _named(self, metrics: Any) -> dict[str, Tensor]:
-        return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})
+    def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
+        return {"metric": outputs}
 
 
 def require_training(step: Callable[..., Any]) -> None:

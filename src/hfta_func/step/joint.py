@@ -72,8 +72,6 @@ class JointStep(Compiled):
         self._made_from = steps, every
         if not steps:
             raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
-        if not isinstance(every, Mapping):
-            raise ValueError(f"every is {every!r}; give a dict of numbers by name, such as {{'{[*steps][-1]}': 2}}")
         for name, count in every.items():
             if name not in steps or not isinstance(count, int) or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
@@ -202,7 +200,7 @@ class JointStep(Compiled):
                 if torch.compiler.is_dynamo_compiling():
                     # A compiler does not know the values of what other networks have become.
                     first = given._replace(params=before.params, buffers=before.buffers)
-                    gradients.members.rehearse(gradients.tensors(first), rows)
+                    gradients.members.rehearse(gradients.tensors(first), rows, {})
                 after, report = self._steps[name](given, rows)
                 state = after._replace(
                     opt_state=PartitionState({**state.opt_state.groups, name: after.opt_state}),

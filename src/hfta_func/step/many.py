@@ -15,8 +15,7 @@ from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError, StateError
 from hfta_func.step.batch import plain, restored
-from hfta_func.step.gradients import check_metrics
-from hfta_func.step.members import Members
+from hfta_func.step.members import Members, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -62,7 +61,7 @@ class ManySteps(Compiled):
             return self._take(self._step, state, batches)
         # A compiler knows the values of a graph's inputs, but none of a loop.
         gradients = self._in_graph._gradients
-        gradients.members.rehearse(gradients.tensors(state), _first(batches))
+        gradients.members.rehearse(gradients.tensors(state), _first(batches), {})
         return self._committed(state, *self._take(self._in_graph, state, batches))
 
     def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -90,7 +89,7 @@ class Loop(ManySteps):
 
     def _rehearsal(self, state: TrainState) -> None:
         gradients, (_, batches, _) = self._in_graph._gradients, self._collect(state)
-        gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches))
+        gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches), {})
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
         """Collect batches and take a step with each of them, again and again.

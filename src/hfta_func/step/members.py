@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
+import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +25,15 @@ from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
+from hfta_func.errors import LossError
+from hfta_func.models.functional import bind
+from hfta_func.models.sharing import base_of
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch
+from hfta_func.step.batch import copied, is_plain, leaf_dims, numbered, of_member, plain, restored, take_batch
 from hfta_func.step.check import unwritten
+from hfta_func.step.chunks import Chunks
+from hfta_func.step.options import Options
+from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 T = TypeVar("T")
 
@@ -98,16 +107,6 @@ class Members:
             self._has_run = True
 
 
-def of_first(run: Callable[[Tree, Any, Tree], Any], batch_dims: Tree) -> Callable[[Any, Tree], Any]:
-    """A rehearsal for :class:`Members`: ``run(batch, members, batch)`` with what belongs to the first member alone."""
-
-    def rehearse(members: Any, batch: Tree) -> Any:
-        batch = take_batch(batch_dims, batch, slice(0, 1))
-        return run(batch, tree_map(lambda leaf: leaf[:1].detach().clone(), members), batch)
-
-    return rehearse
-
-
 def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:
     """``func(model, batch)``, or ``func(model, batch, hparams)``, for :func:`bind`: a function of a plain tree.
 
@@ -120,3 +119,154 @@ def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., A
         return func(model, batch, copied(hparams)) if takes_hparams else func(model, batch)
 
     return call
+
+
+class Tensors(NamedTuple):
+    """What members run with; every leaf is ``[M, ...]``."""
+
+    keys: Tensor
+    trained: Params  # of which there are gradients
+    frozen: Params
+    buffers: Params
+    hparams: Params
+    scale: Any = ()  # what each member's loss is multiplied by
+
+
+class ArrayFunction:
+    """A user's function of one model, which is called for all members and compared with members alone.
+
+    Subclasses compute it in :meth:`_run`, and say what of its results is compared by :meth:`_read` and :meth:`_results`.
+
+    Args:
+        model: A module of the architecture.
+        outline: The same without values, which is kept.
+        func: ``func(model, batch)`` or ``func(model, batch, hparams)``.
+        options: Of the step.
+        held: Whose Python values are put back after calls that compare; ``func`` by default.
+        how: Further arguments of :func:`bind`.
+    """
+
+    training: bool | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: nn.Module,
+        func: Callable[..., Any],
+        options: Options,
+        held: Any = None,
+        **how: Any,
+    ):
+        self.takes_hparams = num_positional(func) >= 3
+        self.chunks = Chunks(options.chunk_size, options.batch_dims)
+        call, share = with_batch(func, self.takes_hparams), options.share_frozen
+        self._bound: Any = bind(model, call, training=self.training, share_frozen=share, **how)
+        self._source, self.options = (outline, func), options
+        self.oracle = Oracle(options.verify, held or func, model)
+        self.members = Members(self._rehearse)
+
+    @property
+    def base(self) -> Params:
+        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
+        return base_of(self._source[0]) if self.options.share_frozen else {}
+
+    def dims_of(self, batch: Tree) -> Tree:
+        """The ``batch_dims`` of a batch."""
+        return self.options.batch_dims
+
+    def _mapped(
+        self, batch: Tree, given: Tensors, tree: Tree, common: Params, take: Callable[..., Any], judged: bool = False
+    ) -> Any:
+        """``take(result, new_buffers)`` of every member."""
+        params = given.trained | given.frozen
+        dims = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
+
+        def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
+            return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
+
+        run = self.members.vmap(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)))
+        with autocasting(given.keys.device, None if judged else self.options.autocast):
+            return run(given.keys, params | common, given.buffers, given.hparams, tree)
+
+    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
+        """The results of all members, which hold what is ``common`` once, for a ``tree`` made of a batch by ``plain``."""
+        raise NotImplementedError
+
+    def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
+        """What is differentiated of one member's result, and what is compared, by kind."""
+        raise NotImplementedError
+
+    def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
+        """The same of what :meth:`_run` returns for all members."""
+        raise NotImplementedError
+
+    def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
+        """The results of all members, in groups if they are to run so."""
+        self.members.rehearse(given, batch, common)
+        return self._chunks(batch)(functools.partial(self._run, batch, common=common), given, plain(batch), **how)
+
+    def _chunks(self, batch: Tree) -> Chunks:
+        return self.chunks
+
+    def compare(self, trial: Trial | None, given: Tensors, batch: Tree, common: Params, results: Any = None) -> None:
+        """Raise a VerifyError if members alone compute something else, in a call that is compared."""
+        if trial is not None:
+            case = self._case(given, batch, common)
+            trial(case, case.again(same, None, False) if results is None else results)
+
+    def verify(self, given: Tensors, batch: Tree, common: Params, members: Sequence[int]) -> None:
+        """Compare a call with these members alone, once more; raises a VerifyError where it differs."""
+        model, func = self._source
+        if (trial := Oracle(True, func, model)(given.keys, plain(batch))) is not None:
+            case = self._case(given, batch, common)
+            trial(case, case.again(same, None, False), members)
+
+    def _rehearse(self, given: Tensors, batch: Tree, common: Params) -> None:
+        """What a compiler traces, before it does: of the first member, and compared with members alone."""
+        part = take_batch(self.dims_of(batch), batch, slice(0, 1))
+        self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
+        self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)
+
+    def _case(self, given: Tensors, batch: Tree, common: Params) -> Case:
+        """The call, for the oracle."""
+        (model, func), options, base = self._source, self.options, self.base
+
+        def measure(model: nn.Module, member: int, cast: Any) -> Any:
+            arguments = [model, of_member(self.dims_of(batch), batch, member, cast)]
+            if self.takes_hparams:
+                arguments.append({name: cast(leaf[member]) for name, leaf in given.hparams.items()})
+            return self._read(func(*arguments))
+
+        def again(cast: Any, watch: Any, judged: bool) -> Any:
+            members, held = Tensors(given.keys, *cast(given[1:])), (cast(base) if judged else {}) | cast(common)
+            members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
+            run = functools.partial(self._run, batch, common=held, judged=judged)
+            with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
+                outputs = self._chunks(batch)(run, members, cast(plain(batch)), size=watch and len(given.keys))
+                return self._results(outputs, members, held)
+
+        return Case(
+            *(model, (given.trained | given.frozen, given.buffers), base | common, given.keys, measure, again),
+            trained=frozenset(given.trained),
+            scale=given.scale if isinstance(given.scale, Tensor) else None,
+            autocast=options.autocast,
+            training=self.training,
+            counts=self._bound.counts,
+        )
+
+
+def num_positional(func: Callable[..., Any]) -> int:
+    """How many arguments a loss or a metric takes by position."""
+    if not callable(func) or (isinstance(func, nn.Module) and type(func).__module__.startswith("torch.nn.")):
+        cure = "write one, such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
+        raise LossError(f"{type(func).__qualname__} is no function of a model and a batch; {cure}")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(func).parameters.values())
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Raise a LossError unless every metric is a tensor; give them back."""
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
+    return dict(metrics)

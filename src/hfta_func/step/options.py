@@ -10,7 +10,7 @@ import optree
 import torch
 
 from hfta_func._types import PerModel, Tree
-from hfta_func.optim._base import GradientTransformation, check_transformation
+from hfta_func.optim._base import GradientTransformation
 from hfta_func.step.amp import LossScale
 from hfta_func.verify import Verify
 
@@ -59,29 +59,17 @@ class Options:
         size: Any = self.chunk_size
         if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1 and size is not True)):
             raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
-        if not (self.collect is None or callable(self.collect)):
-            raise ValueError(f"collect is {self.collect!r}; it must be a function of a state")
         for name, known, text in _CHOICES:
             value = getattr(self, name)
             # 1 is equal to True, and no choice.
             if not any(type(value) is type(one) and value == one for one in known):
                 raise ValueError(f"{name} is {value!r}; it must be {text}")
-        shared: Any = self.shared_params
-        if isinstance(shared, str) or not all(isinstance(path, str) for path in shared):
-            raise ValueError(f"shared_params is {shared!r}; it must be a list of paths of parameters or submodules")
-        if self.shared_optimizer is not None:
-            check_transformation("shared_optimizer", self.shared_optimizer)
-            if not shared:
-                raise ValueError("there is a shared_optimizer, but no shared_params; leave it out, or name them")
-        if shared and self.stochastic_rounding:
+        if isinstance(self.shared_params, str):
+            raise ValueError(f"shared_params is {self.shared_params!r}; it must be a list of paths")
+        if self.shared_params and self.stochastic_rounding:
             raise ValueError(
                 "stochastic_rounding draws from a member's key, which shared_params do not have; leave one out"
             )
-        paths: Any = self.checkpoint
-        if not isinstance(paths, bool | str) and not (
-            isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths)
-        ):
-            raise ValueError(f"checkpoint is {paths!r}; it must be True, False, or paths of submodules")
         scale = self.loss_scale
         if scale is None and self.autocast == torch.float16:
             scale = LossScale()

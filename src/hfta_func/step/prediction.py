@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import leaves, num_models, paths, tree_map
-from hfta_func._types import Params, Shared, Tree
+from hfta_func._types import Params, Tree
 from hfta_func.errors import BatchError, StateError
-from hfta_func.models.functional import bind
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, copied, leaf_dims, of_member, plain, restored
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.members import Members
-from hfta_func.step.state import TrainState, stacked
-from hfta_func.verify import Case, Oracle, Verify, same
+from hfta_func.step.members import ArrayFunction, Tensors
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState, shared_params, stacked
+from hfta_func.verify import Verify
 
 
 class Prediction:
@@ -207,8 +205,7 @@ def predict(
         raise StateError(
             f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
         )
-    shared_state = getattr(state, "shared", ())
-    shared = shared_state.params if isinstance(shared_state, Shared) else {}
+    shared = shared_params(state)
     members = Stacked(state.params, stacked(state).buffers)
     check_state(members, shapes(model, share_frozen, [*shared]))
     count, device = num_models(members), leaves(members)[0].device
@@ -220,7 +217,19 @@ def predict(
         )
 
 
-class Predicting:
+class Arguments(NamedTuple):
+    """The arguments of a model, and which of them belong to members, see :meth:`Ensemble.forward`."""
+
+    args: Any
+    kwargs: dict[str, Any]
+    dims: Any
+
+
+def _call(model: nn.Module, batch: Arguments) -> Any:
+    return model(*batch.args, **batch.kwargs)
+
+
+class Predicting(ArrayFunction):
     """The outputs of all members of an array.
 
     Args:
@@ -231,10 +240,14 @@ class Predicting:
     """
 
     def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool, verify: Verify):
-        self._model, self._training = model, training
-        self._run: Any = bind(model, forward, training=training, share_frozen=share_frozen)
-        self._members = Members(self.__call__)
-        self.oracle = Oracle(verify, type(model).forward, model)
+        self.training = training
+        options = Options(share_frozen=share_frozen, verify=verify)
+        super().__init__(model, model, _call, options, held=type(model).forward)
+
+    @property
+    def base(self) -> Params:
+        """Nothing but what is common."""
+        return {}
 
     def batches(
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
@@ -252,80 +265,53 @@ class Predicting:
         batch_dims: Tree,
     ) -> tuple[Any, Params]:
         """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
-        self._members.rehearse(stacked, common, keys, args, kwargs, batch_dims)
-        given = {"args": args, "kwargs": kwargs}
-        if isinstance(batch_dims, list):
-            batch_dims = tuple(batch_dims)
-        if isinstance(batch_dims, tuple) and len(batch_dims) != len(args):
+        batch = Arguments(args, kwargs, tuple(batch_dims) if isinstance(batch_dims, list) else batch_dims)
+        if isinstance(batch.dims, tuple) and len(batch.dims) != len(args):
             raise BatchError(
-                f"batch_dims has {len(batch_dims)} parts for {len(args)} arguments; give one for each of them"
+                f"batch_dims has {len(batch.dims)} parts for {len(args)} arguments; give one for each of them"
             )
-        dims = {"args": batch_dims, "kwargs": None} if isinstance(batch_dims, tuple) else batch_dims
-        tree = plain(given)
-        check_batch(
-            dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
+        tree, (shared, base) = plain(batch), common
+        tensors = tree_map(
+            lambda leaf: leaf if isinstance(leaf, Tensor) else None, {"args": tree[0], "kwargs": tree[1]}
         )
-        shared, base = common
-        call = functools.partial(self._together, given, dims, keys)
+        dims = {"args": batch.dims, "kwargs": None} if isinstance(batch.dims, tuple) else batch.dims
+        check_batch(dims, tensors, keys.shape[0], "the input")
+        differs = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
+        trained, frozen = ({k: x for k, x in stacked.params.items() if (k in differs) == on} for on in (True, False))
+        given = Tensors(keys, trained, frozen, stacked.buffers, {})
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
 
-        def together(params: Params, shared: Params) -> Any:
-            return call(params, shared | base, stacked.buffers, tree)
+        def together(trained: Params, frozen: Params, shared: Params) -> Any:
+            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
 
-        outputs = self._members.guard(keys, together, stacked.params, shared)
-        self._members.has_run(keys)
-        if trial is not None:
-            case = self._case(call, stacked, shared, base, keys, given, dims, tree)
-            results = {"output": _named(outputs[0]), "buffer": outputs[1]}
-            trial(case, results | (case.again(same, None, False) if case.trained else {}))
+        outputs = self.members.guard(keys, together, trained, frozen, shared)
+        self.members.has_run(keys)
+        results = None if trained else {"output": _named(outputs[0]), "buffer": outputs[1]}
+        self.compare(trial, given, batch, shared | base, results)
         return outputs
 
-    def _together(
-        self, given: Any, dims: Tree, keys: Tensor, params: Params, common: Params, buffers: Params, tree: Tree
-    ) -> tuple[Any, Params]:
-        def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
-            inputs = restored(copied(tree), given)
-            return self._run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
+    def dims_of(self, batch: Any) -> Tree:
+        """See :class:`ArrayFunction`."""
+        return (batch.dims, None, None) if isinstance(batch.dims, tuple) else batch.dims
 
-        axes = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
-        mapped = self._members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
+    def _chunks(self, batch: Tree) -> Chunks:
         # Members that branch differently run in groups.
-        run = Chunks(None, dims)
-        return run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree)
+        return Chunks(None, self.dims_of(batch))
 
-    def _case(
-        self,
-        call: Any,
-        stacked: Stacked,
-        shared: Params,
-        base: Params,
-        keys: Tensor,
-        given: Any,
-        dims: Tree,
-        tree: Tree,
-    ) -> Case:
-        """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
-        trained = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
+    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
+        return self._mapped(batch, given, tree, common, lambda *results: results)
 
-        def measure(model: nn.Module, member: int, cast: Any) -> Any:
-            inputs = of_member(dims, given, member, cast)
-            outputs = _named(model(*inputs["args"], **inputs["kwargs"]))
-            return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
+    def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
+        outputs = _named(result)
+        return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
 
-        def again(cast: Any, watch: Any, judged: bool) -> Any:
-            params, common, buffers, inputs = cast((stacked.params, shared | base, stacked.buffers, tree))
-            leaves = {path: params[path].detach().requires_grad_() for path in trained}
-            with contextlib.nullcontext() if watch is None else self._run.observed(watch):
-                outputs, after = call(params | leaves, common, buffers, inputs)
-                results = {"output": _named(outputs), "buffer": after}
-                value = _weighted(results["output"], keys.shape[0])
-                if trained and value.requires_grad:
-                    grads = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
-                    results["gradient"] = dict(zip(leaves, grads, strict=True))
-            return tree_map(Tensor.detach, results)
-
-        given_to = self._model, type(self._model).forward, stacked, shared | base, keys, measure, again
-        return Case(*given_to, trained=frozenset(trained), training=self._training, counts=self._run.counts)
+    def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
+        results = {"output": _named(outputs[0]), "buffer": outputs[1]}
+        value = _weighted(results["output"], len(given.keys))
+        if given.trained and value.requires_grad:
+            grads = torch.autograd.grad(value, [*given.trained.values()], materialize_grads=True)
+            results["gradient"] = dict(zip(given.trained, grads, strict=True))
+        return tree_map(Tensor.detach, results)
 
 
 def _named(outputs: Any) -> Params:
@@ -342,8 +328,3 @@ def _weighted(outputs: Params, *count: int) -> Tensor:
             weights = torch.arange(size.numel(), dtype=leaf.dtype, device=leaf.device).cos().reshape(size)
             total = total.to(leaf.device) + (leaf * weights).sum()
     return total
-
-
-def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A model's call, for :func:`bind`."""
-    return model(*args, **kwargs)

@@ -52,6 +52,8 @@ def recorded(
     try:
         with recorder:
             results = call(*optree.tree_unflatten(layout, inputs))
+    except NotReplayableError:
+        raise
     except Exception as error:
         raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
     return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
@@ -137,7 +139,7 @@ class Record:
         trial = step.oracle(state.keys)
         decision = self._first(inputs)
         if trial is not None:
-            step._gradients.compare(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
+            step._gradients.check(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
         if self._second is None or (self._looks and not decision[self._keep].all()):
             parts, verdict = self._decision.unflatten(decision)
             return step.finish(state, StepOutputs(*parts), verdict)
@@ -147,7 +149,7 @@ class Record:
         """What the step returns, compared with the record; why the record is wrong, if it is."""
         step._check(state, batch)
         outputs, verdict = step.decide(state, batch)
-        step._gradients.compare(trial, state, batch, outputs)
+        step._gradients.check(trial, state, batch, outputs)
         given, before = (state, batch), self._batch
         pairs = zip(leaves(batch), before, strict=True)
         decision = outputs[:-1], verdict

@@ -37,7 +37,7 @@ _SAVED, _PYTHON = 0.3, 0.05
 _SAVED_OF_SMALL, _SMALL = 0.7, 0.002
 """The same for small steps, of which most is Python, in seconds."""
 _RECORDS, _SHAPES = 3, 8
-"""Most records of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
+"""Most records of a shape of batch, one for each set of Python values, and most shapes: more cost more than they save."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -73,10 +73,15 @@ def stacked(state: Any) -> Stacked:
     return Stacked({**state.params, **expanded_shared(state)}, filled(state.buffers, getattr(state, "hparams", {})))
 
 
-def expanded_shared(state: Any) -> Params:
-    """The parameters that members of a state share and train, ``[M, ...]``: seen M times, not copied."""
+def shared_params(state: Any) -> Params:
+    """The parameters that members of a state share and train, without a model axis."""
     shared = getattr(state, "shared", ())
-    params = shared.params if isinstance(shared, Shared) else {}
+    return shared.params if isinstance(shared, Shared) else {}
+
+
+def expanded_shared(state: Any) -> Params:
+    """The same ``[M, ...]``: seen M times, not copied."""
+    params = shared_params(state)
     return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
 
 

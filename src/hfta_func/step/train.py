@@ -206,7 +206,7 @@ class TrainStep(Compiled):
         self._check(state, batch)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
-        self._gradients.compare(trial, state, batch, outputs)
+        self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:

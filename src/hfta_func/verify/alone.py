@@ -32,7 +32,6 @@ class Case(NamedTuple):
 
     Args:
         model: A module of the architecture, without values.
-        func: The user's function, whose Python values are put back.
         trees: Parameters and buffers ``[M, ...]``, numbers of the members' own among these.
         shared: Tensors that all members share, by path.
         keys: ``int64[M]``.
@@ -47,7 +46,6 @@ class Case(NamedTuple):
     """
 
     model: nn.Module
-    func: Any
     trees: tuple[Params, Params]
     shared: Params
     keys: Tensor

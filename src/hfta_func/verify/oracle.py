@@ -164,6 +164,7 @@ class Trial:
         held = [self._before]
 
         def start(model: Any) -> None:
+            # With generators of the model's own.
             held.append(Held([model]))
             if watch is not None:
                 watch(model)
