@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hfta_func as hfta
-from ways import WAYS, assert_as_alone, loss
+from ways import WAYS, assert_as_alone
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 

@@ -298,11 +298,8 @@ def test_bad_uses_are_refused_with_the_cure():
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_optimizer=hfta.sgd(lr=0.1))
     frozen = copy.deepcopy(models[0])
     frozen.trunk.requires_grad_(False)
-    with pytest.raises(hfta.errors.StackError, match="'trunk', which does not require grad; share_frozen=True"):
+    with pytest.raises(hfta.errors.StackError, match=r"'trunk', which .* require grad; share_frozen=True"):
         make(frozen, loss_fn, hfta.sgd(lr=0.1), shared_params=NAMES)
-    table = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 1))
-    with pytest.raises(hfta.errors.StackError, match="'0' has max_norm"):
-        make(table, loss_fn, hfta.sgd(lr=0.1), shared_params=["0"])
     step = make(models[0], loss_fn, hfta.sgd(lr=LR), shared_params=NAMES)
     stacked = hfta.stack_params(models, shared_params=NAMES)
     with pytest.raises(hfta.errors.HyperparameterError, match=r"lr has 3 values .* pass shared_optimizer"):
@@ -314,7 +311,8 @@ def test_bad_uses_are_refused_with_the_cure():
     with torch.no_grad():
         models[2].trunk[0].bias[1] += 0.5
     with pytest.raises(
-        hfta.errors.StackError, match=r"model 2: the shared 'trunk.0.bias' .* up to 0.5.*leave out shared_params"
+        hfta.errors.StackError,
+        match=r"model 2: the shared 'trunk.0.bias' is not that of model 0.*leave out shared_params",
     ):
         hfta.stack_params(models, shared_params=NAMES)
     step, state = array(make_models())

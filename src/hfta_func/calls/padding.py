@@ -85,14 +85,21 @@ class Padded:
         """What computes the results of a second run from an event on."""
         return type(self)(size, self.events, position)
 
-    def _next(self, name: str) -> Sizes:
-        if self.position >= len(self.events) or self.events[self.position].name != name:
+    def _next(self, name: str, sizes: Sequence[int]) -> Sizes:
+        event = self.events[self.position] if self.position < len(self.events) else None
+        if event is None or event.name != name:
             raise StackError(
                 f"the model calls {name} where models of the members' true sizes do not; members of different size must run "
                 f"the same code, so stack those that do not as arrays of their own"
             )
+        if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
+            # A compiler may trace inputs of other shapes than those of the latest call.
+            raise StackError(
+                f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
+                f"this shape, before it is compiled"
+            )
         self.position += 1
-        return self.events[self.position - 1]
+        return event
 
     def of_member(self, table: Tensor) -> Tensor:
         """The member's own entry of a table ``[K, ...]``."""
@@ -116,7 +123,7 @@ class Padded:
 
         For the beginning of one, called ``"site"``, whether the member lacks it.
         """
-        event = self._next(name)
+        event = self._next(name, shape)
         if name == "site":
             if event.absent is None:
                 return None
@@ -137,7 +144,7 @@ class Padded:
 
         None if positions are not in order row by row; the draw is then still to be made.
         """
-        axes = [axis for axis in self._next("draw").axes if axis]
+        axes = [axis for axis in self._next("draw", shape).axes if axis]
         if not axes:
             return None, math.prod(shape)
         if len(axes) > 1:
@@ -151,8 +158,8 @@ class Padded:
         """Call a function for the member."""
         if func not in WATCHED:
             return call(*args, **kwargs)
-        name, handler, _ = WATCHED[func]
-        event = self._next(name)
+        name, handler, sizes = WATCHED[func]
+        event = self._next(name, sizes(*args, **kwargs))
         return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
 
 

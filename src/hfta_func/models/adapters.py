@@ -73,12 +73,7 @@ class Adapters:
         return copy.deepcopy(made, memo)
 
 
-def stack_adapters(
-    base: nn.Module,
-    adapters: Sequence[Any],
-    *,
-    seeds: Sequence[int] | None = None,
-) -> Adapters:
+def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[int] | None = None) -> Adapters:
     """Stack M adapters of ``peft`` over one base, which is held once.
 
     LoRA adapters may differ in rank, ``lora_alpha``, dropout and in the layers that they adapt.

@@ -8,6 +8,7 @@ their input.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ class Size(NamedTuple):
     leaves: dict[str, tuple[str, tuple[Tensor, ...]]]
 
 
+# With slots and without a __dict__, calls need not look for changes in it.
+@dataclasses.dataclass(eq=False, slots=True)
 class Padding:
     """What a padded model knows of its sizes.
 
@@ -63,25 +66,15 @@ class Padding:
         masks: By path of a parameter, the axes where sizes differ with ``bool[K, length]``: which entries each size has.
         optional: The paths of blocks that some sizes lack.
         numbers: The paths of numbers, such as dropout rates, in which models differ.
-        template: The padded model.
+        shapes: Shape and dtype of each tensor of the padded model.
     """
 
-    # Without a __dict__, calls need not look for changes in it.
-    __slots__ = ("masks", "numbers", "optional", "params", "shapes", "signatures", "sizes")
-
-    def __init__(
-        self,
-        sizes: list[Size],
-        signatures: list[Any],
-        masks: dict[str, dict[int, Tensor]],
-        optional: list[str],
-        numbers: list[str],
-        template: nn.Module,
-    ):
-        self.shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors_by_path(template).items()}
-        self.params = {path for path, _ in template.named_parameters()}
-        self.sizes, self.signatures, self.masks = sizes, signatures, masks
-        self.optional, self.numbers = optional, numbers
+    sizes: list[Size]
+    signatures: list[Any]
+    masks: dict[str, dict[int, Tensor]]
+    optional: list[str]
+    numbers: list[str]
+    shapes: dict[str, tuple[torch.Size, torch.dtype]]
 
     def __deepcopy__(self, memo: Any) -> Padding:
         return self
@@ -194,7 +187,6 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
 def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
-    # What blocks are whose was found out with the largest model, from whose shapes those of the template may differ.
     base = largest([size.model for size in padding.sizes])
     for path, module in template.named_modules():
         base.get_submodule(path).training = module.training
@@ -268,7 +260,8 @@ def _padded(
         axes = {axis: _mask(sizes, path, axis, length) for axis, length in enumerate(leaf.shape or (1,))}
         masks[path] = {axis: mask for axis, mask in axes.items() if not bool(mask.all())}
     masks = {path: axes for path, axes in masks.items() if axes}
-    template.padding = Padding(sizes, signatures, masks, optional, numbers, template)
+    shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors_by_path(template).items()}
+    template.padding = Padding(sizes, signatures, masks, optional, numbers, shapes)
     return template
 
 

@@ -23,26 +23,21 @@ from hfta_func.calls import made
 from hfta_func.calls.autodiff import only_vmap
 from hfta_func.calls.recompute import unrecalled
 from hfta_func.calls.routing import routed
-from hfta_func.errors import StateError
 
 
 def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
     """Replace the ``forward`` of submodules, by path or True for :func:`blocks`, to run again in the backward pass."""
-    if isinstance(chosen, bool):
-        paths = blocks(model) if chosen else []
-    else:
-        paths = [chosen] if isinstance(chosen, str) else chosen
-        known = [path for path, module in model.named_modules(remove_duplicate=False) if path and _is_callable(module)]
-        for path in paths:
-            if path and path not in known:
-                others = ", ".join(map(repr, difflib.get_close_matches(path, known, cutoff=0.0))) or "'' (the model)"
-                raise ValueError(
-                    f"checkpoint names '{path}', which is not a submodule that the model calls; name others, such as "
-                    f"{others}, or pass True for the blocks of the model"
-                )
-    parts = {model.get_submodule(path): path for path in paths}
-    for part, path in parts.items():
-        part.forward = _rematerialised(part, path)
+    paths = [chosen] if isinstance(chosen, str) else (blocks(model) if chosen is True else chosen or [])
+    known = {path: module for path, module in model.named_modules(remove_duplicate=False) if _is_callable(module)}
+    for path in paths:
+        if path not in known:
+            others = ", ".join(map(repr, difflib.get_close_matches(path, known, cutoff=0.0)))
+            raise ValueError(
+                f"checkpoint names '{path}', which is not a submodule that the model calls; name others, such as {others}, "
+                f"or pass True for the blocks of the model"
+            )
+    for part in {known[path] for path in paths}:
+        part.forward = _rematerialised(part)
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -68,7 +63,7 @@ def _is_callable(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
+def _rematerialised(part: nn.Module) -> Callable[..., Any]:
     """The forward of a part that keeps only its inputs."""
     forward = part.forward
 
@@ -76,8 +71,7 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
         # The compiler plans the memory of a graph, and the backward pass of torch.func.grad cannot run Python.
         if torch.compiler.is_compiling() or not only_vmap():
             return forward(*args, **kwargs)
-        where = f"'{path}'" if path else "the model"
-        return _run_twice(part, f"{where} ({type(part).__qualname__})", forward, args, kwargs, {})
+        return _run_twice(part, forward, args, kwargs, {})
 
     return rematerialised
 
@@ -143,11 +137,11 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     calls.append(True)
     owner = getattr(function, "__self__", function)
     part = owner if isinstance(owner, nn.Module) else model
-    return _run_twice(part, "a function under torch.utils.checkpoint", function, args, kwargs, options)
+    return _run_twice(part, function, args, kwargs, options)
 
 
 def _run_twice(
-    part: nn.Module, where: str, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
+    part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Any:
     """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
     if any(getattr(module, "max_norm", None) is not None for module in part.modules()):
@@ -187,19 +181,12 @@ def _run_twice(
         outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped, reached))
         return tuple(outputs)
 
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    versions = [_torch.writes(leaf) for leaf in inputs]
     # Noise from keys repeats by itself; PyTorch's generator must be set back.
     if mode.key is not None:
         options = {**options, "preserve_rng_state": False}
     # Functions that the mode of a run passes on reach this mode, too.
     mode.padding = None
     outputs = _outside_vmap(run, tuple(leaves), options)
-    if versions != [_torch.writes(leaf) for leaf in inputs]:
-        raise StateError(
-            f"{where} writes its input in place, so it cannot run again from that input; "
-            f"leave it out of checkpoint, or let its first operation make a new tensor, e.g. ReLU(inplace=False)"
-        )
     assert out_spec is not None
     output, replaced, mode.site, mode.skipped, reached = pytree.tree_unflatten(outputs, out_spec)
     if padding is not None:
@@ -233,7 +220,7 @@ def _outside_vmap(
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):
             # XLA compiles the whole step and would merge the two runs.
             return run(*leaves)
-        return _checkpointed(run, leaves, options)
+        return _torch.checkpoint(run, *leaves, use_reentrant=False, **options)
     interpreter = _torch.current_interpreter()
     level = interpreter.level()
     # [N, ...] of each member -> [M, N, ...] and its dim, or [N, ...] and None where members share it
@@ -242,27 +229,3 @@ def _outside_vmap(
     with interpreter.lower():
         outputs, out_dims = _outside_vmap(mapped, plain, options)
     return _torch.wrap_leaves(outputs, out_dims, level)
-
-
-def _checkpointed(
-    run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """``run(*leaves)`` under PyTorch's checkpoint."""
-    failed: list[BaseException] = []
-    is_over = False
-
-    def guarded(*leaves: Any) -> tuple[Any, ...]:
-        try:
-            return run(*leaves)
-        except BaseException as error:
-            if is_over:
-                raise
-            failed.append(error)
-            return ()
-
-    outputs = _torch.checkpoint(guarded, *leaves, use_reentrant=False, **options)
-    is_over = True
-    # If an error passed through it, PyTorch 2.9 would keep its hooks active for as long as the error is referenced.
-    if failed:
-        raise failed.pop()
-    return outputs

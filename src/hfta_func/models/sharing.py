@@ -126,7 +126,7 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
         index = tuple(int(i) for i in differs.nonzero()[0])
         kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
         raise StackError(
-            f"model {member}: the {kind} '{path}' is {tensor[index].item():.6g} but in model 0 it is "
+            f"model {member}: the {kind} '{path}' is not that of model 0, with {tensor[index].item():.6g} and "
             f"{first[index].item():.6g} at {list(index)}; members that share a base start from one set of weights: load it "
             f"once, or leave out {option}"
         )

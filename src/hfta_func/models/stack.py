@@ -220,8 +220,7 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
 
 def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
     """Raise a StackError unless parameters and buffers fit a model with shapes ``expected``."""
-    mismatch = _mismatch(stacked, expected)
-    if mismatch:
+    if mismatch := _mismatch(stacked, expected):
         raise StackError(
             f"{mismatch}; pass the model that the array was stacked from, and the same share_frozen and shared_params"
         )
@@ -229,8 +228,7 @@ def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
 
 def check_state(stacked: tuple[Params, Params], expected: Shapes) -> None:
     """Raise a StateError unless parameters and buffers fit a step's model with shapes ``expected``."""
-    mismatch = _mismatch(stacked, expected)
-    if mismatch:
+    if mismatch := _mismatch(stacked, expected):
         raise StateError(
             f"{mismatch}; the state and the step must be of the same model, made with the same share_frozen and shared_params"
         )
@@ -242,20 +240,22 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
         for path in {**expected, **leaves}:
             if path not in leaves:
                 return f"'{path}' is in the model but not in the array"
-            if path in model.base:
-                return f"'{path}' is in the array but members share it; stack them with share_frozen=True, or shared_params"
-            if path in model.ties:
-                return f"'{path}' is in the array but the model ties it to '{model.ties[path]}'"
             if path not in expected and path in model.numbers and are_buffers:
                 if is_placeholder(leaves[path]):
                     raise StateError(
-                        f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
-                        f"it there, and where params and buffers are wanted without a state, pass *hfta.step.stacked(state)"
+                        f"'{path}' is a number of each member's own, which lies in the state's hparams; where params and "
+                        f"buffers are wanted without a state, pass *hfta.step.stacked(state)"
                     )
                 if leaves[path].dim() == 1:
                     continue
             if path not in expected:
-                return f"'{path}' is in the array but not in the model"
+                why = f"the model ties it to '{model.ties[path]}'" if path in model.ties else "not in the model"
+                why = (
+                    "members share it; stack them with share_frozen=True, or shared_params"
+                    if path in model.base
+                    else why
+                )
+                return f"'{path}' is in the array but {why}"
             # Calls may fill a buffer that starts without entries.
             if leaves[path].shape[1:] != expected[path] and not (are_buffers and 0 in expected[path]):
                 called = "; if a call gives it this shape, call every model once before stacking" if are_buffers else ""
@@ -285,11 +285,7 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
 
 
 def _stack(
-    models: Iterable[nn.Module],
-    count: int,
-    share_frozen: bool,
-    shared_params: Sequence[str],
-    is_given: bool = True,
+    models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], is_given: bool = True
 ) -> Stacked:
     first: nn.Module | None = None
     base: dict[str, Tensor] = {}
@@ -335,9 +331,8 @@ def _check_tensors(tensor: Tensor, first: Tensor, path: str, member: int) -> Non
     for what in ("shape", "dtype", "device", "requires_grad"):
         a, b = getattr(tensor, what), getattr(first, what)
         if a != b:
-            shown = [list(value) if what == "shape" else value for value in (a, b)]
             name = f"'{path}'" if what == "shape" else f"the {what} of '{path}'"
+            a, b = (list(a), list(b)) if what == "shape" else (a, b)
             raise StackError(
-                f"model {member}: {name} is {shown[0]} but model 0 has {shown[1]}; models in one array must share "
-                f"every {what}"
+                f"model {member}: {name} is {a} but model 0 has {b}; models in one array must share every {what}"
             )

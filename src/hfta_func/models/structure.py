@@ -144,7 +144,7 @@ def setting_difference(a: Any, b: Any, path: str, known: Collection[int]) -> tup
 
     ``known`` are the identities of tensors that are compared elsewhere.
     """
-    if id(a) in known and id(b) in known:
+    if a is b or (id(a) in known and id(b) in known):
         return None
     if _is_constant(a) and _is_constant(b):
         is_same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -190,9 +190,11 @@ def _parts(value: Any) -> dict[str, Any]:
         cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
         values = {f".{name}": held[0] for name, held in cells if held and _is_plain(held[0])}
         return {"": func.__code__, ".__defaults__": func.__defaults__, ".__kwdefaults__": func.__kwdefaults__} | values
-    if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | Namespace):
-        fields = getattr(value, "__dataclass_fields__", {})
-        return {f".{name}": part for name, part in vars(value).items() if name not in fields or fields[name].compare}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value) if field.compare)
+        return {f".{name}": getattr(value, name, None) for name in fields}
+    if isinstance(value, types.SimpleNamespace | Namespace):
+        return {f".{name}": part for name, part in vars(value).items()}
     return {}
 
 
