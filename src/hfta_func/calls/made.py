@@ -79,7 +79,7 @@ class _made(Mode):
         return torch.where(self._true, result, result) if _makes(func) else result
 
 
-_MAKERS = frozenset("arange as_tensor clone empty eye full linspace logspace ones tensor zeros".split())
+_MAKERS = frozenset("arange as_tensor clone empty eye full linspace logspace new ones tensor zeros".split())
 
 
 @constant_to_compiler
