@@ -111,7 +111,8 @@ def _attention(
 
 
 def _rrelu(
-    keys: _Keys, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
+    keys: _Keys, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+    inplace: bool = False,
 ) -> Tensor:  # fmt: skip
     if not training:
         slope = (lower + upper) / 2
