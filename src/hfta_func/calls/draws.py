@@ -45,7 +45,8 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
     if not training or is_zero(_rate(p)):
         return input
-    stream, scale = keys.next_key(p), inverse(1 - checked(p))
+    stream: random.Stream = keys.next_key(p)
+    scale = inverse(1 - checked(p))
     if isinstance(scale, Tensor):
         scale = scale.to(input.dtype)
     given: Any = noise.dropped(*stream, input, 1 - p, scale, keys.redraws) if input.shape == shape else None
