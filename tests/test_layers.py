@@ -40,14 +40,12 @@ FILES_IN = {
         "modes",
         "made",
         "rewrites",
-        "distributions",
         "recompute",
-        "tensor_scalars",
+        "numbers",
         "draws",
         "padding",
         "routing",
         "scan",
-        "scalar_args",
     ],
     "rules": [
         *(

@@ -257,9 +257,7 @@ def test_the_cure_works(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    "lengths", [((6, 5), (2, 0)), ([6], (2,)), (torch.tensor([6, 5]), torch.tensor([2, 1]))], ids=str
-)
+@pytest.mark.parametrize("lengths", [(torch.tensor([6, 5]), torch.tensor([2, 1]))], ids=str)
 def test_ctc_under_derivatives_of_a_mapped_model(lengths: Any, count: int) -> None:
     def ctc(output: Tensor) -> Tensor:
         scores = output.log_softmax(-1).unsqueeze(1).expand(-1, len(lengths[0]), -1)

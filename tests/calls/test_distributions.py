@@ -230,15 +230,6 @@ def test_pairs_without_replacement_are_drawn_in_proportion() -> None:
         assert stats.chisquare([found.count(pair) for pair in pairs], expected).pvalue > 1e-3
 
 
-def test_geometric_draws_count_tries() -> None:
-    for member in draws(lambda w: w.new_empty(COUNT).geometric_(0.3)):
-        found = [(member == k).sum().item() for k in range(1, 8)] + [(member > 7).sum().item()]
-        assert sum(found) == COUNT
-        expected = [COUNT * 0.3 * 0.7 ** (k - 1) for k in range(1, 8)] + [COUNT * 0.7**7]
-        assert stats.chisquare(found, expected).pvalue > 1e-3
-    assert (draws(lambda w: w.new_empty(9).geometric_(1.0)) == 1).all()
-
-
 def test_classes_never_change() -> None:
     keys, weights = random.keys([3, -5, 7]), torch.tensor([1.0, 2.0, 0.0, 4.0])
     drawn = random.categorical(keys, weights, (8,))

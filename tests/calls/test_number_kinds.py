@@ -46,34 +46,6 @@ def counts(module, x):
     return x * (module.seen * module.number)
 
 
-def augments(module, x):
-    scale = module.number
-    scale *= 2
-    scale += 1
-    scale **= 2
-    scale /= 3
-    scale -= 0.1
-    return x * scale
-
-
-def augments_another_name(module, x):
-    first = module.number * 2
-    second = first
-    second += 1
-    second *= x
-    return x * first + second
-
-
-def recomputes(module, x):
-    twice = module.number * 2
-
-    def part(x, number):
-        number += 1
-        return x * number * ((x > 0) * module.number) + (x.mean() * twice)
-
-    return torch.utils.checkpoint.checkpoint(part, x, twice, use_reentrant=False)
-
-
 KINDS = {
     "mask": lambda module, x: x * ((x > 0) * module.number),
     "range": lambda module, x: x + torch.arange(4) * module.number,
@@ -85,9 +57,6 @@ KINDS = {
     "adds": adds_to_total,
     "replaces": replaces_total,
     "counts": counts,
-    "augmented": augments,
-    "augmented under another name": augments_another_name,
-    "recomputed": recomputes,
 }
 
 
@@ -125,12 +94,12 @@ def test_results_are_those_of_python_numbers(kind):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["mask", "writes", "augmented under another name", "recomputed"])
+@pytest.mark.parametrize("kind", ["mask", "writes"])
 def test_they_are_so_compiled(kind):
     assert_members_are_solo_runs(KINDS[kind], compiled=True)
 
 
-@pytest.mark.parametrize("kind", ["writes", "replaces", "augmented"])
+@pytest.mark.parametrize("kind", ["writes", "replaces"])
 def test_they_are_so_when_run_again(kind):
     assert_members_are_solo_runs(KINDS[kind], checkpoint=True)
 
@@ -163,15 +132,10 @@ class Layers(nn.Module):
         return self.drop(self.recurrent(self.attention(x, x, x)[0])[0])
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_rates_outside_of_training_need_no_key(training):
-    members = [Layers(rate).double().train(training) for rate in NUMBERS]
+def test_rates_outside_of_training_need_no_key():
+    members = [Layers(rate).double().eval() for rate in NUMBERS]
     params, buffers = hfta.stack_params(members)
     apply, x = hfta.functional(members[0]), torch.randn(2, 3, 4, dtype=torch.float64)
-    if training:
-        with pytest.raises(hfta.errors.TraceError, match=r"needs a Python number where it has a tensor, and 'encoder"):
-            hfta.vmap(lambda *given: apply(*given, x)[0], randomness="different")(params, buffers)
-        return
     found = hfta.vmap(lambda *given: apply(*given, x)[0])(params, buffers)
     torch.testing.assert_close(found, torch.stack([member(x) for member in members]), rtol=1e-10, atol=1e-10)
 

@@ -883,27 +883,22 @@ PLANTED = [
     ),
     Planted(
         "rates in single precision",
-        *("calls/scalar_args.py", "if met and func not in HANDLERS:", "if met:"),
+        *("calls/routing.py", "if func in HANDLERS:\n            # Noise", "if False:\n            # Noise"),
         "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
     ),
     Planted(
         "numbers keep their precision among tensors of less",
-        *("calls/scalar_args.py", "kind = _precision(met)", "kind = torch.float64"),
+        *("calls/routing.py", "kind = precision(met)", "kind = torch.float64"),
         "test_numbers.py::test_numbers_have_the_precision_of_what_they_meet",
     ),
     Planted(
         "numbers keep their precision among integers and masks",
-        *("calls/scalar_args.py", "return torch.get_default_dtype()", "return torch.float64"),
+        *("calls/numbers.py", "return torch.get_default_dtype()", "return torch.float64"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
         "any scalar of double precision is taken for a number",
-        *("calls/scalar_args.py", "any(value is number for number in self._numbers)", "value.dtype == torch.float64"),
-        "test_number_kinds.py::test_results_are_those_of_python_numbers",
-    ),
-    Planted(
-        "an augmented assignment writes a number under its other names",
-        *("calls/scalar_args.py", "if func in _AUGMENTED and", "if False and"),
+        *("calls/routing.py", "any(value is number for number in self.numbers)", "value.dtype == torch.float64"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
@@ -917,18 +912,13 @@ PLANTED = [
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
-        "rates without a key are checked by PyTorch outside of training",
-        *("calls/scalar_args.py", "(is_off or flag is False)", "is_off"),
-        "test_number_kinds.py::test_rates_outside_of_training_need_no_key",
-    ),
-    Planted(
         "a dropout rate of a model may be any number",
         *("step/train.py", "check(name, carried[name], Range.RATE)", "pass"),
         "test_number_kinds.py::test_rates_out_of_range_are_refused_by_member_and_path",
     ),
     Planted(
         "a dropout rate out of range drops everything",
-        *("calls/tensor_scalars.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
+        *("calls/numbers.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
         "test_number_kinds.py::test_the_member_of_a_rate_that_goes_out_of_range_fails",
     ),
     Planted(

@@ -233,10 +233,6 @@ def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
     got = hfta.vmap(lambda *a: F.gaussian_nll_loss(*a, reduction="none"))(x, y, var)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(loss[:, :3].sum(), var)[0] for loss in (got, expected)))
-    with pytest.raises(ValueError, match="var is of incorrect size"):
-        hfta.vmap(F.gaussian_nll_loss)(x, y, torch.ones(M, 3))
-    with pytest.raises(ValueError, match="negative"):
-        hfta.vmap(lambda x, y: F.gaussian_nll_loss(x, y, -1.0))(x, y)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in PyTorch 2.13")

@@ -22,7 +22,6 @@ decompositions = private("torch._decomp", "decomposition_table")
 # Whether operators without a batching rule run one member after another, one switch for the whole process.
 is_fallback_enabled = private("torch._C._functorch", "_is_vmap_fallback_enabled")
 set_fallback_enabled = private("torch._C._functorch", "_set_vmap_fallback_enabled")
-_TorchDispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
 num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 # A context in which no TorchFunctionMode sees what is called.
@@ -51,18 +50,6 @@ _parse_key = private("torch._C", "_parse_dispatch_key")
 # The dispatch keys of autocast, by name.
 AUTOCAST = {name: _parse_key(name) for name in ("AutocastCPU", "AutocastCUDA", "AutocastXLA")}
 _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
-
-# Attributes that the code below reads from objects; checked at import, because it would fail only later.
-for _module, _name in (
-    ("torch", "Tensor._version"),
-    ("torch.autograd.forward_ad", "_current_level"),
-    ("torch.autograd.function", "Function.apply"),
-    ("torch.distributions", "Distribution._validate_sample"),
-    ("torch.library", "Library._destroy"),
-    ("torch.library", "_defs"),
-    ("torch", "ops.loaded_libraries"),
-):
-    private(_module, _name)
 
 
 def below_batching() -> Any:

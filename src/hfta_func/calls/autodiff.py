@@ -53,23 +53,6 @@ def _detach_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-    """``tensor.register_hook(hook)``, which calls the hook with the members' gradients."""
-    if not only_vmap() or not _torch.is_batched(tensor):
-        return tensor.register_hook(hook)
-    interpreter = _torch.current_interpreter()
-    level, count, randomness = interpreter.level(), interpreter.batch_size(), interpreter.randomness()
-    inside, dim = _torch.unwrap_batched(tensor, level)
-
-    def call(grad: Tensor) -> Any:
-        with _torch.vmap_level(count, randomness) as level:
-            result = hook(_torch.add_batch_dim(grad, dim, level))
-            return None if result is None else _torch.remove_batch_dim(result, level, count, dim)
-
-    with interpreter.lower():
-        return _register_hook(inside, call)
-
-
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy without a history, as ``copy.deepcopy`` makes it of a parameter."""
     if not _torch.is_batched(tensor) and tensor.is_leaf:
@@ -77,34 +60,11 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
-def _data(tensor: Tensor) -> Tensor:
-    # A write into .data is not counted; one into a parameter, which a step refuses, must be, also of a member alone.
-    is_counted = _torch.is_batched(tensor) or (
-        not torch.compiler.is_compiling()
-        and (body := running_body()) is not None
-        and any(param is tensor for param in body.parameters())
-    )
-    return tensor.detach() if is_counted else tensor.data
-
-
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    # One that changes nothing is a cast of .data to its own dtype.
-    if not _is_same(tensor, value):
-        raise TraceError(
-            "the model assigns to .data of a tensor (as module.to(dtype) does), which members that run as one cannot; "
-            "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...); "
-            "what only the first call of a module assigns, assign by calling each model once before stack_params"
-        )
-
-
-def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    """Whether a value has the memory, dtype and layout of a tensor."""
-    while _torch.is_wrapped(tensor) and _torch.is_wrapped(value):
-        tensor, value = _torch.get_unwrapped(tensor), _torch.get_unwrapped(value)
-    if value is tensor or _torch.is_wrapped(tensor) or _torch.is_wrapped(value):
-        return value is tensor
-    layouts = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)]
-    return layouts[0] == layouts[1] and _torch.is_alias(tensor, value)
+    # One that changes nothing is a cast of a module to the dtype that it has; others PyTorch refuses under vmap.
+    before, after = _torch.inside_vmap(tensor), _torch.inside_vmap(value)
+    if before.dtype != after.dtype or before.shape != after.shape or not _torch.is_alias(before, after):
+        tensor.data = value
 
 
 def _grad(
@@ -205,7 +165,6 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
-    Tensor.register_hook: _register_hook,
     Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: lambda tensor: _torch.inside_vmap(tensor).requires_grad,  # pyright: ignore
     Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
@@ -215,7 +174,7 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
     Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore
     **dict.fromkeys((Tensor.detach_, torch.detach_), _detach_),
-    Tensor.data.__get__: _data,  # pyright: ignore
+    Tensor.data.__get__: Tensor.detach,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
     _torch.takes_data: lambda param, value: True,
 }

@@ -1,6 +1,7 @@
 """Replacements for random operators, with noise from the key of the calling member.
 
-A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function ``func`` that it replaces.
+A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function ``func`` that it replaces. Logarithms
+and tangents are taken in float64, so that devices, which round them differently, agree on nearly all values in float32.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,42 +17,36 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._kernels import noise
-from hfta_func.calls import distributions
-from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
+from hfta_func.calls.autodiff import requires_grad_
+from hfta_func.calls.numbers import checked, inverse, is_zero, leaky_relu
 from hfta_func.errors import RandomnessError
 
-
-class _Keys(Protocol):
-    key: Tensor | None
-    redraws: bool
-
-    def next_key(self, rate: Any = None) -> random.Stream: ...
-
-    def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor: ...
+_Keys = Any
+"""The mode, :class:`hfta_func.calls.routed`."""
 
 
-def _dropout(keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     return _scale(keys, input, input.shape, p, training, inplace)
 
 
-def _drop(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
-    return lambda keys, func, input, p, train: _scale(keys, input, shape(input), p, train, inplace)
-
-
-def _native_dropout(keys: _Keys, func: Any, input: Tensor, p: Any, train: bool | None) -> tuple[Tensor, Tensor]:
-    if not train or is_zero(p):
-        return input, torch.ones_like(input, dtype=torch.bool)
-    keep = random.bernoulli(keys.next_key(p), 1 - p, input.shape)
-    return input * keep * inverse(1 - checked(p)), keep
+def _channel_dropout(
+    keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Of one sample without a batch, :class:`nn.Dropout1d` and :class:`nn.Dropout3d` drop channels, too."""
+    rank = {F.dropout1d: 3, F.dropout3d: 5}.get(func, 0)
+    shape = [1, *input.shape] if input.dim() == rank - 1 else input.shape
+    dropped = _scale(keys, input.view(shape), _channelwise(shape), p, training, inplace)
+    return dropped.view(input.shape)
 
 
 def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
     """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
-    if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or is_zero(p):
+    if not training or is_zero(_rate(p)):
         return input
-    stream, scale = keys.next_key(p), inverse(1 - checked(p))
+    stream: random.Stream = keys.next_key(p)
+    scale = inverse(1 - checked(p))
     if isinstance(scale, Tensor):
         scale = scale.to(input.dtype)
     given: Any = noise.dropped(*stream, input, 1 - p, scale, keys.redraws) if input.shape == shape else None
@@ -61,45 +56,43 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     return input.copy_(dropped) if inplace else dropped
 
 
+def _rate(p: Any) -> Any:
+    if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p
+
+
 def _multiply(input: Tensor, keep: Tensor, scale: Any) -> Tensor:
     return input * keep * scale
 
 
-def _channelwise(input: Tensor) -> list[int]:
-    return [*input.shape[:2], *(1,) * (input.dim() - 2)]
+def _channelwise(shape: Any) -> list[int]:
+    return [*shape[:2], *(1,) * (len(shape) - 2)]
 
 
-def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
+def _alpha_dropout(
+    keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
     """Dropout that preserves mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
+    if not training or is_zero(_rate(p)):
+        return input
     saturation = 1.7580993408473766
-
-    def alpha_dropout(keys: _Keys, func: Any, input: Tensor, p: Any, train: bool) -> Tensor:
-        if not train or is_zero(p):
-            return input
-        keep = random.bernoulli(keys.next_key(p), 1 - p, shape(input)).to(input.dtype)
-        if isinstance(p, Tensor):
-            scale = inverse(((saturation**2 * p + 1) * (1 - checked(p))).sqrt())
-        else:
-            scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-        dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)
-        return input.copy_(dropped) if inplace else dropped
-
-    return alpha_dropout
+    shape = _channelwise(input.shape) if func in (F.feature_alpha_dropout, torch.feature_alpha_dropout) else input.shape
+    keep = random.bernoulli(keys.next_key(p), 1 - p, shape).to(input.dtype)
+    if isinstance(p, Tensor):
+        scale = inverse(((saturation**2 * p + 1) * (1 - checked(p))).sqrt())
+    else:
+        scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)
+    return input.copy_(dropped) if inplace else dropped
 
 
 def _attention(
-    keys: _Keys,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: Any = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    keys: _Keys, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: Any = 0.0,
+    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if isinstance(scale, Tensor):
+        query, scale = query * scale.to(query.dtype), 1.0
     if is_zero(dropout_p):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
@@ -119,32 +112,23 @@ def _attention(
 
 
 def _rrelu(
-    keys: _Keys,
-    func: Any,
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
+    keys: _Keys, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
     inplace: bool = False,
-    generator: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if not training:
         slope = (lower + upper) / 2
-        return leaky_relu(input, slope) if isinstance(slope, Tensor) else F.leaky_relu(input, slope)
-    _no_generator(func, generator)
+        return leaky_relu(input, slope, inplace) if isinstance(slope, Tensor) else F.leaky_relu(input, slope, inplace)
     slope = random.uniform(keys.next_key(), input.shape, dtype=input.dtype) * (upper - lower) + lower
-    return torch.where(input < 0, input * slope, input)
-
-
-def _rrelu_(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # On a copy, because the gradient needs the values that are overwritten.
-    return input.copy_(_rrelu(keys, func, input.clone(), *args, **kwargs))
+    given = input.clone() if inplace else input
+    result = torch.where(given < 0, given * slope, given)
+    return input.copy_(result) if inplace else result
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def like(keys: _Keys, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
         # These options do not change the values.
-        for name in ("layout", "device", "pin_memory", "memory_format", "requires_grad"):
+        for name in ("device", "memory_format"):
             options.pop(name, None)
         return draw(keys, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **options)
 
@@ -158,16 +142,10 @@ def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         keys: _Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
     ) -> Tensor:
         _no_generator(func, generator)
-        shape = rest.get("size", size[0] if size and isinstance(size[0], (list, tuple)) else size)
-        dtype, sizes = dtype or torch.get_default_dtype(), tuple(map(_size, shape))
-        _check_real(func, dtype, dtype.is_complex)
-        if dtype.is_complex:
-            # Real and imaginary part; a complex normal number has variance 1 in all.
-            parts = draw(keys.next_key(), (*sizes, 2), dtype=dtype.to_real())
-            drawn = torch.view_as_complex(parts * math.sqrt(0.5) if draw is random.normal else parts)
-        else:
-            drawn = draw(keys.next_key(), sizes, dtype=dtype)
-        return _write_out(drawn.to(device), **rest)
+        shape = rest.pop("size", size[0] if size and isinstance(size[0], (list, tuple)) else size)
+        dtype = dtype or torch.get_default_dtype()
+        _check_real(func, dtype)
+        return _made(draw(keys.next_key(), tuple(map(_size, shape)), dtype=dtype), device, **rest)
 
     return factory
 
@@ -177,34 +155,32 @@ def _size(size: Any) -> Any:
     return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
 
 
-def _write_out(drawn: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
-    """The drawn values, written into ``out`` if it is given; the remaining options do not change values."""
-    if out is None:
-        return drawn
-    return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
+def _made(
+    drawn: Tensor, device: Any = None, layout: Any = None, pin_memory: bool = False, requires_grad: bool = False
+) -> Tensor:
+    """A drawn tensor with the options of a new one; others, such as ``out``, are a TypeError."""
+    drawn = drawn.to(device)
+    return requires_grad_(drawn) if requires_grad else drawn
 
 
-def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
-    _no_generator(func, rest.get("generator"))
-    size = rest.get("size")
+def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, generator: Any = None, **rest: Any) -> Tensor:
+    _no_generator(func, generator)
+    size = rest.pop("size", None)
     if size is None:
         size, args = args[-1], args[:-1]
-    if "high" in rest:
-        low, high = args[0] if args else rest.get("low", 0), rest["high"]
-    else:
-        low, high = (0, *args)[-2:]
-    drawn = random.randint(keys.next_key(), low, high, tuple(map(_size, size))).to(device, dtype or torch.int64)
-    return _write_out(drawn, **rest)
+    low, high = (0, *args, *(rest.pop(name) for name in ("low", "high") if name in rest))[-2:]
+    drawn = random.randint(keys.next_key(), low, high, tuple(map(_size, size))).to(dtype or torch.int64)
+    return _made(drawn, **rest)
 
 
 def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
     _no_generator(func, generator)
-    return _write_out(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
+    return _made(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
 
 
 def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     _no_generator(func, generator)
-    return distributions.bernoulli(keys.next_key(), input, input if p is None else p)
+    return _draw_bernoulli(keys.next_key(), input, input if p is None else p)
 
 
 def _normal(
@@ -218,32 +194,51 @@ def _normal(
 
 
 def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A handler for the in-place ``Tensor.<name>_(...)``."""
+    """A handler for the in-place ``Tensor.<name>_(...)``, whose values are ``draw(stream, input, ...)``."""
 
     def fill(keys: _Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         _no_generator(func, generator)
-        if draw not in (distributions.bernoulli, distributions.geometric):
+        if draw is not _draw_bernoulli:
             _check_real(func, input.dtype)
         return input.copy_(draw(keys.next_key(), input, *args, **kwargs))
 
     return fill
 
 
+def _draw_uniform(key: random.Stream, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
+    low = bounds.get("from", from_)
+    return random.uniform(key, input.shape, dtype=input.dtype) * (to - low) + low
+
+
+def _draw_normal(key: random.Stream, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return random.normal(key, input.shape, dtype=input.dtype) * std + mean
+
+
+def _draw_bernoulli(key: random.Stream, input: Tensor, p: Any = 0.5) -> Tensor:
+    return random.bernoulli(key, p, input.shape).to(input.dtype)
+
+
+def _draw_exponential(key: random.Stream, input: Tensor, lambd: float = 1.0) -> Tensor:
+    # Shifted by half a grid step, so that the logarithm is finite.
+    uniform = random.uniform(key, input.shape).double() + 2.0**-25
+    return (-uniform.log() / lambd).to(input.dtype)
+
+
+def _open_uniform(key: random.Stream, shape: Any) -> Tensor:
+    # Shifted by half a grid step, so that it is never 0.
+    return random.uniform(key, shape, dtype=torch.float64) + 2.0**-54
+
+
 def _multinomial(
-    keys: _Keys,
-    func: Any,
-    input: Tensor,
-    num_samples: int,
-    replacement: bool = False,
-    *,
-    generator: Any = None,
-    **rest: Any,
+    keys: _Keys, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     _no_generator(func, generator)
     weights, rows = input.detach(), input.shape[:-1]
     if replacement or num_samples == 1:
-        return _write_out(random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples)), **rest)
-    return _write_out(distributions.without_replacement(keys.next_key(), weights, num_samples), **rest)
+        return random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples))
+    # The order of arrival at these rates is that of draws one after another (Efraimidis and Spirakis, IPL 2006).
+    arrivals = -torch.log(_open_uniform(keys.next_key(), weights.shape))
+    return (weights / arrivals).topk(num_samples, -1).indices
 
 
 def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
@@ -285,9 +280,9 @@ def _no_generator(func: Any, generator: Any) -> None:
         )
 
 
-def _check_real(func: Any, dtype: torch.dtype, is_drawn: bool = False) -> None:
-    if not (dtype.is_floating_point or is_drawn):
-        cure = "complex ones with torch.randn" if dtype.is_complex else "integers with torch.randint"
+def _check_real(func: Any, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        cure = "two parts, torch.complex(real, imag)" if dtype.is_complex else "integers with torch.randint"
         raise RandomnessError(f"{NAMES.get(func, func)} draws real numbers, not {dtype}; draw {cure}")
 
 
@@ -300,17 +295,10 @@ def spellings(name: str) -> Iterator[tuple[Any, str]]:
 
 ROUTED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "dropout_": _drop(lambda input: input.shape, True),
-    "native_dropout": _native_dropout,
-    "feature_dropout": _drop(_channelwise, False),
-    "feature_dropout_": _drop(_channelwise, True),
-    "alpha_dropout": _alpha(lambda input: input.shape, False),
-    "alpha_dropout_": _alpha(lambda input: input.shape, True),
-    "feature_alpha_dropout": _alpha(_channelwise, False),
-    "feature_alpha_dropout_": _alpha(_channelwise, True),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "feature_dropout"), _channel_dropout),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _alpha_dropout),
     "scaled_dot_product_attention": _attention,
     "rrelu": _rrelu,
-    "rrelu_": _rrelu_,
     "rand": _factory(random.uniform),
     "randn": _factory(random.normal),
     "rand_like": _like(_factory(random.uniform)),
@@ -320,13 +308,10 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "randperm": _randperm,
     "bernoulli": _bernoulli,
     "normal": _normal,
-    "uniform_": _fill(distributions.uniform),
-    "normal_": _fill(distributions.normal),
-    "bernoulli_": _fill(distributions.bernoulli),
-    "exponential_": _fill(distributions.exponential),
-    "cauchy_": _fill(distributions.cauchy),
-    "geometric_": _fill(distributions.geometric),
-    "log_normal_": _fill(distributions.log_normal),
+    "uniform_": _fill(_draw_uniform),
+    "normal_": _fill(_draw_normal),
+    "bernoulli_": _fill(_draw_bernoulli),
+    "exponential_": _fill(_draw_exponential),
     "multinomial": _multinomial,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }
@@ -338,7 +323,13 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "binomial": _refused("sum draws of torch.bernoulli"),
     "poisson": _refused(_OUTSIDE),
     "random_": _refused("draw with torch.randint"),
-    "rrelu_with_noise": _refused("call torch.nn.functional.rrelu"),
+    **dict.fromkeys(("cauchy_", "geometric_"), _refused(_OUTSIDE)),
+    **dict.fromkeys(
+        ("native_dropout", "dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"),
+        _refused("call the function of torch.nn.functional"),
+    ),
+    **dict.fromkeys(("rrelu_", "rrelu_with_noise"), _refused("call torch.nn.functional.rrelu")),
+    "log_normal_": _refused("draw with normal_ and take the exponential"),
     "_sample_dirichlet": _refused(_OUTSIDE),
     "_standard_gamma": _refused(_OUTSIDE),
 }

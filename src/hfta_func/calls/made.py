@@ -38,20 +38,18 @@ class MadeCalls:
 
     def retried(self, run: Callable[[], Any], is_written: Callable[[], bool]) -> Any:
         """``run()``, and once more with such tensors if it fails, unless it has written its arguments."""
-        if self._is_needed:
-            return run()
         try:
             return run()
         except RuntimeError as error:
-            if isinstance(error, Diverged | torch.OutOfMemoryError) or is_written():
+            if self._is_needed or isinstance(error, Diverged | torch.OutOfMemoryError) or is_written():
                 raise
             failure = error
         self._is_needed = True
         try:
             return run()
-        except RuntimeError as error:
-            if isinstance(error, Diverged):
-                raise
+        except Diverged:
+            raise
+        except RuntimeError:
             self._is_needed = False
         raise failure
 
@@ -79,7 +77,7 @@ class _made(Mode):
         return torch.where(self._true, result, result) if _makes(func) else result
 
 
-_MAKERS = frozenset("arange as_tensor clone empty eye full linspace logspace ones tensor zeros".split())
+_MAKERS = frozenset("arange as_tensor clone empty eye full linspace logspace new ones tensor zeros".split())
 
 
 @constant_to_compiler

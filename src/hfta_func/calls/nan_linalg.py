@@ -80,35 +80,6 @@ def _is_singular(x: Tensor) -> Tensor:
 _solve = _masked(linalg.solve, _is_singular)
 
 
-def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The determinant of a singular matrix is known; only its derivative is NaN."""
-    masked = _masked(func, _is_singular)
-
-    @functools.wraps(func)
-    def determinant(x: Tensor) -> Any:
-        result, known = masked(x), func(x.detach())
-        if isinstance(result, Tensor):
-            return torch.where(result.isnan(), known, result)
-        return type(result)([torch.where(y.isnan(), z, y) for y, z in zip(result, known, strict=True)])
-
-    return determinant
-
-
-def _norm(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Norms of matrices by their singular values."""
-    masked = _masked(func)
-
-    @functools.wraps(func)
-    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        order = args[0] if args else kwargs.get("ord", kwargs.get("p"))
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        is_matrix = x.dim() == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
-        is_spectral = order in (2, -2) and (func is linalg.matrix_norm or (func is linalg.norm and is_matrix))
-        return (masked if order == "nuc" or is_spectral else func)(x, *args, **kwargs)
-
-    return norm
-
-
 def _is_no_probability(x: Tensor) -> Tensor:
     return ~((x >= 0) & (x <= 1)).all()
 
@@ -121,22 +92,13 @@ def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tens
     )
 
 
-def _old(name: str) -> list[Any]:
-    """An old spelling, as a function and as a method, in releases that still have it."""
-    return [getattr(owner, name) for owner in (torch, Tensor) if hasattr(owner, name)]
-
-
 _SPECTRAL = "cond eig eigh eigvals eigvalsh matrix_rank pinv svd svdvals".split()
 
 GUARDED: dict[Any, Callable[..., Any]] = {
     **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _SPECTRAL},
-    **{func: _masked(func) for func in (*_old("svd"), *_old("pinverse"))},
-    **{func: _norm(func) for func in (linalg.norm, linalg.matrix_norm, *_old("norm"))},
-    **dict.fromkeys((linalg.cholesky, *_old("cholesky")), _cholesky),
+    linalg.cholesky: _cholesky,
     **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _inv),
     linalg.solve: _solve,
-    **{func: _determinant(func) for func in (linalg.slogdet, torch.slogdet, torch.logdet)},
-    **{func: _determinant(func) for func in (Tensor.slogdet, Tensor.logdet)},
     F.binary_cross_entropy: _masked(F.binary_cross_entropy, _is_no_probability, lambda x: torch.full_like(x, 0.5)),
     F.grid_sample: _grid_sample,
 }

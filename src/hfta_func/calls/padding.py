@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hfta_func._torch import known_values
 from hfta_func.calls.draws import spellings
-from hfta_func.calls.tensor_scalars import affine
+from hfta_func.calls.numbers import affine
 from hfta_func.errors import StackError
 
 

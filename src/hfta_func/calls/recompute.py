@@ -27,7 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hfta_func import _torch
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.routing import routed
-from hfta_func.calls.scalar_args import numbered
 from hfta_func.errors import StateError
 
 WRITTEN = (
@@ -211,11 +210,11 @@ def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[
 
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
-    """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
+    """``routed(key)``, or inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
     running = None if numbers or padding is not None else recalls()
     if running is not None:
         return _Noting(key, running)
-    mode = numbered(key, numbers=numbers) if numbers else routed(key)
+    mode = routed(key, numbers=numbers)
     mode.padding = padding
     return mode
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # As they are now, whatever has their names later.
-from torch.nn.functional import cross_entropy, ctc_loss, normalize, one_hot
+from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from hfta_func._torch import constant_to_compiler, is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
@@ -32,26 +32,15 @@ class lowered(Mode):
 
 
 def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: Any = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """Clamps negative variances to ``eps``, as it does all below ``eps``; refusing them would read their values."""
-    if isinstance(var, Tensor):
-        if var.shape == input.shape[:-1]:
-            var = var.unsqueeze(-1)
-        differing = [size for size, wanted in zip(var.shape, input.shape, strict=False) if size != wanted]
-        if var.dim() != input.dim() or differing not in ([], [1]):
-            raise ValueError("var is of incorrect size")
-    else:
-        if var < 0:
-            raise ValueError("var has negative entry/entries")
-        var = torch.full_like(input, var)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
+    var = torch.as_tensor(var, dtype=input.dtype, device=input.device)
+    if var.dim() and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
     # The gradient ignores the clamp.
     var = torch.where(var < eps, eps + (var - var.detach()), var)
-    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + 0.5 * math.log(2 * math.pi) * full
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
@@ -64,17 +53,6 @@ def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Ten
     sharp, smooth = (cross_entropy(*args, label_smoothing=value, **kwargs) for value in (0.0, 1.0))
     # A class that is impossible has an infinite smooth loss, which does not count without smoothing.
     return (1 - label_smoothing) * sharp + torch.where(label_smoothing == 0, 0, label_smoothing * smooth)
-
-
-def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: str = "mean", zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
-    """Takes the mean itself of targets with lengths in Python, which PyTorch cannot under ``torch.func.grad``."""
-    averaging = reduction == "mean" and not isinstance(target_lengths, Tensor)
-    kind = "none" if averaging else reduction
-    losses = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
-    return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -136,11 +114,6 @@ def _cond(pred: Any, true_func: Any, false_func: Any, operands: Any = (), **opti
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
 
 
-def _slice_scatter(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Casts the source, which PyTorch's rule does not."""
-    return torch.slice_scatter(input, src.to(input.dtype), *args, **kwargs)
-
-
 def _promoted(func: Callable[..., Any], condition: int | None = None) -> Callable[..., Any]:
     """Promotes dtypes as for one model alone, whose numbers without axes count less than tensors with some."""
 
@@ -181,13 +154,11 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     **{func: _promoted(func) for name in _PROMOTED for func in (getattr(torch, name), getattr(Tensor, name))},
-    **dict.fromkeys((torch.slice_scatter, Tensor.slice_scatter), _slice_scatter),
     torch.where: _promoted(torch.where, 0),
     Tensor.where: _promoted(Tensor.where, 1),
     Tensor.is_contiguous: _is_contiguous,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
-    F.ctc_loss: _ctc_loss,
     F.normalize: _normalize,
     **AUTODIFF,
     F.embedding: _dense(F.embedding, 6),

@@ -8,6 +8,7 @@ raises an error.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +29,11 @@ from hfta_func._torch import (
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.modes import Mode
+from hfta_func.calls.numbers import NUMBERED, precision
 from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
 
+_STAND_IN = 0.5
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
 
@@ -40,6 +43,7 @@ class routed(Mode):
     Args:
         key: One key, ``int64[]``; under ``vmap`` the member's. With None, random calls draw from PyTorch's generator.
         site: Number of call sites before this block, for a block inside another one.
+        numbers: Tensors that stand for Python numbers of the model, in which members differ.
 
     Raises:
         RandomnessError: from a random operator that cannot draw from a key; it names the operator.
@@ -57,12 +61,15 @@ class routed(Mode):
     # Whether noise is drawn again in the backward pass, also where it is faster to keep it.
     redraws = False
 
-    def __init__(self, key: Tensor | None, site: int = 0):
+    def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         if torch.compiler.is_compiling():
             _tell_compiler()
         super().__init__()
         self.key = key
         self.site = site
+        # Those given, and results computed from these alone. Other tensors without axes are the model's.
+        self.numbers = [*numbers]
+        self._rate: Tensor | None = None
         self.depth = depth()
         # Call sites before this one at which a member has drawn nothing, because the rate was 0.
         self.skipped: Tensor | None = None
@@ -95,11 +102,11 @@ class routed(Mode):
 
     def again(self, key: Tensor | None, site: int, numbers: Sequence[Tensor] = ()) -> routed:
         """A mode of this class for a later part of the block: from ``site`` on, with further tensors for numbers."""
-        return routed(key, site)
+        return routed(key, site, [*self.numbers, *numbers])
 
     def is_number(self, value: Any) -> bool:
         """Whether this tensor stands for a Python number of the model."""
-        return False
+        return isinstance(value, Tensor) and value.dim() == 0 and any(value is number for number in self.numbers)
 
     def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
         """Dropout, ``func(*args)``."""
@@ -143,7 +150,42 @@ class routed(Mode):
         """Replace one call of a torch function."""
         if self.padding is not None:
             return self.padding(func, args, kwargs, functools.partial(self._replaced, func))
-        return self._replaced(func, *args, **kwargs)
+        if not self.numbers:
+            return self._replaced(func, *args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        met = [value for value in tensors if not self.is_number(value)]
+        if len(met) == len(tensors):
+            return self._replaced(func, *args, **kwargs)
+        result = self._of_numbers(func, args, kwargs, met)
+        if not met and isinstance(result, Tensor):
+            self.numbers.append(result)
+        return result
+
+    def _of_numbers(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], met: Any) -> Any:
+        """Call a function some of whose arguments are numbers, and others the tensors ``met``."""
+        if func is F.multi_head_attention_forward:
+            # It compares its rate with numbers; the functions that it calls get the rate.
+            bound = inspect.signature(func).bind(*args, **kwargs).arguments
+            self._rate, bound["dropout_p"] = bound["dropout_p"], _STAND_IN
+            try:
+                return self._replaced(func, **bound)
+            finally:
+                self._rate = None
+        if func in HANDLERS:
+            # Noise depends on every bit of a rate.
+            return HANDLERS[func](self, func, *args, **kwargs)
+        # Python numbers have no precision: they take that of the tensors they meet.
+        if met:
+            kind = precision(met)
+            args = tuple([self._cast(value, kind) for value in args])
+            kwargs = {name: self._cast(value, kind) for name, value in kwargs.items()}
+        return NUMBERED[func](*args, **kwargs) if func in NUMBERED else self._replaced(func, *args, **kwargs)
+
+    def _rated(self, value: Any) -> Any:
+        return self._rate if isinstance(value, float) and value == _STAND_IN else value
+
+    def _cast(self, value: Any, kind: torch.dtype) -> Any:
+        return value.to(kind) if self.is_number(value) and value.dtype == torch.float64 else value
 
     def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if func is torch.Tensor.unflatten:
@@ -153,6 +195,9 @@ class routed(Mode):
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
         if self.key is not None and handler is not None:
+            if self._rate is not None:
+                args = tuple([self._rated(value) for value in args])
+                kwargs = {name: self._rated(value) for name, value in kwargs.items()}
             return handler(self, func, *args, **kwargs)
         if func in _ENTERED:
             with self:
@@ -221,9 +266,9 @@ def _check_padding(mask: Tensor, src_len: int, bsz: int) -> None:
 
 
 _DRAWING = (
-    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax",
-    "multi_head_attention_forward", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
-)  # fmt: skip
+    *("gumbel_softmax", "multi_head_attention_forward"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+)
 
 _ENTERED = {
     **{getattr(F, name): _entered(getattr(F, name)) for name in _DRAWING},
@@ -236,11 +281,7 @@ _ENTERED = {
 """Functions of ``torch.nn.functional`` whose Python body draws."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    func: handler
-    for name, handler in (REFUSED | ROUTED).items()
-    for func, _ in spellings(name)
-    # alpha_dropout and rrelu are also in ROUTED, for torch.alpha_dropout and torch.rrelu.
-    if func not in _ENTERED
+    func: handler for name, handler in (REFUSED | ROUTED).items() for func, _ in spellings(name)
 }
 """Handlers by function, for calls with a key."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import constant_to_compiler, function_modes, inside_transform, operator_scan, pytree
-from hfta_func._tree import difference, leaves, paths, tree_map, watched
+from hfta_func._tree import difference, leaves, paths, tree_map
 from hfta_func._types import Tree
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
@@ -46,10 +46,8 @@ def scan(
         The carry after the last iteration, and a tree of all ``y``, ``[length, ...]``.
 
     Raises:
-        ValueError: if lengths differ or are zero; it names the leaf.
-        TraceError: if the key holds no integers, if the body returns no pair, if the carry or ``y`` changes its structure, a
-            shape or a dtype, or if the body writes an argument in place; it names the leaf. In a graph, PyTorch refuses the
-            latter.
+        ValueError: if lengths differ or are zero.
+        TraceError: if the carry or ``y`` changes its structure, a shape or a dtype; it names the leaf.
 
     Example:
         >>> def body(total, x):
@@ -58,21 +56,11 @@ def scan(
         (tensor(6), tensor([0, 1, 3]))
     """
     count = _length(xs, length)
-    if not (key is None or (isinstance(key, Tensor) and key.dtype == torch.int64)):
-        _refuse(f"key is {_kind(key)}; give keys of int64, such as random.keys(seeds)")
 
     def iteration(carry: Any, x: Any, index: Any) -> tuple[Any, Any]:
         keys = () if key is None else (random.fold_in(key, index),)
-        written = watched({"carry": carry, "x": x})
-        # In other containers, because what a body does to these would not be seen.
-        result = body(tree_map(lambda leaf: leaf, carry), x, *keys)
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            _refuse(
-                f"the body of the loop returned a {type(result).__qualname__}; return a pair, the carry and y or None"
-            )
-        if path := written():
-            _refuse(f"the body of the loop writes {path} in place; return new tensors")
-        return tuple(result)
+        carry, y = body(carry, x, *keys)
+        return carry, y
 
     return looped(iteration, carry, xs, count)
 
@@ -185,22 +173,12 @@ def _latest() -> str:
 
 
 def _length(xs: Tree, length: int | None) -> int:
-    sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(xs)]
-    sizes += [] if length is None else [length if isinstance(length, int) else 0]
+    sizes = [leaf.shape[0] for leaf in leaves(xs)] + ([] if length is None else [length])
     if not sizes or min(sizes) < 1 or any([size != sizes[0] for size in sizes]):
-        _refuse_lengths([tree_map(_kind, xs)], length if isinstance(length, int | None) else _kind(length), sizes)
+        raise ValueError(
+            f"the loop has the lengths {sizes}; give tensors [length, ...] in xs, or length=, of at least 1"
+        )
     return sizes[0]
-
-
-@constant_to_compiler
-def _refuse_lengths(xs: list[Tree], length: int | str | None, sizes: list[int]) -> None:
-    named = [*zip(paths(xs[0], "xs"), leaves(xs), strict=True), *([] if length is None else [("length", length)])]
-    other = next((position for position, size in enumerate(sizes) if size != sizes[0]), 0)
-    shown = " and ".join(f"{name} is {kind}" for name, kind in [*named[:1], *named[other : other + bool(other)]])
-    raise ValueError(
-        f"{shown or 'there is neither xs nor length'}; give one length of at least 1: tensors [length, ...] in xs, or an "
-        f"integer length="
-    )
 
 
 def alike(
@@ -240,11 +218,6 @@ def _refuse_changed(kinds: list[Tree], name: str, owners: tuple[str, str], error
         if mismatch is None and (old != new or old.startswith("a ")):
             mismatch = f"{path} is {old}" if old == new else f"{path} is {old} in {owners[0]} but {new} in {owners[1]}"
     raise error(f"{mismatch}; give tensors of one structure, and of the same shapes and dtypes")
-
-
-@constant_to_compiler
-def _refuse(message: str) -> None:
-    raise TraceError(message)
 
 
 def _kind(leaf: Any) -> str:

@@ -19,7 +19,6 @@ from hfta_func._types import Params
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.routing import routed
-from hfta_func.calls.scalar_args import called_with
 from hfta_func.errors import HFTAError, HyperparameterError, StateError, TraceError
 
 T = TypeVar("T")
@@ -143,12 +142,11 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError) as error:
         # Other errors in types, such as of a call with an argument too many, are the user's own.
         is_of_tensor = ".item()" in str(error) or (isinstance(error, TypeError) and "tensor" in str(error).lower())
-        named = [path for path, number in numbers.items() if any(leaf is number for leaf in called_with(error))]
-        if isinstance(error, HFTAError | Diverged) or not (named or is_of_tensor):
+        if isinstance(error, HFTAError | Diverged) or not is_of_tensor:
             raise
         raise TraceError(
             f"{user_code_location(error)} needs a Python number where it has a tensor, and "
-            f"{', '.join(map(repr, named or numbers))} may be why: members differ in it, so it is a tensor in calls; compute "
+            f"{', '.join(map(repr, numbers))} may be why: members differ in it, so it is a tensor in calls; compute "
             f"with it as with one, or give all models the same ({str(error).partition(chr(10))[0]})"
         ) from error
 

@@ -5,20 +5,13 @@ Each function has the arguments of PyTorch's function of the same name.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-
-class Replacement(NamedTuple):
-    """A function of this file, and the name and position of each argument for which it takes a tensor."""
-
-    func: Callable[..., Tensor]
-    numbers: tuple[tuple[str, int], ...]
 
 
 def is_zero(rate: Any) -> bool:
@@ -78,26 +71,21 @@ def _huber_loss(
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
-def _smooth_l1_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    beta: Any = 1.0,
-) -> Tensor:
+def _smooth_l1_loss(input: Tensor, target: Tensor, reduction: str = "mean", beta: Any = 1.0) -> Tensor:
     distance = (input - target).abs()
     near = distance < beta
     # With beta=0 nothing is near, and nothing is divided by it.
     curved = 0.5 * torch.where(near, distance, 0) ** 2 / torch.where(beta > 0, beta, 1)
-    return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction, size_average, reduce)
+    return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction)
 
 
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
-    dims = [*range(-len(normalized_shape), 0)]
-    return affine(_normed(input, dims, eps), weight, bias)
+    wide, dims = _wide(input), [*range(-len(normalized_shape), 0)]
+    centred = wide - wide.mean(dims, keepdim=True)
+    normed = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return affine(normed.to(input.dtype), weight, bias)
 
 
 def _batch_norm(
@@ -117,12 +105,6 @@ def _batch_norm(
     scale = _by_channel((var + eps).rsqrt(), input)
     normed = (wide - _by_channel(mean, input)) * scale
     return affine(normed.to(input.dtype), *(_by_channel(x, input) for x in (weight, bias)))
-
-
-def _normed(input: Tensor, dims: list[int], eps: Any) -> Tensor:
-    wide = _wide(input)
-    centred = wide - wide.mean(dims, keepdim=True)
-    return (centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -149,28 +131,23 @@ def _applied(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) 
     return input.copy_(compute(input.clone())) if inplace else compute(input)
 
 
-def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
-    if any(option is not None for option in older):
-        raise ValueError("size_average and reduce are options of old; pass reduction")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-_NUMBERS = frozenset("alpha beta delta eps max min momentum negative_slope threshold".split())
-"""The arguments that may be tensors."""
-
-
-def _replacement(func: Callable[..., Tensor]) -> Replacement:
-    parameters = enumerate(inspect.signature(func).parameters)
-    return Replacement(func, tuple((name, position) for position, name in parameters if name in _NUMBERS))
-
-
-TENSOR_SCALAR_FUNCTIONS = {
-    func.__name__.removeprefix("_"): _replacement(func)
-    for func in (
-        *(leaky_relu, _elu, _softplus, _clamp, _clamp_, _huber_loss, _smooth_l1_loss),
-        *(_layer_norm, _batch_norm),
-    )
+NUMBERED: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.clamp, torch.clip, Tensor.clamp, Tensor.clip), _clamp),
+    **dict.fromkeys((Tensor.clamp_, Tensor.clip_), _clamp_),
+    **{F.leaky_relu: leaky_relu, F.elu: _elu, F.softplus: _softplus},
+    **{F.huber_loss: _huber_loss, F.smooth_l1_loss: _smooth_l1_loss},
+    **{F.layer_norm: _layer_norm, F.batch_norm: _batch_norm},
 }
-"""Replacements, by the name of PyTorch's function."""
+"""Replacements by function, for calls with a number that is a tensor."""
+
+
+def precision(met: list[Tensor]) -> torch.dtype:
+    """The precision that a Python number has beside these tensors."""
+    for value in met:
+        if value.is_floating_point() or value.is_complex():
+            return value.dtype.to_real() if value.is_complex() else value.dtype
+    return torch.get_default_dtype()
