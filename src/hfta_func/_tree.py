@@ -91,22 +91,15 @@ def num_models(tree: Tree) -> int:
     fronts = {leaf.shape[:1] if isinstance(leaf, Tensor) else None for leaf in leaves(tree)}
     if len(fronts) == 1 and (front := fronts.pop()):
         return front[0]
-    named = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
-    for path, leaf in named:
+    if not (named := dict(zip(paths(tree, "tree"), leaves(tree), strict=True))):
+        raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")
+    sizes: dict[str, str] = {}
+    for path, leaf in named.items():
         if not isinstance(leaf, Tensor):
             raise StackError(f"{path} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
-    sizes = {path: (leaf.shape[0] if leaf.dim() else None) for path, leaf in named}
-    if not sizes:
-        raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")
-    (first, size), *rest = sizes.items()
-    for path, other in rest:
-        if other != size:
-            raise StackError(
-                f"{path} has {other} members but {first} has {size}; axis 0 of every leaf must be the model axis"
-            )
-    if size is None:
-        raise StackError(f"{first} has no axes; axis 0 of every leaf must be the model axis")
-    return size
+        sizes.setdefault(f"{leaf.shape[0]} members" if leaf.dim() else "no axes", path)
+    found = " but ".join(f"{path} has {size}" for size, path in reversed(sizes.items()))
+    raise StackError(f"{found}; axis 0 of every leaf must be the model axis")
 
 
 def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
@@ -151,27 +144,14 @@ def put(tree: T, index: Tensor, part: T) -> T:
 
 def indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
     """The indices, from 0 to ``count - 1``, of the members that :func:`take` selects."""
-    if index is None or isinstance(index, str):
-        raise StackError(f"index is {index!r}; pass an integer, a list of integers, a slice or a mask")
-    if isinstance(index, slice):
-        chosen = torch.arange(count)[index]
-    else:
-        chosen = torch.atleast_1d(torch.as_tensor(index))
-    if chosen.dtype == torch.bool:
-        if chosen.shape != (count,):
-            raise StackError(f"mask has shape {list(chosen.shape)} but the array has {count} members; pass [{count}]")
-        chosen = chosen.nonzero().flatten()
-    if chosen.dim() > 1 or (chosen.numel() and chosen.dtype.is_floating_point):
-        raise StackError(
-            f"index is {chosen.dtype}{list(chosen.shape)}; pass an integer, a list of integers, a slice or a mask"
-        )
-    if chosen.numel() == 0:
-        raise StackError("no member selected; an array needs at least one member")
-    chosen = chosen.to(torch.int64)
-    outside = chosen[(chosen < -count) | (chosen >= count)]
-    if outside.numel():
-        raise StackError(f"member {int(outside[0])} does not exist; the array has members 0 to {count - 1}")
-    return chosen.remainder(count)
+    given = index if isinstance(index, slice) else torch.as_tensor(index).cpu()
+    try:
+        chosen = torch.atleast_1d(torch.arange(count, device="cpu")[given])
+    except IndexError as error:
+        raise StackError(f"index {index} selects no members of an array of {count}: {error}") from None
+    if chosen.dim() > 1 or not len(chosen):
+        raise StackError(f"index {index} selects no list of at least one member; pass integers, a slice or a mask")
+    return chosen
 
 
 def concat(trees: Sequence[T]) -> T:
@@ -197,23 +177,20 @@ def concat(trees: Sequence[T]) -> T:
             raise StackError(f"{mismatch}; join arrays of the same model, optimizer and step options")
     joined, shared = [], shared_paths(trees[0], "tree")
     for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
-        if path in shared:
-            for position, leaf in enumerate(column):
-                if not torch.equal(leaf, column[0]):
-                    raise StackError(
-                        f"array {position}: {path}, which members share, is not that of array 0; arrays that share "
-                        f"parameters can be joined as long as they have not been trained apart"
-                    )
-            joined.append(column[0].clone())
-            continue
+        first = column[0]
         for position, leaf in enumerate(column):
-            if leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype:
+            if path in shared and not torch.equal(leaf, first):
+                raise StackError(
+                    f"array {position}: {path}, which members share, is not that of array 0; arrays that share "
+                    f"parameters can be joined as long as they have not been trained apart"
+                )
+            if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
                 raise StackError(
                     f"array {position}: {path} is {leaf.dtype}{list(leaf.shape[1:])} per member but array 0 has "
-                    f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of the same model and dtype"
+                    f"{first.dtype}{list(first.shape[1:])}; join arrays of the same model and dtype"
                 )
-        joined.append(torch.cat(column))
-        if _followed.get() is not None:
+        joined.append(first.clone() if path in shared else torch.cat(column))
+        if _followed.get() is not None and path not in shared:
             _note(joined[-1], [at for leaf in column for at in _places_of(leaf) or [-1] * len(leaf)])
     return optree.tree_unflatten(optree.tree_structure(trees[0]), joined)  # pyright: ignore
 
@@ -275,16 +252,10 @@ def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str)
     """Describe the first difference between the structures of two trees called ``name``; None if they are the same."""
     if optree.tree_structure(tree) == optree.tree_structure(other):
         return None
-    pair = (paths(tree, name), owner), (paths(other, name), other_owner)
-    for (present, holder), (others, missing) in (pair, pair[::-1]):
+    one, two = (paths(tree, name), owner), (paths(other, name), other_owner)
+    for (present, holder), (others, missing) in ((one, two), (two, one)):
         for path in present:
             # A leaf that the other tree divides further is reported by one of its parts, in the other pass.
             if path not in others and not any(part.startswith((f"{path}[", f"{path}.")) for part in others):
                 return f"{holder} has {path} but {missing} does not"
-    # The leaves have the same paths, so two of their containers have different types.
-    for accessor, other_accessor in zip(optree.tree_accessors(tree), optree.tree_accessors(other), strict=True):
-        for depth, (a, b) in enumerate(zip(accessor, other_accessor, strict=True)):
-            if a.type is not b.type:
-                types = f"a {a.type.__qualname__} in {owner} but a {b.type.__qualname__} in {other_owner}"
-                return f"{accessor[:depth].codify(name)} is {types}"
-    return f"{name} has other empty containers in {owner} than in {other_owner}"
+    return f"the containers of {name} have other types in {owner} than in {other_owner}"

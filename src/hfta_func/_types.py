@@ -7,7 +7,6 @@ import html
 import importlib
 import math
 import reprlib
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
@@ -32,17 +31,14 @@ def recorded(make: Callable[_P, _T]) -> Callable[_P, _T]:
 
     The call is noted on a function that the result holds, see :func:`recipe`.
     """
-    function = _function
-    parts = _parts
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        value: Any = make(*args, **kwargs)
-        function(value).recipe = public, args, kwargs, parts(value)
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        value = make(*args, **kwargs)
+        _function(value).recipe = made, args, kwargs, _parts(value)
         return value
 
-    # With the globals of the constructor's module, by which tools tell where a function is from.
-    public = types.FunctionType(made.__code__, make.__globals__, closure=made.__closure__)  # pyright: ignore
-    return functools.update_wrapper(public, make)
+    return made
 
 
 def recipe(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -54,20 +50,8 @@ def recipe(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return functools.partial(make, **kwargs), args
 
 
-class _Short(reprlib.Repr):
-    """Texts of a few words, of tensors without their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxother = 120
-
-    def repr1(self, x: Any, level: int) -> str:
-        if isinstance(x, Tensor):
-            return f"<{list(x.shape)} of {x.dtype}>"
-        return x.__name__ if isinstance(x, types.FunctionType) else super().repr1(x, level)
-
-
-_short = _Short().repr
+_short = reprlib.Repr()
+_short.maxother = 120
 
 
 def call_text(value: Any) -> str:
@@ -75,11 +59,11 @@ def call_text(value: Any) -> str:
 
     Example:
         >>> call_text(Schedule({"value": 0.1}, lambda count, value: value))
-        "Schedule({'value': 0.1}, <lambda>)"
+        "Schedule({'value': 0.1}, <function <lambda> at ...>)"
     """
     make, args = recipe(value)
     kwargs = make.keywords if isinstance(make, functools.partial) else {}
-    shown = [*map(_short, args), *(f"{name}={_short(each)}" for name, each in kwargs.items())]
+    shown = [*map(_short.repr, args), *(f"{name}={_short.repr(each)}" for name, each in kwargs.items())]
     return f"{getattr(getattr(make, 'func', make), '__name__', make)}({', '.join(shown)})"
 
 

@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -70,11 +70,9 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
         tensor([7, 8, 7])
     """
     if isinstance(seeds, Tensor):
-        if seeds.dtype.is_floating_point or seeds.dtype in (torch.bool, torch.complex64, torch.complex128):
+        if seeds.is_floating_point():
             raise HyperparameterError(f"seeds are {seeds.dtype}; seeds must be integers")
         return seeds.to(device=device, dtype=torch.int64)
-    if not isinstance(seeds, Iterable):
-        raise HyperparameterError(f"seeds is {seeds!r}; pass a list with one integer per model")
     for member, seed in enumerate(seeds := list(seeds)):
         if not isinstance(seed, Integral) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
             raise HyperparameterError(f"model {member}: seed {seed!r} is not a 64-bit integer; pass one int per model")
@@ -166,11 +164,11 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
     """
     start, stride, padding = stream(key) if isinstance(key, Tensor) else key
     position = None if padding is None else padding.draw("draw", shape)
-    if position is not None and not noise.is_fast(start):
-        return _mix(start + stride * (position + 1))
     if noise.is_fast(start):
         words = _kernels.words(start, stride, shape)
         return words if position is None else _at(words, position)
+    if position is not None:
+        return _mix(start + stride * (position + 1))
     expand = (*start.shape, *(1,) * len(shape))
     index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)

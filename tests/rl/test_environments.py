@@ -231,7 +231,7 @@ def test_an_environment_that_reads_is_named(count):
     [
         (1, Tensor.double, hfta.errors.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
         (0, lambda state: {"place": state["place"]}, hfta.errors.TraceError,
-         "state has other empty containers in .*Other.step"),
+         "the containers of state have other types in .*Other.step"),
         (0, lambda state: {**state, "place": state["place"] > 0}, hfta.errors.TraceError,
          r"state\['place'\] is .* but torch.bool"),
     ],

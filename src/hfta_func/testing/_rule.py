@@ -19,7 +19,7 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
     """Check that an operator under ``vmap`` computes what a Python loop over the members computes.
 
     The laws: outputs and gradients equal the loop's in float64 for every mix of batched and shared inputs and every position
-    of the model axis; so do those of an array of one, an array of arrays, gradients inside ``vmap``, autocast, and
+    of the model axis; so do those of an array of arrays, gradients inside ``vmap``, autocast, and
     ``torch.compile(fullgraph=True, backend="aot_eager")``; and no operator runs member by member because it lacks a rule.
     Gradients that the operator itself does not support are not tested.
 
@@ -60,9 +60,6 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
         last = [x.movedim(0, -1) if isinstance(x, Tensor) else x for x in args]
         anywhere = vmap(lambda *values: as_tuple(op(*values)), tuple(None if dim is None else -1 for dim in dims))
         assert_close(anywhere(*last), expected, "output", rtol)
-    with law("an array of one is the operator"):
-        one = [x[:1] if isinstance(x, Tensor) else x for x in args]
-        assert_close(mapped(*one), _loop(op, one, batched), "output", rtol)
     with law("an array of arrays is the loop"):
         pair = [torch.stack([x, x.flip(0)]) if isinstance(x, Tensor) else x for x in args]
         flipped = _loop(op, [x.flip(0) if isinstance(x, Tensor) else x for x in args], batched)

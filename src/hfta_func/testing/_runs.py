@@ -1,0 +1,193 @@
+"""The laws of callbacks and executors, on short runs of small models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pathlib
+import queue
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfta_func._tree import concat, take, tree_map
+from hfta_func.errors import WorkerError
+from hfta_func.models.stack import init_params
+from hfta_func.optim import adam
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.fit import fit
+from hfta_func.run.history import Callback, History
+from hfta_func.step.evaluate import make_eval_step
+from hfta_func.step.train import make_train_step
+from hfta_func.testing._laws import assert_close, law
+from hfta_func.workers.executor import Executor
+
+SEEDS = [5, 3, 8, 9]
+
+
+def assert_callback(make: Callable[[], Callback], *, epochs: int = 4) -> None:
+    """Check that a callback keeps its laws, in a short run of four small models whose only metric is ``"loss"``.
+
+    The laws: it takes ``(state, history)``; it returns None or the next state; it writes neither of them; and a run resumed
+    from a file, with a new callback, gives the same bits as a run without a break.
+
+    Args:
+        make: Makes the callback. If the callback writes files, give it another folder each time.
+        epochs: Number of epochs.
+
+    Raises:
+        AssertionError: if a law is broken; it names the law, the epoch, and what was written.
+
+    Example:
+        >>> from hfta_func.testing import assert_callback
+        >>> assert_callback(lambda: early_stopping("loss", patience=1))
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        whole, _ = _run(epochs, _checked(make()))
+        path = pathlib.Path(folder, "run.safetensors")
+        for upto in (epochs // 2, epochs):
+            state, _ = _run(upto, _checked(make()), resume=path)
+        with law("a run that goes on gets the same bits", f"broken off after epoch {epochs // 2}"):
+            assert_close(state, whole, "state", 0.0)
+
+
+def _checked(callback: Callback) -> Callback:
+    def checked(state: Any, history: History) -> Any:
+        about = f"epoch {len(history)}"
+        before = tree_map(torch.clone, state), copy.deepcopy(history.state_dict())
+        with law("it takes (state, history)", about):
+            result = callback(state, history)
+        with law("it returns None or the next state", about):
+            assert result is None or type(result) is type(state), f"it returns {result!r}"
+        with law("it writes neither state nor history", about):
+            assert_close(state, before[0], "state", 0.0)
+            assert_close(history.state_dict()["epochs"], before[1]["epochs"], "history.epochs", 0.0)
+        return result
+
+    return checked
+
+
+def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
+    """Check that an executor keeps its laws, with calls of functions and with short runs of four small models.
+
+    The laws: every call is answered once, under its number, with the result of the function or the error that it raised;
+    dropped calls are not answered; and a run with the executor gives the same results as a run without, also if it is resumed
+    from a file, or if members come, go or become inactive.
+
+    Args:
+        executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
+        restarts: Whether the executor replaces a worker process that dies. If so, a worker is made to die: its call must be
+            answered with a :class:`WorkerError`, and later calls must be answered.
+
+    Raises:
+        AssertionError: if a law is broken; it names the law and the input.
+
+    Example:
+        >>> from hfta_func.testing import assert_executor
+        >>> with WorkerPool(1) as pool:
+        ...     assert_executor(pool)
+    """
+    divide = _Divide()
+    with law("calls are answered by number"):
+        calls = [executor.submit(divide, a=6, b=b) for b in (2, 3, 0)]
+        assert len({*calls}) == 3, f"three calls have the numbers {calls}"
+        answers = dict(executor.wait() for _ in calls)
+        assert answers.keys() == {*calls}, f"calls {calls} were answered as {[*answers]}"
+        values, error = [answers[call] for call in calls[:2]], answers[calls[2]]
+        assert values == [3.0, 2.0], f"6 / 2 and 6 / 3 are answered with {values}"
+        assert isinstance(error, ZeroDivisionError), f"6 / 0 is answered with {error!r}; answer with the error"
+        executor.forget(divide)
+    with law("dropped calls are not answered"):
+        executor.submit(dict, seed=1)
+        executor.forget()
+        _check_answer(executor, seed=2)
+    if restarts:
+        with law("a worker that dies is replaced"):
+            _check_death(executor)
+    with tempfile.TemporaryDirectory() as folder:
+        resumed = {"executor": executor, "save_every": 2, "resume": pathlib.Path(folder, "run")}
+        with law("a run is the same"):
+            _assert_same_run(_run(3, restore_best="mse", executor=executor), _run(3, restore_best="mse"))
+        with law("a run goes on from its file"):
+            _run(1, **resumed)
+            _assert_same_run(_run(3, **resumed), _run(3))
+        with law("members come, go and become inactive"):
+            for compact in (False, True):
+                runs = [_run(4, _change_members, compact=compact, **how) for how in ({"executor": executor}, {})]
+                _assert_same_run(*runs)
+    if (close := getattr(executor, "close", None)) is not None:
+        close()
+
+
+class _Divide:
+    """A function that is an object, so that the executor must tell functions apart by identity."""
+
+    def __call__(self, a: int, b: int) -> float:
+        return a / b
+
+
+def _die() -> None:
+    time.sleep(0.3)
+    os._exit(7)
+
+
+def _check_answer(executor: Executor, **arguments: Any) -> None:
+    call = executor.submit(dict, **arguments)
+    number, answer = executor.wait()
+    text = f"call {call} with {arguments} is answered as call {number} with {answer}"
+    assert (number, answer) == (call, arguments), text
+    executor.forget()
+
+
+def _check_death(executor: Executor) -> None:
+    before, call, answer = executor.deaths, executor.submit(_die), None
+    while answer is None:
+        with contextlib.suppress(queue.Empty):
+            number, answer = executor.wait(0.05)
+            assert number == call, f"call {call} is answered as call {number}"
+    assert isinstance(answer, WorkerError), f"the call whose worker dies is answered with {answer!r}, not a WorkerError"
+    assert executor.deaths > before, f"deaths is {executor.deaths}, as before"
+    _check_answer(executor, seed=3)
+
+
+def _factory() -> nn.Module:
+    layers = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)
+    return nn.Sequential(*layers).double()
+
+
+def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def _start(seeds: list[int]) -> Any:
+    step = make_train_step(_factory(), mse, adam(lr=0.05))
+    return step, step.init(*init_params(_factory, seeds), seeds=seeds)
+
+
+def _run(epochs: int, *callbacks: Callback, **options: Any) -> Any:
+    draws = torch.Generator().manual_seed(1)
+    rows = tuple(torch.randn(12, size, generator=draws, dtype=torch.float64) for size in (4, 2))
+    loader, measure, (step, state) = ArrayLoader(rows, 5, seeds=SEEDS), make_eval_step(_factory(), mse), _start(SEEDS)
+    options = {"evaluate": lambda state: measure(state, rows), "progress": False, **options}
+    return fit(step, state, loader, epochs=epochs, callbacks=callbacks, **options)
+
+
+def _change_members(state: Any, history: History) -> Any:
+    if len(history) == 1:
+        return take(concat([state, _start([77])[1]]), [3, 4, 0, 2, 1])
+    return state._replace(active=state.active & (torch.arange(len(state.active)) != 2)) if len(history) == 2 else None
+
+
+def _assert_same_run(got: Any, expected: Any) -> None:
+    assert_close(got.state, expected.state, "state", 1e-10)
+    # NaN marks epochs in which a member has not trained.
+    columns = [{name: run.history[name].nan_to_num(-1).T for name in run.history.epochs[0]} for run in (got, expected)]
+    assert_close(*columns, "history", 1e-10)
+    for name in ("seeds", "members", "since"):
+        assert_close(getattr(got.history, name), getattr(expected.history, name), f"history.{name}", 0.0)
