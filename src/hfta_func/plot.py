@@ -71,14 +71,10 @@ def bands(
         marker = "o" if len(mean) == 1 else None
         axes.plot(mean.index, mean, color=color, linestyle=style, marker=marker, linewidth=1.8, label=label)
     axes.set(xlabel=x, ylabel=metric)
-    axes.margins(x=0.01)
     if pandas.api.types.is_integer_dtype(frame[x]):
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.grid(color="0.92", linewidth=0.7)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.4")
-    axes.tick_params(color="0.4")
     if by is not None:
         axes.legend(title=by, frameon=False, alignment="left")
     return axes

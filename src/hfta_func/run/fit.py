@@ -100,8 +100,8 @@ def fit(
             steps; Ctrl-C is heeded between segments, or after a step or a second by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
-        compact: Train the members that are active when an epoch begins as a smaller array, once these are three quarters or
-            less. The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the result have all members.
+        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
+            The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
         profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
             is a :class:`Profile`, or None if there are too few steps. Results are the same.
         sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss

@@ -275,7 +275,7 @@ def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
     if value.shape[:1] != (count,) or (count == width and columns.tolist() == [*range(width)]):
         return value
-    value = value if value.is_floating_point() else value.float()
+    value = value if value.is_floating_point() else value.double()
     return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, columns, value)
 
 
