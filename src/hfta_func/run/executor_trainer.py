@@ -119,7 +119,7 @@ class PartWorker:
             trainer = LocalTrainer(self._step)
         if self._loader is None:
             run.loader = loads(batches)
-        elif run.loader.state_dict() != position:
+        else:
             run.loader.load_state_dict(position)
         run.running.load_state_dict(sums, torch.device(self._kind))
         start = time.perf_counter()

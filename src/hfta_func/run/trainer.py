@@ -175,7 +175,7 @@ class Compact(Trainer):
         if kept is None:
             return self._trainer.segment(run, until, hooks)
         few, is_dealt = Members(take(run.state, kept), self._few), isinstance(run.loader, ArrayLoader)
-        if is_dealt and few.loader.state_dict() != run.loader.state_dict():
+        if is_dealt:
             few.loader.load_state_dict(run.loader.state_dict())
         few.running.load_state_dict(run.running.part(kept), kept.device)
         try:
