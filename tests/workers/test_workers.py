@@ -212,9 +212,8 @@ def test_steps_while_workers_start_are_those_of_workers(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("faster", [True, False])
-@pytest.mark.parametrize("kind", ["dealt", "batches"])
 def test_auto_tries_workers_and_takes_what_is_faster(
-    kind: str, faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = os.getpid()
 
@@ -224,23 +223,20 @@ def test_auto_tries_workers_and_takes_what_is_faster(
         time.sleep(0.3 if (os.getpid() == here) is faster else 0.03)
         return loss_fn(model, batch)
 
-    def source() -> Any:
-        return loader() if kind == "dealt" else [tuple(torch.stack([leaf] * M) for leaf in data())] * 5
-
     monkeypatch.setattr(trainers, "_LEAST", 0.1)
     monkeypatch.setattr(trainers, "_TRIAL", 0.1)
     crews = pools(monkeypatch)
 
     step, state = arrayed(loss=loss)
     options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": 3}
-    found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
+    found = hfta.fit(step, state, loader(), workers="auto", resume=tmp_path / "run", **options)
     where = (tmp_path / "where").read_text().split()
     assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
     assert where[-1] == str(not faster) and crews[0]._closed
     assert found.history.status.startswith("Pool: replayed or eager; a step took" if faster else "eager: ")
     assert found.history.status.endswith("in worker processes")
     step, state = arrayed()
-    assert_same(found, hfta.fit(step, state, source(), epochs=12, progress=False))
+    assert_same(found, hfta.fit(step, state, loader(), epochs=12, progress=False))
 
 
 @pytest.mark.exhaustive

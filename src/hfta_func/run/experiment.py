@@ -211,9 +211,11 @@ class Experiment:
         made: Any = {"shared": self._shared(), "seeds": self.state.keys, **self._base}
         return Ensemble(self.model, self.state.params, stacked(self.state).buffers, **made)
 
-    def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
+    def predict(
+        self, batches: Any, *, batch_dims: Any = None, inputs: Callable[[Any], Any] | None = None
+    ) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
-        return predict(self.model, self.state, batches, batch_dims=batch_dims, **self._base)
+        return predict(self.model, self.state, batches, batch_dims=batch_dims, inputs=inputs, **self._base)
 
     def frame(self) -> pandas.DataFrame:
         """The frame of the history, with the hyperparameters."""
