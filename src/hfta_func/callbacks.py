@@ -96,7 +96,7 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"epoch-{epoch:06d}.safetensors" for epoch in range(1, len(history) + 1)]
         save(state, paths[-1], metadata={"epoch": len(history)})
-        for path in [path for path in paths if path.is_file()][:-keep]:
+        for path in [path for path in paths if path.is_file() and not path.is_symlink()][:-keep]:
             path.unlink()
 
     return keep_latest

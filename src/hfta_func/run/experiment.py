@@ -128,7 +128,8 @@ class Experiment:
         models = [build(make_model, numbers[0], size) for size in sizes] if exist is None else exist[:1]  # pyright: ignore
         self.model = padded(models) if pad else models[0]
         self.metric = _validation(loss_fn) if metric is None else metric
-        num_positional(self.metric)
+        if metric is not None:
+            num_positional(metric)
         made: Any = optimizer(**of_optimizer) if callable(optimizer) and not isinstance(optimizer, type) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
