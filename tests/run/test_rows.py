@@ -182,7 +182,7 @@ def test_epochs_of_one_length_are_the_same_in_any_array():
     whole = stops([0, 1, 2, 3])
     assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
     with pytest.raises(
-        hfta.errors.HyperparameterError, match="batches_per_epoch deals rows .* leave out shuffle=False"
+        hfta.errors.HyperparameterError, match=r"batches_per_epoch deals rows .* leave out shuffle=False"
     ):
         hfta.ArrayLoader(DATA, 4, seeds=SEEDS, batches_per_epoch=2, shuffle=False)
 

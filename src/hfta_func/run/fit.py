@@ -92,7 +92,7 @@ def fit(
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
-            each. Until they have started, this process trains. ``"auto"`` begins in this process, and in a long run tries one
+            each. ``"auto"`` begins in this process, and in a long run tries one
             process for every processor, or GPU, and goes on with what is faster. Results are the same to rounding. Callbacks
             and ``evaluate`` run in this process. A process that dies is started again.
         executor: An :class:`Executor` that outlives the call, instead: a :class:`WorkerPool` or
