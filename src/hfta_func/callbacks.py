@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         tensor([ True, False])
     """
     sign = SIGNS[direction_of(mode)]
-    if not isinstance(patience, Integral) or patience < 1:
+    if patience < 1:
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
     def stop(state: TrainState, history: History) -> TrainState:
@@ -79,15 +78,10 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
         keep: Number of files to keep. Files of later epochs, from another run, stay.
         every: Number of epochs between files.
 
-    Raises:
-        ValueError: if ``keep`` or ``every`` is less than 1.
-
     Example:
         >>> import tempfile
         >>> callback = keep_checkpoints(tempfile.mkdtemp(), keep=2, every=5)
     """
-    if not all(isinstance(count, Integral) and count >= 1 for count in (keep, every)):
-        raise ValueError(f"keep is {keep} and every is {every}; both must be at least 1")
     folder = pathlib.Path(directory)
 
     def keep_latest(state: TrainState, history: History) -> None:

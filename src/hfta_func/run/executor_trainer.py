@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, leaves, num_models, take, tree_map, write
+from hfta_func._tree import concat, num_models, take, tree_map, write
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
@@ -73,8 +72,7 @@ def _part(refs: Any, span: Sequence[int | None] = (None,), used: Callable[[Tenso
 
 
 def _layout(state: TrainState) -> Any:
-    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
+    return tree_map(lambda leaf: f"{leaf.dtype} {leaf.shape}", state)
 
 
 class PartWorker:

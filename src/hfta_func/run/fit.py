@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -112,9 +111,8 @@ def fit(
 
     Raises:
         BatchError: if the loader is no iterable over batches, such as data itself, or a batch does not fit the array.
-        ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
-            that the step reports too, ``save_every`` is given without ``resume`` or is less than 1, or ``profile`` is to see
-            into workers or an executor.
+        ValueError: if the loader has no batch, ``evaluate`` returns a metric that the step reports too, ``save_every`` is
+            given without ``resume`` or is less than 1, or ``profile`` is to see into workers or an executor.
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
@@ -132,7 +130,9 @@ def fit(
         >>> history["loss"].shape
         torch.Size([2, 3])
     """
-    _check(epochs, callbacks, resume, save_every)
+    epochs, callbacks = operator.index(epochs), [*callbacks]
+    if save_every is not None and (resume is None or save_every < 1):
+        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if profile and (executor is not None or workers not in (None, 1)):
         raise ValueError("profile is of steps in this process; leave out workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
@@ -220,16 +220,6 @@ def _summary(metrics: Metrics) -> str:
             mean = value.nanmean()
             shown.append(f"{name} {mean:.4f} ± {(value - mean).square().nanmean().sqrt():.4f}")
     return ", ".join(shown)
-
-
-def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
-    """Raise a ValueError for counts and callbacks that are none."""
-    if save_every is not None and (resume is None or save_every < 1):
-        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
-    if not isinstance(epochs, Integral) or epochs < 0:
-        raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
-    if callable(callbacks):
-        raise ValueError("callbacks is a single function; pass a list of them, [callback]")
 
 
 def _refuse_dealt(loader: Any, step: Any, count: int) -> None:

@@ -77,9 +77,7 @@ class History:
 
     def __getitem__(self, name: str) -> Tensor:
         """One metric over all epochs: ``[epochs, M]``."""
-        if not self.epochs:
-            raise KeyError(f"no metric '{name}', because no epoch has ended")
-        for epoch, metrics in enumerate(self.epochs, start=1):
+        for epoch, metrics in enumerate(self.epochs or [{}], start=1):
             if name not in metrics:
                 raise KeyError(f"epoch {epoch} has no metric '{name}'; it has {', '.join(metrics)}")
         return torch.stack([metrics[name] for metrics in self.epochs])
