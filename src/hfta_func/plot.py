@@ -41,7 +41,6 @@ def bands(
 
     Raises:
         ImportError: if matplotlib or pandas is not installed.
-        ValueError: if the frame lacks a column, or ``level`` is not above 0 and at most 1.
 
     Example:
         >>> import pandas
@@ -52,9 +51,6 @@ def bands(
         array([2., 1.])
     """
     pandas, pyplot, ticker = (require(name, "plot") for name in ("pandas", "matplotlib.pyplot", "matplotlib.ticker"))
-    _require_columns(frame, "member", metric, x, *([] if by is None else [by]))
-    if not 0 < level <= 1:
-        raise ValueError(f"level is {level}; it is the fraction of members in the band, above 0 and at most 1")
     axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")[1]
     groups: Any = [(metric, frame)] if by is None else list(frame.groupby(by))
     for number, (name, group) in enumerate(groups):
@@ -71,14 +67,10 @@ def bands(
         marker = "o" if len(mean) == 1 else None
         axes.plot(mean.index, mean, color=color, linestyle=style, marker=marker, linewidth=1.8, label=label)
     axes.set(xlabel=x, ylabel=metric)
-    axes.margins(x=0.01)
     if pandas.api.types.is_integer_dtype(frame[x]):
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.grid(color="0.92", linewidth=0.7)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.4")
-    axes.tick_params(color="0.4")
     if by is not None:
         axes.legend(title=by, frameon=False, alignment="left")
     return axes
@@ -99,7 +91,6 @@ def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | 
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if the frame lacks a column.
 
     Example:
         >>> import pandas
@@ -109,7 +100,6 @@ def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | 
         >>> [text.get_text() for text in ax.texts]
         ['1', '3', '2', '4']
     """
-    _require_columns(frame, metric, x, y)
     pyplot, numpy = require("matplotlib.pyplot", "plot"), require("numpy", "plot")
     axes: Any = ax if ax is not None else pyplot.subplots(layout="constrained")[1]
     if {"member", "epoch"} <= {*frame.columns}:
@@ -139,7 +129,6 @@ def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) ->
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if there is no bar.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -148,8 +137,6 @@ def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) ->
         >>> [float(bar.get_width()) for bar in ax.patches]
         [2.0, 2.0, 3.0, 1.0]
     """
-    if not parts:
-        raise ValueError("there is no bar; pass for example {'step': hfta.profile(step, state, batch).phases}")
     pyplot = require("matplotlib.pyplot", "plot")
     axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 1 + 0.6 * len(parts)), layout="constrained")[1]
     ends = dict.fromkeys(parts, 0.0)
@@ -164,11 +151,3 @@ def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) ->
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return axes
-
-
-def _require_columns(frame: pandas.DataFrame, *names: str) -> None:
-    if not hasattr(frame, "groupby"):
-        raise ValueError(f"frame is a {type(frame).__qualname__}; pass a pandas frame, such as history.frame()")
-    missing = [name for name in names if name not in [*frame.columns]]
-    if missing:
-        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")

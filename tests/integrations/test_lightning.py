@@ -66,6 +66,13 @@ class ByEpoch(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
 
 
+class EverySoManyBatches(Classifier):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": decay, "interval": "step", "frequency": 2}]
+
+
 class OnPlateau(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=30 * self.hparams.lr)
@@ -97,8 +104,9 @@ def solo(kind, seed, arguments, callbacks=(), **options):
         (OnPlateau, {"max_epochs": 6}),
         (ByEpoch, {"max_epochs": 3, "gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
         (ByEpoch, {"max_epochs": 2, "accumulate_grad_batches": 5, "gradient_clip_val": 0.05}),
+        (EverySoManyBatches, {"max_epochs": 2, "accumulate_grad_batches": 5}),
     ],
-    ids=["by_step", "on_plateau", "by_value", "accumulated"],
+    ids=["by_step", "on_plateau", "by_value", "accumulated", "by_batches"],
 )
 @pytest.mark.exhaustive(ids="by_value|accumulated|on_plateau")
 def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):

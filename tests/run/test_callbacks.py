@@ -190,22 +190,6 @@ def test_checkpoints_after_the_millionth_epoch(run, tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
 
 
-def test_keep_best_refuses_other_files(run, tmp_path):
-    state, history, _ = run([[1.0] * 4] * 2)
-    path = tmp_path / "best.safetensors"
-    for metadata in (
-        {},
-        {"value": [1.0] * 4, "epoch": [1, 2]},
-        {"value": None, "epoch": [1] * 4},
-        {"value": ["a"] * 4},
-    ):
-        hfta.save(state, path, metadata=metadata)
-        with pytest.raises(
-            hfta.errors.CheckpointError, match=r"best.safetensors is not a file of keep_best; pass a file of its"
-        ):
-            hfta.callbacks.keep_best(path, "score")(state, history)
-
-
 def test_infinite_values_are_compared_after_a_break(run, tmp_path):
     table = [[INF, -INF, NAN, 1.0], [1.0, 0.0, INF, NAN]]
     for epochs in (1, 2):

@@ -71,17 +71,6 @@ def test_a_member_s_batches_alone_are_those_in_the_array():
                 assert same([hfta.take(batch, i)], [own])
 
 
-def test_equal_seeds_give_equal_orders():
-    seen = rows(hfta.ArrayLoader(DATA, 4, seeds=[7, 8, 7]))
-    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
-
-
-def test_without_shuffling():
-    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, shuffle=False)
-    for _ in range(2):
-        assert torch.equal(rows(loader), torch.arange(ROWS).expand(3, -1))
-
-
 def test_drop_last():
     loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, drop_last=True)
     batches = list(loader.batches(0))
@@ -129,12 +118,6 @@ def test_transform_of_shared_batches():
     own = hfta.ArrayLoader(DATA, 5, seeds=[7], shuffle=False, transform=jitter)
     for batch, expected in zip(loader.batches(0), own.batches(0), strict=True):
         assert same([batch], [optree.tree_map(lambda leaf: leaf[0], expected)])
-
-
-def test_transform_that_draws_from_an_unrouted_operator():
-    loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, transform=lambda batch: {"x": torch.poisson(batch["x"])})
-    with pytest.raises(hfta.errors.RandomnessError, match=r"torch\.poisson draws"):
-        next(iter(loader))
 
 
 @pytest.mark.parametrize("start", range(5))
@@ -231,12 +214,6 @@ def test_data_that_is_not_a_tensor_yet():
             "with one integer or none",
         ),
         (DATA, {"seeds": [1, 2.5]}, hfta.errors.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
-        (
-            DATA,
-            {"seeds": SEEDS, "batch_size": 0},
-            hfta.errors.HyperparameterError,
-            "batch_size is 0; it must be at least 1",
-        ),
         ({}, {"seeds": SEEDS}, hfta.errors.BatchError, r"leaves of shapes \[\].*at least one"),
         (
             pandas.DataFrame({"kind": ["a", "b"]}),
@@ -289,17 +266,6 @@ def test_transform_draws_anew_for_every_member_batch_and_epoch(shuffle):
         for key in hfta.random.fold_in(hfta.random.keys(SEEDS), data):
             with hfta.calls.routed(key):
                 assert tuple(torch.randn(4).tolist()) not in noise
-
-
-def test_a_shared_loader_gives_the_epochs_in_turn():
-    loader = hfta.ArrayLoader(DATA, 4, shared=True, seeds=3, transform=jitter)
-    for epoch in range(3):
-        assert same(loader, loader.batches(epoch))
-
-
-def test_data_on_a_device_named():
-    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, device="meta", shuffle=False)
-    assert loader.keys.device.type == "meta" and loader.data["x"].device.type == "meta"
 
 
 def test_rows_of_a_mapping_of_any_class_are_dealt_as_those_of_a_dict():

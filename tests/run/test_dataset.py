@@ -316,12 +316,6 @@ WRONG = {
         hfta.errors.BatchError,
         "a tuple has no length or no items .* tensors to ArrayLoader",
     ),
-    "a sampler": (
-        (Noisy(), 4),
-        {"sampler": [1]},
-        hfta.errors.HyperparameterError,
-        "pass seeds, rows, .* instead of sampler",
-    ),
     "what PyTorch refuses": ((Noisy(), 4), {"prefetch_factor": 2}, ValueError, "prefetch_factor"),
     "an unknown option": ((Noisy(), 4), {"prefetch": 2}, TypeError, "prefetch"),
 }

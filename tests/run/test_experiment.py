@@ -146,7 +146,7 @@ def test_a_loader_of_other_seeds_and_one_start_for_all():
         (lambda: {"make_model": []}, "got 0 models that exist for 4 seeds; give one each"),
         (lambda: {"make_model": [make_model()] * 4, "init_seeds": 0}, "give one each, and no init_seeds"),
         (lambda: {"init_seeds": [0, 1]}, "init_seeds has 2 values for 4 models; give one each"),
-        (lambda: {"optimizer": hfta.adam, "betas": [0.9, 0.8, 0.7, 0.6]}, "give a tuple for all models, or a list of"),
+        (lambda: {"optimizer": hfta.adam, "betas": [0.9, 0.8, 0.7, 0.6]}, "betas is .*; give a pair, each of one"),
         (lambda: {"optimizer": lambda lr: hfta.adam(betas=[(lr, lr)] * 2), "lr": 0.1}, "betas is .*; give a pair, each"),
         (lambda: {"optimizer": lambda lr: hfta.lion(betas=lr), "lr": 0.1}, "betas is 0.1; give a pair, each of one"),
         (lambda: {"optimizer": hfta.adam, "decay": 0.1}, r"'decay'. would not be used: .*; the factory takes \['p'\] and "),

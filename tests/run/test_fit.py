@@ -64,15 +64,6 @@ def test_state_and_history(setting):
     assert len(set(result.history["loss"].flatten().tolist())) == 9
 
 
-def test_a_second_call_goes_on(setting):
-    step, state, loader = setting
-    expected, _ = by_hand(step, state, loader, 3)
-    state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
-    state, history = hfta.fit(step, state, loader, epochs=2, progress=False)
-    assert all(torch.equal(state.params[path], param) for path, param in expected.params.items())
-    assert len(history) == 2
-
-
 def test_frame(setting):
     step, state, loader = setting
     _, history = hfta.fit(step, state, loader, epochs=2, progress=False)
@@ -89,13 +80,6 @@ def test_frame(setting):
     assert frame.index.tolist() == list(range(6))
 
 
-def test_frame_with_a_column_of_another_length(setting):
-    step, state, loader = setting
-    _, history = hfta.fit(step, state, loader, epochs=1, progress=False)
-    with pytest.raises(ValueError, match="column lr has 2 values but the array has 3 models"):
-        history.frame(lr=[0.1, 0.2])
-
-
 def test_frame_without_pandas(setting, monkeypatch):
     step, state, loader = setting
     _, history = hfta.fit(step, state, loader, epochs=0, progress=False)
@@ -110,28 +94,6 @@ def test_frame_before_the_first_epoch(setting):
     assert len(result.history) == 0
     assert result.history.frame().empty
     assert result.state is state
-
-
-def test_evaluate(setting):
-    step, state, loader = setting
-    test = torch.randn(6, 4), torch.randn(6, 2)
-    evaluate = hfta.make_eval_step(
-        torch.nn.Linear(4, 2), lambda model, batch: {"error": F.l1_loss(model(batch[0]), batch[1])}
-    )
-    states = []
-    result = hfta.fit(
-        step,
-        state,
-        loader,
-        epochs=2,
-        evaluate=lambda state: evaluate(state, test),
-        callbacks=[lambda state, history: states.append(state)],
-        progress=False,
-    )
-    assert result.history["error"].shape == (2, 3)
-    for errors, state in zip(result.history["error"], states, strict=True):
-        assert torch.equal(errors, evaluate(state, test)["error"])
-    assert "error" in result.history.frame().columns
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -233,21 +195,6 @@ def test_a_data_set_that_iterates_over_batches_is_a_loader(setting):
     assert same(hfta.fit(step, state, Batches(), epochs=1, progress=False), expected)
 
 
-def test_batches_may_be_a_tuple(setting):
-    step, state, loader = setting
-    batches = list(loader.batches(0))
-    expected = hfta.fit(step, state, batches, epochs=1, progress=False)
-    assert same(hfta.fit(step, state, (*batches,), epochs=1, progress=False), expected)
-
-
-@pytest.mark.parametrize("name", ["member", "seed", "epoch"])
-def test_a_metric_that_is_called_as_a_column(name):
-    history = hfta.run.History(torch.tensor([7]))
-    history.epochs = [{name: torch.ones(1)}]
-    with pytest.raises(ValueError, match=f"metric '{name}' has the name of a column of the frame; read history"):
-        history.frame()
-
-
 def test_one_row_per_member():
     history = hfta.run.History(torch.tensor([7, 8, 9]))
     history.columns = {"lr": [0.1, 0.2, 0.3]}
@@ -303,23 +250,6 @@ def test_callbacks(setting):
         assert torch.equal(param[::2], thrice.params[path][::2])
 
 
-def test_callbacks_see_what_earlier_ones_returned(setting):
-    step, state, loader = setting
-    seen = []
-    hfta.fit(
-        step,
-        state,
-        loader,
-        epochs=1,
-        callbacks=[
-            lambda state, history: hfta.with_hyperparams(state, lr=[1.0, 2.0, 3.0]),
-            lambda state, history: seen.append(state.opt_state.hyperparams["lr"].tolist()),
-        ],
-        progress=False,
-    )
-    assert seen == [[1.0, 2.0, 3.0]]
-
-
 def test_progress_shows_mean_and_spread(setting, capsys):
     step, state, loader = setting
     _, history = hfta.fit(step, state, loader, epochs=2)
@@ -343,12 +273,6 @@ def test_progress_names_members_that_are_not_finite(setting, capsys):
     for path, param in result.state.params.items():
         assert torch.equal(param[1], state.params[path][1])
         assert not torch.equal(param[0], state.params[path][0])
-
-
-def test_no_progress(setting, capsys):
-    step, state, loader = setting
-    hfta.fit(step, state, loader, epochs=1, progress=False)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_loaders_without_a_length(setting):
@@ -699,22 +623,17 @@ def test_loader_whose_only_batch_is_not_full(setting):
         hfta.fit(step, state, loader, epochs=1, progress=False)
 
 
-@pytest.mark.parametrize("epochs", [-1, 2.5, "3", None])
-def test_epochs_that_are_no_number_of_epochs(setting, epochs):
-    step, state, loader = setting
-    with pytest.raises(ValueError, match=rf"epochs is {epochs!r}; it must be an integer, at least 0"):
-        hfta.fit(step, state, loader, epochs=epochs, progress=False)
-
-
 def test_arguments_that_are_none(setting):
     step, state, loader = setting
     for given, message in (
         ({"restore_best": True}, "restore_best is True; pass a metric, or a pair of one and 'max'"),
         ({"resume": True}, "True is no path; pass the name of a file"),
-        ({"resume": "run", "save_every": 1.5}, "save_every is 1.5 and resume is run; pass at least 1"),
+        ({"epochs": -1}, "epochs is -1; it must be an integer, at least 0"),
+        ({"epochs": 2.5}, "epochs is 2.5; it must be an integer"),
+        ({"evaluate": lambda state: {"loss": torch.zeros(3)}}, "evaluate returned 'loss', which the step reports too"),
     ):
         with pytest.raises((ValueError, hfta.errors.CheckpointError), match=message):
-            hfta.fit(step, state, loader, epochs=1, progress=False, **given)
+            hfta.fit(step, state, loader, **{"epochs": 1, "progress": False, **given})
 
 
 def test_metrics_that_are_not_the_members_are_left_out_of_frames(setting):
@@ -723,8 +642,6 @@ def test_metrics_that_are_not_the_members_are_left_out_of_frames(setting):
     _, history = hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: score, progress=False)
     assert not {"three", "one"} & {*history.last().columns}
     assert "three" in history and "four" not in history and [*history] == [*history.epochs[-1]]
-    with pytest.raises(ValueError, match="column width is 3; give one value per model"):
-        history.frame(width=3)
 
 
 @pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}])
@@ -734,29 +651,12 @@ def test_evaluation_without_metrics(setting, metrics):
         hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: metrics, progress=False)
 
 
-def test_evaluation_that_hides_what_the_step_reports(setting):
-    step, state, loader = setting
-    with pytest.raises(ValueError, match="evaluate returned 'loss', which the step reports too; give it another name"):
-        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: {"loss": torch.zeros(3)}, progress=False)
-
-
 def test_callbacks_that_are_none(setting):
     step, state, loader = setting
     with pytest.raises(ValueError, match=r"callbacks is a single function; pass a list of them, \[callback\]"):
         hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
     with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState, .* but got bool"):
         hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
-
-
-def test_training_something_that_is_no_state(setting):
-    step, state, loader = setting
-    with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState, .* but got Stacked"):
-        hfta.fit(step, hfta.models.Stacked(state.params, state.buffers), loader, epochs=1, progress=False)
-
-
-def test_a_metric_before_the_first_epoch():
-    with pytest.raises(KeyError, match="no metric 'loss', because no epoch has ended"):
-        hfta.run.History(torch.tensor([1]))["loss"]
 
 
 @pytest.mark.sampled(every=2)

@@ -8,7 +8,6 @@ import tqdm
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.run.run import Run
 from hfta_func.workers.executor import Inline
 
 ROWS = 11
@@ -154,22 +153,6 @@ def test_the_bar_reaches_its_end(members, monkeypatch):
     monkeypatch.setattr("hfta_func.run.fit.tqdm", Bar)
     run(make_loader("tensors", range(4)).take(members), members, leave, progress=True)
     assert bars[0].n == bars[0].total == 5 * 6
-
-
-def test_a_file_of_an_earlier_version_is_refused(tmp_path, monkeypatch):
-    """Its epochs were as long as the longest, so that members would go on with other rows."""
-    members, options = range(4), {"resume": tmp_path / "run.safetensors"}
-    state_dict = Run.state_dict
-    earlier = lambda run: {"run": {k: v for k, v in state_dict(run)["run"].items() if k != "epochs"}}  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "state_dict", earlier)
-        run(make_loader("tensors", members), members, epochs=2, **options)
-    with pytest.raises(
-        hfta.errors.StateError, match=r"is of an earlier version, in which .* start again with another file"
-    ):
-        run(make_loader("tensors", members), members, **options)
-    even = make_loader("tensors", members, rows=OWN, batches_per_epoch=6)
-    assert len(run(even, members, epochs=3, **options).history) == 3
 
 
 def test_folds_of_unequal_parts():

@@ -20,10 +20,9 @@ import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func.errors import WorkerError
 from hfta_func.run import trainers
-from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
 from hfta_func.workers import pool, process, wire
-from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, waits
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
@@ -169,52 +168,9 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dims", [0, None])
-@pytest.mark.parametrize("kind", ["dealt", "batches"])
-def test_steps_while_workers_start_are_those_of_workers(
-    kind: str, dims: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    here = os.getpid()
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        with (tmp_path / "where").open("a") as file:
-            file.write(f"{os.getpid() == here} ")
-        return loss_fn(model, batch)
-
-    def run(later: int) -> tuple[hfta.run.Result, list[str]]:
-        """Train with workers that are ready after some pieces."""
-        left = [later]
-
-        def is_ready(self: ExecutorTrainer) -> bool:
-            left[0] -= 1
-            return left[0] < 0 and waits(self)
-
-        monkeypatch.setattr(ExecutorTrainer, "is_ready", is_ready)
-        (tmp_path / "where").write_text("")
-        batches = [data(), tuple(2 * leaf for leaf in data()), data(), data()]
-        source = loader(7 if dims is None else range(M), shared=dims is None) if kind == "dealt" else batches
-        if kind == "batches" and dims == 0:
-            source = [tuple(torch.stack([leaf] * M) for leaf in batch) for batch in batches]
-        step, state = arrayed(loss=loss, batch_dims=dims, donate=later > 2)
-        found = hfta.fit(step, state, source, epochs=3, progress=False, workers=2)
-        return found, (tmp_path / "where").read_text().split()
-
-    expected, where = run(0)
-    assert {*where} == {"False"}
-    for later in (1, 2, 3):
-        found, where = run(later)
-        assert {*where} == {"True", "False"} and where[0] == "True"
-        for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
-            assert torch.equal(a, b)
-        assert all(torch.equal(found.history[name], expected.history[name]) for name in expected.history.epochs[0])
-        assert found.history.failures == expected.history.failures
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("faster", [True, False])
-@pytest.mark.parametrize("kind", ["dealt", "batches"])
 def test_auto_tries_workers_and_takes_what_is_faster(
-    kind: str, faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = os.getpid()
 
@@ -224,23 +180,20 @@ def test_auto_tries_workers_and_takes_what_is_faster(
         time.sleep(0.3 if (os.getpid() == here) is faster else 0.03)
         return loss_fn(model, batch)
 
-    def source() -> Any:
-        return loader() if kind == "dealt" else [tuple(torch.stack([leaf] * M) for leaf in data())] * 5
-
     monkeypatch.setattr(trainers, "_LEAST", 0.1)
     monkeypatch.setattr(trainers, "_TRIAL", 0.1)
     crews = pools(monkeypatch)
 
     step, state = arrayed(loss=loss)
     options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": 3}
-    found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
+    found = hfta.fit(step, state, loader(), workers="auto", resume=tmp_path / "run", **options)
     where = (tmp_path / "where").read_text().split()
     assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
     assert where[-1] == str(not faster) and crews[0]._closed
     assert found.history.status.startswith("Pool: replayed or eager; a step took" if faster else "eager: ")
     assert found.history.status.endswith("in worker processes")
     step, state = arrayed()
-    assert_same(found, hfta.fit(step, state, source(), epochs=12, progress=False))
+    assert_same(found, hfta.fit(step, state, loader(), epochs=12, progress=False))
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
+    if interval == "step":
+        # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
+        batches = members[0].trainer.accumulate_grad_batches
+        frequency = math.lcm(frequency, batches) // batches
     odd = [each for each in updates if interval == "step" and each % frequency]
     if odd:
         raise StackError(f"a scheduler steps every {frequency} of {odd[0]} updates; use a divisor of these")

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, leaves, num_models, take, tree_map, write
+from hfta_func._tree import concat, num_models, take, tree_map, write
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
@@ -19,9 +18,8 @@ from hfta_func.run.trainer import LocalTrainer, Members, SegmentHooks, Step, Tra
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
-from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.executor import Executor
 from hfta_func.workers.pool import Pool, shares
-from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import Folder, dumps, loads
 
 
@@ -73,8 +71,7 @@ def _part(refs: Any, span: Sequence[int | None] = (None,), used: Callable[[Tenso
 
 
 def _layout(state: TrainState) -> Any:
-    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
+    return tree_map(lambda leaf: f"{leaf.dtype} {leaf.shape}", state)
 
 
 class PartWorker:
@@ -118,7 +115,7 @@ class PartWorker:
             trainer = LocalTrainer(self._step)
         if self._loader is None:
             run.loader = loads(batches)
-        elif run.loader.state_dict() != position:
+        else:
             run.loader.load_state_dict(position)
         run.running.load_state_dict(sums, torch.device(self._kind))
         start = time.perf_counter()
@@ -156,9 +153,8 @@ class ExecutorTrainer(Trainer):
         # The loader, and of one that workers do not have the batches that are left of the epoch.
         self._loader: Any = None
         self._left: list[Any] | None = None
-        # How many steps a call trains, and what trains in this process while workers start.
+        # How many steps a call trains, and seconds that the longest one took.
         self._few, self._busy = 1, 0.0
-        self._local: PartWorker | None = None
         self._function: PartWorker | None = None
         self._states: StateBuffers | None = None
 
@@ -182,30 +178,18 @@ class ExecutorTrainer(Trainer):
         """See :class:`Trainer`."""
         hooks.begin()
         function, running, buffers = self._prepared(run), run.running, None
+        if self._executor.shares:
+            buffers = self._shared(run.state)
         while True:
             start, before = time.perf_counter(), running.batches
-            with contextlib.ExitStack() as stack:
-                executor, called = self._executor, function
-                if buffers is None and not self.is_ready():
-                    # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
-                    assert self._local is not None and self._owned is not None
-                    executor, called = Inline(), self._local
-                    stack.enter_context(threads(len(cores()) // self._owned.count))
-                elif buffers is None and executor.shares:
-                    buffers = self._shared(run.state)
-                is_near = executor.shares or executor is not self._executor
-                some = min(until, before + self._few) if is_near else until
-                ended = self._piece(run, some, executor, called, buffers)
+            some = min(until, before + self._few) if self._executor.shares else until
+            ended = self._piece(run, some, function, buffers)
             for _ in range(running.batches - before):
                 hooks.tick()
             took = time.perf_counter() - start
             # Passing a large state takes a small share of the time.
-            passed = took - self._busy if executor is self._executor else 0.0
-            enough = min(max(_PIECE, _SHARE * passed), _MOST)
-            if took < enough / 2:
-                self._few *= 2
-            elif took > enough:
-                self._few = max(1, self._few // 2)
+            enough = min(max(_PIECE, _SHARE * (took - self._busy)), _MOST)
+            self._few = max(1, int(self._few * (2 if took < enough / 2 else 0.5 if took > enough else 1)))
             if ended or hooks.stopped() or running.batches == until:
                 run.state = run.state if buffers is None else buffers.get(run.state)
                 return ended
@@ -217,22 +201,17 @@ class ExecutorTrainer(Trainer):
             old, self._loader, self._left = self._function, run.loader, None
             if old is not None:
                 self._executor.forget(old)
-            given = run.loader if is_dealt else None, run.state.keys.device.type
-            self._function = PartWorker(self._step, *given, self._compile)
-            if self._owned is not None:
-                # What cannot be sent is refused now, and not when workers have started.
-                self._owned.prepare(self._function)
-                self._local = PartWorker(self._step, *given, compile=False)
+            self._function = PartWorker(
+                self._step, run.loader if is_dealt else None, run.state.keys.device.type, self._compile
+            )
         if not is_dealt and self._left is None:
             self._left = [*run.loader]
         return self._function
 
-    def _piece(
-        self, run: Members, until: int, executor: Executor | Pool, function: PartWorker, buffers: StateBuffers | None
-    ) -> bool:
-        """Have an executor train the next batches by calls of a function; the state stays in buffers, if given."""
-        running, device, calls, size = run.running, run.state.keys.device, {}, num_models(run.state)
-        parts, dims = shares(size, min(self._executor.count, size)), getattr(self._step, "batch_dims", 0)
+    def _piece(self, run: Members, until: int, function: PartWorker, buffers: StateBuffers | None) -> bool:
+        """Have the executor train the next batches by calls of a function; the state stays in buffers, if given."""
+        executor, running, device, size = self._executor, run.running, run.state.keys.device, num_models(run.state)
+        parts, calls, dims = shares(size, min(executor.count, size)), {}, getattr(self._step, "batch_dims", 0)
         position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:

@@ -54,9 +54,7 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
             raise HyperparameterError(
                 f"{name} is {values.get(name, seeds)!r}; a grid needs a list with at least one value"
             )
-    return {
-        name: [*column] for name, column in zip(axes, zip(*itertools.product(*axes.values()), strict=True), strict=True)
-    }
+    return dict(zip(axes, map(list, zip(*itertools.product(*axes.values()), strict=True)), strict=True))
 
 
 class Experiment:
@@ -110,37 +108,36 @@ class Experiment:
         **hyperparameters: Any,
     ):
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
-        pairs = [name for name, default in optimizer_takes.items() if isinstance(default, tuple)]
+        pairs = {name for name, default in optimizer_takes.items() if isinstance(default, tuple)}
         hyperparameters = {
-            name: [*value] if isinstance(value, tuple) and name not in {*factory_takes, *pairs} else value
+            name: [*value] if isinstance(value, tuple) and name not in factory_takes.keys() | pairs else value
             for name, value in hyperparameters.items()
         }
         numbers, columns = columns_of(seeds, hyperparameters)
         of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
         # The plain number 0 leaves momentum out; a list of zeros does not.
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
-        of_optimizer |= {name: _pair(name, of_optimizer[name], columns[name]) for name in pairs if name in of_optimizer}
+        of_optimizer |= {name: _pair(of_optimizer[name]) for name in pairs & of_optimizer.keys()}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
-        exist = [] if callable(make_model) else [*make_model]
-        if not callable(make_model) and (len(exist) != len(numbers) or init_seeds is not None):
-            counts = f"got {len(exist)} models that exist for {len(numbers)} seeds"
-            raise StackError(f"{counts}; give one each, and no init_seeds")
-        factory: Any = make_model if callable(make_model) else lambda: exist[0]
+        exist = None if callable(make_model) else [*make_model]
+        if exist is not None and (len(exist) != len(numbers) or init_seeds is not None):
+            raise StackError(
+                f"got {len(exist)} models that exist for {len(numbers)} seeds; give one each, and no init_seeds"
+            )
         sizes = [{name: column[i] for name, column in of_model.items()} for i in range(len(numbers) if pad else 1)]
-        models = [build(factory, numbers[0], size) for size in sizes]
+        models = [build(make_model, numbers[0], size) for size in sizes] if exist is None else exist[:1]  # pyright: ignore
         self.model = padded(models) if pad else models[0]
         self.metric = _validation(loss_fn) if metric is None else metric
         if metric is not None:
             num_positional(metric)
-        is_function = callable(optimizer) and not isinstance(optimizer, type)
-        made: Any = optimizer(**of_optimizer) if is_function else optimizer
+        made: Any = optimizer(**of_optimizer) if callable(optimizer) and not isinstance(optimizer, type) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
         made_by |= {"pad": self.model} if pad else {}
-        if callable(make_model):
+        if exist is None:
             starts = columns_of(numbers, {"init_seeds": numbers if init_seeds is None else init_seeds})[1]
-            params = init_params(make_model, starts["init_seeds"], **made_by)
+            params = init_params(make_model, starts["init_seeds"], **made_by)  # pyright: ignore
         else:
             params = stack_params(exist, **made_by)
         try:
@@ -215,9 +212,11 @@ class Experiment:
         made: Any = {"shared": self._shared(), "seeds": self.state.keys, **self._base}
         return Ensemble(self.model, self.state.params, stacked(self.state).buffers, **made)
 
-    def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
+    def predict(
+        self, batches: Any, *, batch_dims: Any = None, inputs: Callable[[Any], Any] | None = None
+    ) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
-        return predict(self.model, self.state, batches, batch_dims=batch_dims, **self._base)
+        return predict(self.model, self.state, batches, batch_dims=batch_dims, inputs=inputs, **self._base)
 
     def frame(self) -> pandas.DataFrame:
         """The frame of the history, with the hyperparameters."""
@@ -266,13 +265,10 @@ def _column(values: Any) -> list[Any]:
     return [*values] if isinstance(values, Sequence) and not isinstance(values, str) else []
 
 
-def _pair(name: str, given: Any, column: Sequence[Any]) -> tuple[Any, ...]:
-    """A tuple for an optimizer, such as betas, of one number each or M: ``given`` for all members, or a column of tuples."""
-    if isinstance(given, tuple):
-        return given
-    if {len(_column(each)) for each in column} != {2}:
-        raise HyperparameterError(f"{name} is {given!r}; give a tuple for all models, or a list of one tuple each")
-    return tuple(map(list, zip(*column, strict=True)))
+def _pair(given: Any) -> Any:
+    """For an optimizer's pair, such as betas, of one number each or M: one for all members, or the two columns of a list."""
+    columns = [*zip(*given, strict=True)] if isinstance(given, list) and all(map(_column, given)) else given
+    return tuple(map(list, columns)) if columns is not given else given
 
 
 def _arguments(func: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -92,7 +91,7 @@ def fit(
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
-            each. Until they have started, this process trains. ``"auto"`` begins in this process, and in a long run tries one
+            each. ``"auto"`` begins in this process, and in a long run tries one
             process for every processor, or GPU, and goes on with what is faster. Results are the same to rounding. Callbacks
             and ``evaluate`` run in this process. A process that dies is started again.
         executor: An :class:`Executor` that outlives the call, instead: a :class:`WorkerPool` or
@@ -100,8 +99,8 @@ def fit(
             steps; Ctrl-C is heeded between segments, or after a step or a second by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
-        compact: Train the members that are active when an epoch begins as a smaller array, once these are three quarters or
-            less. The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the result have all members.
+        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
+            The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
         profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
             is a :class:`Profile`, or None if there are too few steps. Results are the same.
         sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss
@@ -112,9 +111,8 @@ def fit(
 
     Raises:
         BatchError: if the loader is no iterable over batches, such as data itself, or a batch does not fit the array.
-        ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
-            that the step reports too, ``save_every`` is given without ``resume`` or is less than 1, or ``profile`` is to see
-            into workers or an executor.
+        ValueError: if the loader has no batch, ``evaluate`` returns a metric that the step reports too, ``save_every`` is
+            given without ``resume`` or is less than 1, or ``profile`` is to see into workers or an executor.
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
@@ -132,7 +130,9 @@ def fit(
         >>> history["loss"].shape
         torch.Size([2, 3])
     """
-    _check(epochs, callbacks, resume, save_every)
+    epochs, callbacks = operator.index(epochs), [*callbacks]
+    if save_every is not None and (resume is None or save_every < 1):
+        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if profile and (executor is not None or workers not in (None, 1)):
         raise ValueError("profile is of steps in this process; leave out workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
@@ -220,16 +220,6 @@ def _summary(metrics: Metrics) -> str:
             mean = value.nanmean()
             shown.append(f"{name} {mean:.4f} ± {(value - mean).square().nanmean().sqrt():.4f}")
     return ", ".join(shown)
-
-
-def _check(epochs: Any, callbacks: Any, resume: Any, save_every: Any) -> None:
-    """Raise a ValueError for counts and callbacks that are none."""
-    if save_every is not None and (resume is None or save_every < 1):
-        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
-    if not isinstance(epochs, Integral) or epochs < 0:
-        raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
-    if callable(callbacks):
-        raise ValueError("callbacks is a single function; pass a list of them, [callback]")
 
 
 def _refuse_dealt(loader: Any, step: Any, count: int) -> None:

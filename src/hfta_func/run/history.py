@@ -77,9 +77,7 @@ class History:
 
     def __getitem__(self, name: str) -> Tensor:
         """One metric over all epochs: ``[epochs, M]``."""
-        if not self.epochs:
-            raise KeyError(f"no metric '{name}', because no epoch has ended")
-        for epoch, metrics in enumerate(self.epochs, start=1):
+        for epoch, metrics in enumerate(self.epochs or [{}], start=1):
             if name not in metrics:
                 raise KeyError(f"epoch {epoch} has no metric '{name}'; it has {', '.join(metrics)}")
         return torch.stack([metrics[name] for metrics in self.epochs])
@@ -275,7 +273,7 @@ def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
     if value.shape[:1] != (count,) or (count == width and columns.tolist() == [*range(width)]):
         return value
-    value = value if value.is_floating_point() else value.float()
+    value = value if value.is_floating_point() else value.double()
     return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, columns, value)
 
 

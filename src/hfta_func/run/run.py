@@ -13,7 +13,7 @@ import torch
 
 from hfta_func._tree import concat, followed, leaves, take, tree_map, where
 from hfta_func._types import SIGNS, direction_of
-from hfta_func.errors import BatchError, CheckpointError, HyperparameterError, StateError
+from hfta_func.errors import BatchError, CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
@@ -43,9 +43,7 @@ class Run(Members):
         evaluate: Callable[[TrainState], Metrics] | None = None,
         sums: Collection[str] = (),
     ):
-        check_state(state)
-        is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-        if is_table(loader) or is_dataset(loader) or not is_iterable:
+        if is_table(loader) or is_dataset(loader):
             raise BatchError(
                 f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
                 f"such as ArrayLoader(data, batch_size, seeds=seeds), or a DatasetLoader or DataLoader of a data set"
@@ -72,8 +70,6 @@ class Run(Members):
             )
         history, means = self.history, self.running.means(self.sums)
         further: Any = {} if self.evaluate is None else self.evaluate(self.state)
-        if not isinstance(further, dict) or not all(hasattr(value, "detach") for value in further.values()):
-            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         if hidden := means.keys() & further.keys():
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
@@ -93,7 +89,6 @@ class Run(Members):
             members = callback(self.state, self.history)
             if members is None:
                 return
-            check_state(members)
             places = places_of(members.keys)
         self.state, positions = members, self.history.follow(members.keys, places)
         if positions is not None:
@@ -211,8 +206,6 @@ class Best:
     """The state of each member after its own best epoch, by the name of a metric, or a pair of it and its mode."""
 
     def __init__(self, metric: str | tuple[str, Mode]):
-        if not isinstance(metric, str) and not (isinstance(metric, tuple | list) and len(metric) == 2):
-            raise HyperparameterError(f"restore_best is {metric!r}; pass a metric, or a pair of one and 'max'")
         self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
         self._sign = SIGNS[direction_of(mode)]
         self._state: Any = None
@@ -251,16 +244,6 @@ class Best:
             moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], leaves(like), strict=True)]
             structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
             self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
-
-
-def check_state(state: Any) -> None:
-    """Raise a StateError unless a state has what a run needs."""
-    # Steps with more than one model, such as a GAN's, have states of their own.
-    if not all(hasattr(state, name) for name in ("keys", "step", "active")):
-        raise StateError(
-            f"expected a TrainState, or another state with keys, step and active, but got {type(state).__qualname__}; make "
-            f"one with step.init(...)"
-        )
 
 
 def _has_position(loader: Any) -> bool:

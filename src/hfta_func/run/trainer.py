@@ -135,7 +135,7 @@ _FEW = 0.75
 
 
 class Compact(Trainer):
-    """A :class:`Trainer` by which members that are active when an epoch begins train as a smaller array."""
+    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array."""
 
     def __init__(self, trainer: Trainer, step: Step):
         self._trainer, self._dims = trainer, getattr(original(step), "batch_dims", 0)
@@ -153,12 +153,30 @@ class Compact(Trainer):
 
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
-        if run.running.batches == 0 or run.loader is not self._loader:
-            self._choose(run)
+        rests = isinstance(run.loader, ArrayLoader) and run.loader.rests
+        while True:
+            wanted, some = run.state.active, until
+            if rests:
+                # Up to a batch before which nobody comes or goes.
+                place, lengths = run.loader.state_dict(), torch.tensor(run.loader.lengths, device=wanted.device)
+                wanted = wanted & (lengths > place["batches"])
+                if not bool(wanted.any()):
+                    run.loader.load_state_dict({"epoch": place["epoch"] + 1, "batches": 0})
+                    return True
+                some = min(until, run.running.batches + int(lengths[wanted].min()) - place["batches"])
+            if rests or run.running.batches == 0 or run.loader is not self._loader:
+                self._choose(run, wanted)
+            ended = self._piece(run, some, hooks)
+            if ended or hooks.stopped() or run.running.batches == until:
+                return ended
+
+    def _piece(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         kept, count = self._kept, len(run.state.keys)
         if kept is None:
             return self._trainer.segment(run, until, hooks)
-        few = Members(take(run.state, kept), self._few)
+        few, is_dealt = Members(take(run.state, kept), self._few), isinstance(run.loader, ArrayLoader)
+        if is_dealt:
+            few.loader.load_state_dict(run.loader.state_dict())
         few.running.load_state_dict(run.running.part(kept), kept.device)
         try:
             ended = self._trainer.segment(few, until, hooks)
@@ -167,15 +185,14 @@ class Compact(Trainer):
             raise
         run.running.put(few.running, kept, count)
         run.state = put(run.state, kept, few.state)
-        if isinstance(run.loader, ArrayLoader):
+        if is_dealt:
             run.loader.load_state_dict(few.loader.state_dict())
         return ended
 
-    def _choose(self, run: Members) -> None:
-        chosen, count = run.state.active.nonzero().flatten(), len(run.state.active)
-        kept = self._kept if run.loader is self._loader else None
+    def _choose(self, run: Members, wanted: Tensor) -> None:
+        chosen, kept = wanted.nonzero().flatten(), self._kept if run.loader is self._loader else None
         if kept is None or len(chosen) <= _FEW * len(kept) or not bool(torch.isin(chosen, kept).all()):
-            kept = chosen if len(chosen) <= _FEW * count else None
+            kept = chosen if len(chosen) <= _FEW * len(wanted) else None
         if kept is not None and (kept is not self._kept or run.loader is not self._loader):
             self._few = _Taken(run.loader, self._dims, kept)
             if isinstance(run.loader, ArrayLoader):

@@ -179,6 +179,7 @@ def predict(
     batches: Any,
     *,
     batch_dims: Tree = None,
+    inputs: Callable[[Any], Any] | None = None,
     share_frozen: bool = False,
     verify: Verify = True,
 ) -> Prediction:
@@ -189,6 +190,7 @@ def predict(
         state: A :class:`TrainState`, or what :func:`stack_params` returns.
         batches: One tensor ``[N, ...]``, or an iterable of batches, see :meth:`Ensemble.predict`.
         batch_dims: None if all members share the batches, 0 if every tensor is ``[M, N, ...]``, see :meth:`Ensemble.forward`.
+        inputs: What the model is called with, of each batch of a loader for training: ``inputs=lambda batch: batch[0]``.
         share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
         verify: Whether to compare with members alone, as for :func:`make_train_step`.
 
@@ -209,6 +211,7 @@ def predict(
     members = Stacked(state.params, stacked(state).buffers)
     check_state(members, shapes(model, share_frozen, [*shared]))
     count, device = num_models(members), leaves(members)[0].device
+    batches = batches if inputs is None else map(inputs, batches)
     given = isinstance(state, TrainState)
     keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
     with torch.no_grad():

@@ -1,0 +1,289 @@
+"""Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
+
+import concurrent.futures
+import types
+
+import numpy
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
+
+import hfta_func as hfta
+
+X = torch.randn(26, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1) + X[:, 0] * X[:, 1]
+LABELS = torch.arange(26) % 4
+LRS = [0.1, 0.05, 0.02]
+
+
+def make():
+    return nn.Linear(3, 1).double()
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]).squeeze(-1) - batch[1]).square().mean()
+
+
+def array(loss=loss_fn, lrs=LRS, optimizer=None, **options):
+    step = hfta.make_train_step(make(), loss, optimizer or hfta.sgd(lr=lrs), **options)
+    return step, step.init(*hfta.init_params(make, range(len(lrs))), seeds=range(len(lrs)))
+
+
+def loop(seed, batches, lr=None):
+    """A script: one model trained on batches."""
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr or LRS[seed])
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+def assert_trained(state, models):
+    for member, model in enumerate(models):
+        found = {path: leaf[member] for path, leaf in state.params.items()}
+        torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_samplers_that_shuffle_by_epoch(members):
+    def make_loader():
+        data = TensorDataset(X, Y)
+        return DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
+
+    def batches():
+        loader = make_loader()
+        for epoch in range(3):
+            loader.sampler.set_epoch(epoch)
+            yield from loader
+
+    step, state = array(lrs=LRS[:members], batch_dims=None)
+    state, _ = hfta.fit(step, state, make_loader(), epochs=3, progress=False)
+    assert_trained(state, [loop(seed, batches()) for seed in range(members)])
+
+
+def test_a_run_broken_off_goes_on_in_its_epoch_of_a_sampler(tmp_path):
+    def trained(epochs, **options):
+        data = TensorDataset(X, Y)
+        step, state = array(batch_dims=None)
+        loader = DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+        return hfta.fit(step, state, loader, epochs=epochs, progress=False, **options).state.params
+
+    trained(1, resume=tmp_path / "run")
+    torch.testing.assert_close(trained(3, resume=tmp_path / "run"), trained(3), rtol=0, atol=0)
+
+
+def classes(seed, epoch):
+    """Batches of two classes with four rows each, as metric learning needs."""
+    draw = numpy.random.default_rng([seed, epoch])
+    batches = []
+    for _ in range(3):
+        chosen = draw.choice(4, 2, replace=False)
+        batches += [row for label in chosen for row in draw.choice(torch.nonzero(LABELS == label)[:, 0], 4).tolist()]
+    return batches
+
+
+def batch_sampler(seed, epoch):
+    generator = torch.Generator().manual_seed(100 * seed + epoch)
+    return list(BatchSampler(RandomSampler(range(26), generator=generator), 8, drop_last=True))
+
+
+@pytest.mark.parametrize("items", [False, True])
+@pytest.mark.parametrize("sampler", [classes, batch_sampler])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_batches_that_a_script_s_own_sampler_draws_for_each_member(sampler, items, workers):
+    seeds = [7, 1, 4]
+    given = (TensorDataset(X, Y), 8) if items else ((X, Y), 8)
+    loader = (hfta.DatasetLoader if items else hfta.ArrayLoader)(*given, seeds=seeds, sampler=sampler)
+    assert len(loader) == 3
+    step, state = array()
+    state, _ = hfta.fit(step, state, loader, epochs=2, progress=False, workers=workers)
+    for member, seed in enumerate(seeds):
+        rows = torch.cat([torch.as_tensor(sampler(seed, epoch)).flatten() for epoch in range(2)]).split(8)
+        assert_trained(hfta.take(state, [member]), [loop(member, [(X[each], Y[each]) for each in rows])])
+
+
+def test_samplers_of_unequal_length_are_refused():
+    loader = hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=lambda seed, epoch: range(8 + 4 * seed))
+    with pytest.raises(hfta.errors.HyperparameterError, match="model 1: sampler returned 12 rows but 8 for model 0"):
+        next(iter(loader))
+    with pytest.raises(hfta.errors.HyperparameterError, match="bootstrap and sampler both say which rows"):
+        hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=classes, bootstrap=True)
+
+
+def test_a_data_loader_with_as_many_rows_as_members_is_no_loader_of_members():
+    step, state = array()
+    with pytest.raises(hfta.errors.BatchError, match=r"batches of 3 rows, as many as models, .* with batch_dims=None"):
+        hfta.fit(step, state, DataLoader(TensorDataset(X, Y), 3), epochs=1, progress=False)
+    # Items that are the batches of all members have no batch size.
+    parts = TensorDataset(X[:24].view(4, 3, 2, 3), Y[:24].view(4, 3, 2))
+    assert hfta.fit(step, state, DataLoader(parts, None), epochs=1, progress=False).state.step.tolist() == [4] * 3
+
+
+def metrics(model, batch):
+    errors = (model(batch[0]).squeeze(-1) - batch[1]).abs()
+    return {"mean": errors.mean(), "sum": errors.sum(), "wrong": (errors > 1).sum()}
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("kind", ["parts", "loader", "rows", "whole"])
+def test_sums_over_a_test_set_beside_means(kind, members):
+    rows = [[0, 3, 5], range(26), range(4, 15)][:members]
+    data = {
+        "parts": [(X[low : low + 8], Y[low : low + 8]) for low in range(0, 26, 8)],
+        "loader": hfta.ArrayLoader((X, Y), 8, shared=True),
+        "rows": hfta.ArrayLoader((X, Y), 4, seeds=range(members), rows=rows),
+        "whole": (X, Y),
+    }[kind]
+    step, state = array(
+        lambda model, batch: (loss_fn(model, batch), {"seen": torch.tensor(len(batch[0]))}), LRS[:members]
+    )
+    loader = hfta.ArrayLoader((X, Y), 4, seeds=range(members))
+    state, history = hfta.fit(
+        step, state, loader, epochs=2, evaluate=(metrics, data), sums=("sum", "wrong", "seen"), progress=False
+    )
+    assert history["seen"].dtype == torch.int64 and history["seen"].tolist() == [[26] * members] * 2
+    for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
+        own = torch.tensor(rows[member]) if kind == "rows" else torch.arange(26)
+        for name, value in metrics(model, (X[own], Y[own])).items():
+            torch.testing.assert_close(history[name][-1, member].double(), value.double().detach(), rtol=1e-10, atol=0)
+
+
+class Graphs:
+    """As a batch of graphs: nodes of all of them, and which graph each belongs to."""
+
+    def __init__(self, sizes):
+        self.x, self.num_graphs = X[: sum(sizes)], len(sizes)
+        self.graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+
+def test_means_are_weighted_by_graphs():
+    def pooled(model, graphs):
+        return torch.zeros(graphs.num_graphs).double().index_add(0, graphs.graph, model(graphs.x)[:, 0]).mean()
+
+    batches = [Graphs([3, 9, 2]), Graphs([1])]
+    step, state = array(batch_dims=None)
+    loader = [(X, Y)]
+    state, history = hfta.fit(step, state, loader, epochs=1, evaluate=(pooled, batches), progress=False)
+    for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
+        expected = sum(pooled(model, each) * each.num_graphs for each in batches) / 4
+        torch.testing.assert_close(history["pooled"][-1, member], expected.detach(), rtol=1e-10, atol=0)
+
+
+def test_batches_whose_tensors_differ_in_length():
+    """Boxes of images: what a row is, the metric says."""
+    batches = [{"images": X[:4], "boxes": X[4:13]}, {"images": X[13:14], "boxes": X[14:26]}]
+
+    def box(model, batch):
+        return {"box": model(batch["boxes"]).mean()}
+
+    def counted(model, batch):
+        return {**box(model, batch), "rows": torch.tensor(len(batch["boxes"]))}
+
+    step, state = array()
+    loader = hfta.ArrayLoader((X, Y), 26, seeds=range(3))
+    with pytest.raises(hfta.errors.BatchError, match=r"lengths \[1, 12\], .* have the metric return .* as 'rows'"):
+        hfta.fit(step, state, loader, epochs=1, evaluate=(box, batches), progress=False)
+    state, history = hfta.fit(step, state, loader, epochs=1, evaluate=(counted, batches), progress=False)
+    assert "rows" not in history
+    for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
+        expected = model(torch.cat([each["boxes"] for each in batches])).mean()
+        torch.testing.assert_close(history["box"][-1, member], expected.detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("where", ["step", "evaluate"])
+def test_a_value_for_each_row_has_no_mean_over_batches(where):
+    def each(model, batch):
+        return {"each": model(batch[0]).squeeze(-1)}
+
+    loss = (lambda model, batch: (loss_fn(model, batch), each(model, batch))) if where == "step" else loss_fn
+    step, state = array(loss)
+    parts = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    loader = hfta.ArrayLoader((X, Y), 8, seeds=range(3))
+    evaluate = (each, parts) if where == "evaluate" else None
+    with pytest.raises(
+        hfta.errors.BatchError, match=r"metric 'each' is \[3, 8\] in one batch and .* call hfta.predict"
+    ):
+        hfta.fit(step, state, loader, epochs=1, evaluate=evaluate, progress=False)
+
+
+def test_predictions_for_the_loader_of_training():
+    step, state = array(batch_dims=None)
+    loader = DataLoader(TensorDataset(X, Y), 8)
+    state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
+    found = hfta.predict(make(), state, loader, inputs=lambda batch: batch[0]).outputs
+    for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
+        expected = torch.cat([model(inputs) for inputs, _ in loader])
+        torch.testing.assert_close(found[member], expected.detach(), rtol=1e-12, atol=0)
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, row):
+        return X[row] + torch.randn(3).double(), torch.tensor(numpy.random.rand())
+
+
+def test_threads_draw_what_one_alone_draws():
+    def job(seed):
+        batches = [*hfta.DatasetLoader(Noisy(), 4, seeds=[seed, seed + 1])]
+        return batches, hfta.init_params(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), [seed, seed + 1])
+
+    expected = [job(seed) for seed in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(job, range(12))]
+    assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
+
+
+@pytest.mark.parametrize("name", ["epoch", "member", "seed", "lr"])
+def test_a_metric_with_the_name_of_a_column(name):
+    step, state = array(lambda model, batch: (loss_fn(model, batch), {name: torch.tensor(2.5)}))
+    loader = hfta.ArrayLoader((X, Y), 8, seeds=range(3))
+    _, history = hfta.fit(step, state, loader, epochs=2, progress=False)
+    frame = history.frame(lr=LRS)
+    assert (
+        frame["epoch"].tolist() == [1] * 3 + [2] * 3
+        and frame["member"].tolist() == frame["seed"].tolist() == [0, 1, 2] * 2
+    )
+    assert frame["lr"].tolist() == LRS * 2 and frame[f"{name}_metric"].tolist() == [2.5] * 6
+    assert history.best(name, lr=LRS)[f"{name}_metric"].tolist() == [2.5] * 3
+    assert history.last(lr=LRS).epoch.tolist() == [2] * 3
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("every", ["epoch", "update"])
+def test_schedulers_count_updates_where_gradients_accumulate(every, members):
+    """The script accumulates two batches, and its scheduler steps once an epoch, or after each update."""
+    batches, epochs = [(X[low : low + 4], Y[low : low + 4]) for low in range(0, 24, 4)], 3
+
+    def script(seed):
+        torch.manual_seed(seed)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), LRS[seed])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for _ in range(epochs):
+            for number, batch in enumerate(batches):
+                (loss_fn(model, batch) / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if every == "update":
+                        scheduler.step()
+            if every == "epoch":
+                scheduler.step()
+        return model
+
+    models = [make() for _ in range(members)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr) for model, lr in zip(models, LRS, strict=False)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
+    counts = types.SimpleNamespace(epoch=(epochs, len(batches) // 2), update=(epochs * len(batches) // 2, 1))
+    steps, gap = getattr(counts, every)
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=steps, every=gap)
+    step, state = array(lrs=LRS[:members], optimizer=hfta.accumulate(optimizer, 2), batch_dims=None)
+    state, _ = hfta.fit(step, state, batches, epochs=epochs, progress=False)
+    assert_trained(state, [script(seed) for seed in range(members)])
