@@ -57,7 +57,6 @@ FILES_IN = {
             "_aliasing",
             "_affine",
             "_products",
-            "_convolution",
             "_lowering",
             "_loop",
             "_measured",
