@@ -2,8 +2,8 @@
 
 Updates: the kernel in C of the optimizer, called eagerly and from a graph, and the code that inductor generates for its rule.
 Convolutions, alone and with gradients: one call in groups, of oneDNN or cuDNN, eagerly and from a graph; as the table of
-lowerings has it; windows with a batched product, which inductor fuses with what is around it; and by hand, in C, or on a GPU
-in Triton and without gradients. Code by hand has its inputs in the layout that it is written for.
+lowerings has it; as a batched product, which inductor fuses with what is around it; and by hand, in C, or on a GPU in Triton
+and without gradients. Code by hand has its inputs in the layout that it is written for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def convolution(
             return run(x, weight)
 
     ways: dict[str, Callable[[], object]] = {"grouped, eager": grouped, "table, eager": lambda: run(x, weight)}
-    for lowering in ("grouped", "windows"):
+    for lowering in ("grouped", "matmul"):
         with hfta.rules.override(conv=lowering):
             torch._dynamo.reset()
             compiled = torch.compile(run, fullgraph=True, dynamic=False)

@@ -219,7 +219,16 @@ def as_people_size_them(num_models: int) -> Iterator[Row]:
     yield conv("sized", num_models, 16, 16, 32, 32, 3, padding=1, groups=32)
     yield conv("sized", num_models, 8, 32, 3, 64, 7, padding=3, stride=2, bias=True)
     yield conv("sized", num_models, 16, 16, 24, 96, 1, bias=True)
-    for batch, i, o in ((32, 1, 6), (16, 1, 32), (16, 3, 12), (8, 3, 32), (8, 3, 64), (1, 12, 12), (1, 3, 64), (1, 32, 32)):
+    for batch, i, o in (
+        (32, 1, 6),
+        (16, 1, 32),
+        (16, 3, 12),
+        (8, 3, 32),
+        (8, 3, 64),
+        (1, 12, 12),
+        (1, 3, 64),
+        (1, 32, 32),
+    ):
         yield conv("sized", num_models, batch, 28, i, o, 3, padding=1, bias=True)
     yield Row(
         "conv",

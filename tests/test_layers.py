@@ -52,7 +52,6 @@ FILES_IN = {
             "_layout",
             "_affine",
             "_products",
-            "_convolution",
             "_lowering",
             "_loop",
             "_measured",

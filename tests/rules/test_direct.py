@@ -1,4 +1,4 @@
-"""Kernels in C of convolutions and pooling: against PyTorch on sizes of all kinds, and to the same bits in every array."""
+"""Kernels in C of convolutions, pooling and tables: against PyTorch on many sizes, and to the same bits in every array."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ SIZES = [
     ((2, 3, 9, 5, 6), (2, 3, 3, 1, 2), {"stride": (2, 1, 3), "padding": (1, 0, 1)}),
     # More samples than lanes.
     *(((35, 2, 6, 5), (3, 2, 2, 3), {"stride": 2}), ((17, 4, 3, 3), (6, 2, 3, 3), {"padding": 2, "groups": 2})),
+    # Rows with fewer taps, of inputs and, behind much padding, of outputs.
+    *(((20, 3, 9, 8), (4, 3, 5, 5), {}), ((18, 2, 4, 4), (3, 2, 3, 3), {"padding": 3, "groups": 1})),
+    ((17, 2, 5, 4, 3), (3, 2, 4, 2, 2), {"dilation": (1, 2, 1)}),
     # Rows and columns of the input that no filter sees.
     *(((20, 2, 8, 8), (3, 2, 2, 2), {"stride": 5}), ((2, 1, 30, 30), (1, 1, 1, 1), {"stride": 4, "padding": 3})),
 ]
@@ -189,13 +192,14 @@ static int fails(void) { return left >= 0 && left-- <= 0 ? (left = 0, 1) : 0; }
 _SANITIZED = """
 import sys, torch
 import torch.nn.functional as F
-from hfta_func._kernels import convolution, native
+from hfta_func._kernels import convolution, native, pooling, tables
 native._FLAGS += ("-O1", "-fsanitize=address", "-include", sys.argv[1])
 library = convolution.program(torch.float32)
 torch.set_num_threads(1)
 for x, weight, stride, pad, dilation in (
     ((1, 5, 37, 6), (7, 5, 3, 3), 1, 1, 1), ((35, 2, 6, 5), (3, 2, 2, 3), 2, 0, 1), ((2, 4, 70, 70), (9, 4, 3, 3), 1, 2, 2),
     ((20, 2, 8, 8), (3, 2, 2, 2), 5, 0, 1), ((2, 1, 30, 30), (1, 1, 1, 1), 4, 3, 1), ((3, 3, 9, 40), (5, 3, 5, 2), 3, 4, 1),
+    ((20, 3, 9, 8), (4, 3, 5, 5), 1, 0, 1),
     # Rows behind the last filter, more than buffers are longer than needed.
     ((16, 1, 3, 40, 40), (2, 1, 3, 3, 3), (1, 20, 1), 0, 1),
 ):
@@ -225,6 +229,20 @@ for x, weight, stride, pad, dilation in (
                 library.fail_after(-1)
         assert allocations >= 9, allocations
         torch.testing.assert_close(found, result, rtol=1e-4, atol=1e-3)
+library, x = pooling.program(torch.float32), torch.randn(2, 3, 7, 9)
+for allocations in range(3):
+    library.fail_after(allocations)
+    try:
+        pooling.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
+    except MemoryError:
+        continue
+    raise SystemExit(allocations)
+library.fail_after(-1)
+values, places = pooling.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
+pooling.max_pool_backward(values, places, [7, 9])
+index = torch.randint(5, (3, 20))
+moved = tables.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -1)
+tables.move_rows(moved, None, index, None, None, 20, -1)
 print("as expected")
 """
 
@@ -275,3 +293,66 @@ def test_maxima_are_those_of_pytorch_to_the_bit(options: Any, dtype: torch.dtype
 
 def _named(options: Any) -> tuple[Any, ...]:
     return (*options, *(None, 0, 1, False)[len(options) - 1 :])
+
+
+def test_gradients_of_the_gradient_of_maxima() -> None:
+    x = torch.randn(2, 3, 6, 6).double().requires_grad_()
+
+    def func(x: Tensor) -> Tensor:
+        return hfta.vmap(lambda x: F.max_pool2d((x * x)[None], 3, 2))(x)
+
+    assert torch.autograd.gradgradcheck(func, (x,))
+    pull = torch.func.vjp(func, x.detach())[1]
+    grad = torch.randn_like(func(x))
+    (gradient, tangent) = torch.func.jvp(lambda grad: pull(grad)[0], (grad,), (grad,))
+    torch.testing.assert_close(tangent, gradient)
+
+
+M, V, K = 3, 30, 70
+_OF_ALL = torch.randint(V, (K,), generator=torch.Generator().manual_seed(0))
+TABLES = {
+    "index_add": lambda x, index, source: x.index_add(0, index, source, alpha=2),
+    "index_add_": lambda x, index, source: x.clone().index_add_(0, index, source),
+    "index_select": lambda x, index, source: x.index_select(0, index),
+    "rows of columns": lambda x, index, source: x.index_select(-1, index),
+    "index": lambda x, index, source: x[index - V],
+    "scatter_add": lambda x, index, source: x.scatter_add(0, index[:, None].expand_as(source), source),
+    "embedding": lambda x, index, source: F.embedding(index.view(7, -1), x, padding_idx=int(_OF_ALL[3])),
+    "bags of sums": lambda x, index, source: F.embedding_bag(index.view(7, -1), x, mode="sum"),
+    "bags of means": lambda x, index, source: F.embedding_bag(index, x, torch.tensor([0, 3, 3, 50])),
+}
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_tables(name: str, is_shared: bool) -> None:
+    table, source = torch.randn(M, V, 2 * V).double(), torch.randn(M, K, 2 * V).double()
+    index = _OF_ALL if is_shared else torch.stack([_OF_ALL.roll(m) for m in range(M)])
+
+    def func(x: Tensor, index: Tensor, source: Tensor) -> Tensor:
+        return TABLES[name](x * x, index, source * source)
+
+    def passes(func: Any) -> list[Any]:
+        """The output, its gradients, and theirs if there are any."""
+        inputs = [one.clone().requires_grad_() for one in (table, source)]
+        output = func(inputs[0], index, inputs[1])
+        grads = torch.autograd.grad(output.cos().sum(), inputs, create_graph=True, materialize_grads=True)
+        if name.startswith("bags"):
+            # PyTorch has no further derivative.
+            return [output, *grads]
+        seconds = torch.autograd.grad(sum(map(torch.sum, map(torch.sin, grads))), inputs, materialize_grads=True)
+        return [output, *grads, *seconds]
+
+    def loop(x: Tensor, index: Tensor, source: Tensor) -> Tensor:
+        indices = [index] * M if is_shared else index.unbind()
+        return torch.stack([func(*one) for one in zip(x, indices, source, strict=True)])
+
+    results = passes(hfta.vmap(func, (0, None if is_shared else 0, 0)))
+    for result, expected in zip(results, passes(loop), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_are_missing_are_refused_as_for_a_member_alone() -> None:
+    for index in (torch.tensor([[V]]), torch.tensor([[-1 - V]])):
+        with pytest.raises(IndexError, match="out of range"):
+            hfta.vmap(lambda x, index: x.index_select(0, index))(torch.randn(1, V, 2 * V * V), index)

@@ -269,7 +269,7 @@ def test_dropout_of_probability_one(kind: str) -> None:
     assert all(y.isfinite().all() for y in outputs)
 
 
-def test_shared_weights_join_the_batch() -> None:
+def test_shared_weights() -> None:
     module = nn.LSTM(I, H, 2, bidirectional=True).double()
     params = {path: param.detach() for path, param in module.named_parameters()}
     apply, x = hfta.functional(module), torch.randn(M, T, N, I).double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import struct
@@ -22,16 +21,11 @@ def block() -> int:
     return 16 if "avx512f" in native.processor() else 8
 
 
-@functools.cache
 def program(dtype: torch.dtype | None) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
     # A sum of products is as exact with fused operations, and the same in every lane.
-    library = native.load_file(Path(__file__).with_suffix(".c"), dtype, ("-ffp-contract=fast",))
-    if library is not None:
-        size, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.convolve.argtypes = [pointer] * 5 + [size]
-        library.correlate.argtypes = [pointer] * 3 + [size, size, pointer, pointer, size]
-    return library
+    flags = ("-ffp-contract=fast",)
+    return native.load_file(Path(__file__).with_suffix(".c"), dtype, "convolve:pppppn correlate:pppnnppn", flags)
 
 
 def convolve(

@@ -154,12 +154,22 @@ def load(source: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
 _KINDS = {torch.float32: "float", torch.float64: "double"}
 
 
+_ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
+
+
 @functools.cache
-def load_file(path: Path, dtype: torch.dtype | None, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """The functions of a file in C for a type of numbers; None if there are none for it, or they cannot be compiled."""
+def load_file(path: Path, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
+    """The functions of a file in C for a type of numbers; None if there are none for it, or they cannot be compiled.
+
+    ``functions`` are their names, each with the types of its arguments: ``"p"`` for pointers and ``"n"`` for numbers.
+    """
     if dtype not in _KINDS:
         return None
-    return load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
+    library = load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
+    for function in functions.split() if library is not None else ():
+        name, _, types = function.partition(":")
+        getattr(library, name).argtypes = [_ARGUMENTS[letter] for letter in types]
+    return library
 
 
 def check_memory(is_missing: int) -> None:

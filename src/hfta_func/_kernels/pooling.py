@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +13,9 @@ from torch import Tensor
 from hfta_func._kernels import native
 
 
-@functools.cache
 def program(dtype: torch.dtype) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
-    library = native.load_file(Path(__file__).with_suffix(".c"), dtype)
-    if library is not None:
-        size, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.max_pool.argtypes = [pointer] * 4 + [size]
-        library.max_pool_backward.argtypes = [size] * 3 + [pointer] * 3 + [size]
-    return library
+    return native.load_file(Path(__file__).with_suffix(".c"), dtype, "max_pool:ppppn max_pool_backward:nnnpppn")
 
 
 def max_pool(

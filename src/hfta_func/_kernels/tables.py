@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,9 @@ from torch import Tensor
 from hfta_func._kernels import native
 
 
-@functools.cache
 def program(dtype: torch.dtype) -> Any:
-    """The function for a type of numbers; None if there is none, or it cannot be compiled."""
-    library = native.load_file(Path(__file__).with_suffix(".c"), dtype)
-    if library is not None:
-        size, pointer = ctypes.c_int64, ctypes.c_void_p
-        indices = pointer, size, pointer, size, pointer, size
-        library.move_rows.argtypes = [size, size, size, pointer, size, pointer, size, *indices, size, size]
-    return library
+    """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
+    return native.load_file(Path(__file__).with_suffix(".c"), dtype, "move_rows:nnnpnpnpnpnpnnn")
 
 
 def move_rows(
