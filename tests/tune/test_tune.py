@@ -372,7 +372,7 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
     again.load(tmp_path)
     assert [repr(group.fixed["kind"]) for group in again.groups] == ["1", "True"]
     population.fit(1)
-    with pytest.raises(ValueError, match="'kind' has 1 values; give a fusible name one for each of 1 pairs"):
+    with pytest.raises(ValueError, match="'kind' has 1 values; give fusible names one for each of 1 pairs"):
         population.copy([(0, 0)], kind=[1])
     with pytest.raises(ValueError, match="'lr' has 2 values; give"):
         population.copy([(0, 0)], lr=[0.1, 0.2])
@@ -416,7 +416,7 @@ BAD = {
     "direction": ({"direction": "up"}, "must be a list of `minimize` or `maximize`"),
     "two directions": ({"direction": ("minimize", "maximize")}, "number of objectives must match"),
     "trials": ({"trials": -1}, "trials is -1, and this scheduler has no number of its own"),
-    "no trials": ({"trials": 0}, "trials is 0, and this scheduler has no number of its own; pass how many to try"),
+    "no trials": ({"trials": 0}, "trials is 0, and this scheduler has no number of its own; pass at least 1"),
     "batch": ({"batch": -1}, "batch is -1; give an integer of at least 1"),
     "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
     "epochs": ({"epochs": 0}, "epochs is 0; give an integer of at least 1"),
@@ -527,28 +527,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
         assert found.user_attrs.get("error") == trial.error
         assert found.datetime_start < found.datetime_complete
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
-
-
-@pytest.mark.filterwarnings("ignore:PedAnovaImportanceEvaluator computes")
-def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None:
-    """Of a storage as of memory, for each of several objectives."""
-    url = f"sqlite:///{tmp_path}/study.db"
-    options = STUDY | {"metric": ["error", "loss"], "trials": 12, "epochs": 2, "max_models": 16}
-    study = tune.run(build, SPACE, storage=url, name="study", **options)
-    shown = optuna.load_study(storage=url, study_name="study")
-    assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
-    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.optuna.best_trials]
-    assert all(not trial.intermediate_values for trial in shown.trials)
-    for place in range(2):
-        found, expected = (
-            optuna.importance.get_param_importances(
-                one,
-                target=lambda trial: trial.values[place],  # noqa: B023
-                evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
-            )
-            for one in (shown, study.optuna)
-        )
-        assert set(found) == set(SPACE) and found == pytest.approx(expected)
 
 
 @pytest.mark.exhaustive

@@ -64,9 +64,7 @@ def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
     """Raise a ValueError unless all numbers are those of members that are alive."""
     for number in numbers:
         if (status := members[number].status) != "alive":
-            raise ValueError(
-                f"member {number} is {status}, and its state is gone; population.alive are those that train"
-            )
+            raise ValueError(f"member {number} is {status}, and its state is gone; choose one of population.alive")
 
 
 def tuples(value: Any) -> Any:
@@ -86,7 +84,7 @@ class Group:
 
     def __init__(self, build: Build, fixed: Mapping[str, Any], limit: Size):
         self.fixed = dict(fixed)
-        self.limit = limit
+        self.limit: Size = limit
         self.configs: dict[int, Mapping[str, Any]] = {}
         """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
