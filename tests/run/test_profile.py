@@ -21,7 +21,7 @@ from hfta_func.run import profile as of_run
 from hfta_func.run import recording
 from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, _aligned, iterations_of, of_device
 from hfta_func.run.walk import walk
-from hfta_func.step import records, train
+from hfta_func.step import replay, train
 
 SEEDS = [3, 5, 7]
 
@@ -29,8 +29,7 @@ SEEDS = [3, 5, 7]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are made at the fourth call, and rates take no time to measure."""
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     monkeypatch.setattr(of_run, "rates", lambda device, dtype: (1e9, 1e9))
 
 
@@ -164,7 +163,7 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
 
 @pytest.mark.exhaustive
 def test_a_run_too_short_for_a_record_is_profiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_TRACING", 1e6)
+    monkeypatch.setattr(replay, "_STEPS", 1e9)
     monkeypatch.setattr(recording, "_SECONDS", 0.01)
     step, state, _ = array()
     loader = hfta.ArrayLoader((torch.randn(20, 2, 8), torch.randint(0, 3, (20,))), 5, seeds=SEEDS)
