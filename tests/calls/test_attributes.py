@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.models.attributes import Attributes, undo
-from hfta_func.step import records
+from hfta_func.step import replay
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -366,8 +366,7 @@ def test_attributes_of_one_call_are_those_of_the_loop(
 
 @pytest.mark.parametrize("kind", [UnusedCounter, Annealed])
 def test_replayed_steps_count_too(kind: type[Keeps], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     models = members(kind, 3)
     step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS), replay=True)
     state = step.init(*hfta.stack_params(models), seeds=range(3))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import records
+from hfta_func.step import replay
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -225,5 +225,4 @@ def test_members_that_branch_differently_predict_together(count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, reject, seed, settings
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import records
+from hfta_func.step import replay
 from programs import FAMILIES, NAMES, Spec, in_python, inputs, loss, models, weighed
 
 # What PyTorch says about some layers, to a model alone as well.
@@ -50,8 +50,7 @@ class Discarded(Exception):
 @pytest.fixture(autouse=True)
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Records are made at the fourth call, whatever they cost.
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield

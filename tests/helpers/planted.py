@@ -22,7 +22,7 @@ class Planted(NamedTuple):
 PLANTED = [
     Planted(
         "evaluation does not switch to eval mode",
-        *("step/evaluate.py", "metrics, training=False, ", "metrics, "),
+        *("step/evaluate.py", "    training = False\n", ""),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -42,7 +42,7 @@ PLANTED = [
     ),
     Planted(
         "evaluation ignores chunk_size",
-        *("step/evaluate.py", "Chunks(options.chunk_size, options", "Chunks(None, options"),
+        *("step/members.py", "Chunks(options.chunk_size, options", "Chunks(None, options"),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -314,15 +314,15 @@ PLANTED = [
         "gradients stay scaled",
         *(
             "step/gradients.py",
-            "            inverse = state.loss_scale.scale.double().reciprocal()\n",
-            "            inverse = torch.ones_like(state.loss_scale.scale)\n",
+            "    inverse = scale.double().reciprocal()\n",
+            "    inverse = torch.ones_like(scale)\n",
         ),
         "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
     ),
     Planted(
         "evaluation without autocast",
         *(
-            "step/evaluate.py",
+            "step/members.py",
             "None if judged else self.options.autocast",
             "None",
         ),
@@ -458,7 +458,7 @@ PLANTED = [
     ),
     Planted(
         "a graph goes on after a value has changed",
-        *("run/reached.py", "_identical(look(), before) for", "True for"),
+        *("verify/reached.py", "and all(map(operator.is_, now, self._seen))", ""),
         "test_kept.py::test_a_change_is_noticed_and_has_another_digest",
     ),
     Planted(
@@ -751,7 +751,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble predicts in train mode",
-        *("step/prediction.py", "bind(model, forward, training=training, ", "bind(model, forward, "),
+        *("step/prediction.py", "        self.training = training\n", ""),
         "test_ensemble.py::test_predictions_are_those_of_the_members",
     ),
     Planted(
@@ -830,7 +830,7 @@ PLANTED = [
     ),
     Planted(
         "an eager step holds a gradient of each member of what they share",
-        *("step/gradients.py", "None if together else 0", "0"),
+        *("step/gradients.py", "if shared and can_look(", "if shared and False and can_look("),
         "test_shared.py::test_an_eager_step_holds_one_gradient_of_the_trunk",
     ),
     Planted(
@@ -1001,17 +1001,17 @@ PLANTED = [
     ),
     Planted(
         "a record is used though a value of Python has changed",
-        *("step/records.py", "for one in self.tapes if one.reads.hold()", "for one in self.tapes"),
+        *("step/replay.py", "for one in self.records if one.reads.holds()", "for one in self.records"),
         "test_replay.py::test_what_functions_read_from_python[a closure]",
     ),
     Planted(
         "a record is used for tensors of another kind",
-        *("step/records.py", "self._is_like is not None and self._is_like(*inputs)", "self._is_like is not None"),
+        *("step/replay.py", "and latest.is_like(*inputs)", ""),
         "test_replay.py::test_what_tensors_are_like",
     ),
     Planted(
         "a record is used though a context observes operators",
-        *("step/records.py", "torch.is_anomaly_enabled() or _choice.is_explaining() or function_modes()", "False"),
+        *("step/replay.py", "        or function_modes()\n", ""),
         "test_replay.py::test_what_the_step_runs_in",
     ),
     Planted(
@@ -1021,15 +1021,15 @@ PLANTED = [
     ),
     Planted(
         "a record of an update that reads Python is used",
-        *("step/replay.py", "closed and (looks", "(looks"),
+        *("step/records.py", "closed and (self._looks", "(self._looks"),
         "test_replay.py::test_updates[a schedule that reads a global]",
     ),
     Planted(
         "a replayed step updates members that do not take part",
         *(
             "step/records.py",
-            "if second is None or (self._looks and not decision[self._keep].all()):",
-            "if second is None:",
+            "if self._second is None or (self._looks and not decision[self._keep].all()):",
+            "if self._second is None:",
         ),
         "test_replay.py::test_updates[a chain]",
     ),
@@ -1037,15 +1037,10 @@ PLANTED = [
         "a record is used before it has given the bits of a step",
         *(
             "step/replay.py",
-            "known is not None and known.is_checked",
-            "known is not None and known._first.rehearse(inputs)",
+            "record is not None and record.is_checked",
+            "record is not None and record._first.rehearse(inputs)",
         ),
-        "test_replay.py::test_values_that_cannot_be_seen_are_noticed",
-    ),
-    Planted(
-        "a tensor that is replaced is read where it was",
-        *("_torch/reads.py", "self._value(source) is tensor", "self._value(source) is not None"),
-        "test_replay.py::test_what_functions_read_from_python[a global tensor, replaced]",
+        "test_replay.py::test_what_gives_other_values_at_each_call_is_noticed",
     ),
     Planted(
         "a record writes into tensors that live longer",
@@ -1119,7 +1114,7 @@ PLANTED = [
     ),
     Planted(
         "a step is replayed for members of other sizes",
-        *("step/replay.py", "*(tuple(leaf.tolist()) for leaf in member_sizes(state))", "*()"),
+        *("step/replay.py", "(tuple(leaf.tolist()) for leaf in member_sizes(state))", "()"),
         "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
     ),
     Planted(

@@ -10,7 +10,7 @@ from torch import nn
 import hfta_func as hfta
 from comparisons import assert_trees_close
 from hfta_func._torch import inside_vmap
-from hfta_func.step import records
+from hfta_func.step import replay
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
 
@@ -107,8 +107,7 @@ def test_members_are_their_models_alone(order, mode):
 
 
 def test_replays_are_for_members_of_the_same_sizes(monkeypatch):
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     models = models_of(ORDERS["any order"], "noise")
     model = hfta.padded(models)
     step, state = prepared(models, model, replay=True)

@@ -20,9 +20,9 @@ import hfta_func as hfta
 from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import Library, ahead
 from hfta_func._torch.recorded import Call, Slot
-from hfta_func.run import background, kept, reached
-from hfta_func.run.reached import Reached
+from hfta_func.run import background, kept
 from hfta_func.step import records, replay
+from hfta_func.verify import Reached, reached
 
 M = 3
 SCALE = 2.0
@@ -162,7 +162,7 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
 
 def test_names_differ_by_all_that_a_graph_rests_on() -> None:
     step, state = arrayed()
-    digest = kept.reached_by(step).digest
+    digest = records.reached_by(step).digest
     assert digest is not None
 
     default = batch()
@@ -171,7 +171,7 @@ def test_names_differ_by_all_that_a_graph_rests_on() -> None:
         return kept.name_of(step, digest, (state, x))
 
     same = arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7]))
-    assert name() == name() == name(*same) and kept.reached_by(same[0]).digest == digest
+    assert name() == name() == name(*same) and records.reached_by(same[0]).digest == digest
     others = [name(digest="other"), name(x=batch()[:, :2]), name(x=batch().float()), name(x=batch().mT.contiguous().mT)]
     others += [name(*arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7], weight_decay=[0.1, 0.2, 0.3])))]
     others += [name(*arrayed(optimizer=hfta.chain(hfta.clip_grad_norm([1.0] * 3), hfta.adam(lr=[0.5, 0.6, 0.7]))))]
@@ -257,7 +257,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kept, "compile_ahead", compiled)
     monkeypatch.setattr(kept, "load_ahead", lambda path: tapes[int(pathlib.Path(path).read_text())].rehearse)
-    monkeypatch.setattr(kept, "require_pure", lambda *inputs: None)
 
     def recorded(step: Any, *inputs: Any) -> Any:
         """As the step runs eagerly, because whatever asks whether it is compiled imports the compiler."""
@@ -270,7 +269,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def named(step: hfta.step.TrainStep, state: hfta.step.TrainState) -> str:
-    digest = kept.reached_by(step).digest
+    digest = records.reached_by(step).digest
     assert digest is not None
     return kept.name_of(step, digest, (state, batch()))
 
@@ -386,7 +385,7 @@ t.SCALE = {scale}
 step, state = t.{arrayed}
 torch.manual_seed(0)
 x = {x}
-name = t.kept.name_of(step, t.kept.reached_by(step).digest, (state, x))
+name = t.kept.name_of(step, t.records.reached_by(step).digest, (state, x))
 if {makes}:
     t.kept.make(step, (state, x), name)
 quick, other = hfta.compile(step), step

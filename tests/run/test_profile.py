@@ -19,7 +19,7 @@ import hfta_func as hfta
 from hfta_func.run import profile as of_run
 from hfta_func.run.predict import walk
 from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
-from hfta_func.step import records, train
+from hfta_func.step import replay, train
 
 SEEDS = [3, 5, 7]
 
@@ -27,8 +27,7 @@ SEEDS = [3, 5, 7]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are made at the fourth call, and rates take no time to measure."""
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     monkeypatch.setattr(of_run, "rates", lambda device, dtype: (1e9, 1e9))
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import records
+from hfta_func.step import replay
 from hfta_func.testing import assert_matches_solo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -301,7 +301,7 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
     torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(again["d.loss"][:, 0], history["d.loss"][:, 0], rtol=1e-10, atol=0)
     assert hfta.load(keep, like=whole).step.tolist() == [12, 6, 12]
-    assert workers is not None or again.status.startswith("eager: d eager: ")
+    assert workers is not None or again.status.startswith("replayed: d replayed: ")
 
 
 def test_states_are_taken_joined_and_sent():
@@ -368,11 +368,6 @@ class Tied(GAN):
             ValueError,
             "'d' has shared_params, which joint does not train",
         ),
-        (
-            lambda: hfta.joint(d=make(), every=2),
-            ValueError,
-            "every is 2; give a dict of numbers by name, such as {'d': 2}",
-        ),
         (lambda: hfta.joint(d=make(), every={"h": 2}), ValueError, "every has 'h': 2; give d integers"),
         (lambda: hfta.joint(d=make(), every={"d": 0}), ValueError, "every has 'd': 0"),
         (
@@ -404,8 +399,7 @@ def test_states_and_batches_that_do_not_fit():
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("every", [{}, {"g": 2}])
 def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(records, name, 0)
+    monkeypatch.setattr(replay, "_STEPS", 0)
     plain = make_joint((with_noise(loss_d), with_noise(loss_g)), every=every)
     step, batches = plain.replayed(), make_batches(8)
     # A member that fails goes back to where it was, also in a step that is replayed.

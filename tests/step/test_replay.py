@@ -16,6 +16,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -853,6 +854,20 @@ def test_values_that_are_read_past_operators(name: str) -> None:
         (a, reported), (b, expected) = step(a, x), plain(b, x)
         assert _equal((a, reported), (b, expected)), (number, step.status)
     assert step.status == "eager: it reads the values of a tensor"
+
+
+def test_what_gives_other_values_at_each_call_is_noticed() -> None:
+    step = hfta.make_train_step(
+        nn.Linear(3, 2),
+        lambda model, x: (model(x) * (time.perf_counter() % 1.0)).square().mean(),
+        hfta.sgd(lr=0.1),
+        replay=True,
+        verify=False,
+    )
+    state = _state(step, lambda: nn.Linear(3, 2))
+    for _ in range(4):
+        state, _ = step(state, torch.randn(M, 4, 3))
+    assert step.status.startswith("eager: its record gives other values than the functions")
 
 
 def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

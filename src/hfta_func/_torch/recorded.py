@@ -214,6 +214,11 @@ class Recorder(Mode):
             if kept.keys() <= fixed.keys():
                 return kept
 
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the same values in each replay."""
+        slot = self._known(tensor)
+        return slot in self._fixed or slot in self._sources
+
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor; anything else as it is."""
         if not isinstance(leaf, Tensor):

@@ -118,23 +118,39 @@ class _Expecting(Mode):
         return func(*args, **kwargs or {})
 
 
+_bindings: dict[Any, Callable[..., Any] | None] = {}
+"""The binding that calls an operator with arguments of these types, once it is known."""
+
+
 def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
     """The fastest function that calls an operator, and what it returns; PyTorch's own bindings read arguments faster."""
+    key = operator, *map(_type, args), *((name, _type(value)) for name, value in kwargs.items())
+    if (known := _bindings.get(key)) is not None:
+        return known, known(*args, **kwargs)
     namespace, _, name = operator._schema.name.partition("::")
-    bindings = (getattr(part, name, None) for part in _functions) if namespace == "aten" else ()
+    bindings = (
+        (getattr(part, name, None) for part in _functions) if namespace == "aten" and key not in _bindings else ()
+    )
     for function in bindings:
         if function is not None:
             try:
                 with _Expecting(operator, args, kwargs):
-                    return function, function(*args, **kwargs)
+                    result = function(*args, **kwargs)
             except (_Differs, TypeError):
                 continue
+            _bindings[key] = function
+            return function, result
+    _bindings[key] = None
     tensors = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
         prepared = PREPARED[operator](*args, **kwargs) if operator in PREPARED else None
         function = prepared or DIRECT[operator]
         return function, function(*args, **kwargs)
     return operator._op, operator(*args, **kwargs)
+
+
+def _type(value: Any) -> Any:
+    return (list, *map(_type, value)) if isinstance(value, (tuple, list)) else type(value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -23,7 +23,7 @@ from hfta_func.calls.body import Body, path_in
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.memory import profiler
 from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, iterations_of
-from hfta_func.step import records, replay, train
+from hfta_func.step import replay, train
 from hfta_func.step.check import Check
 from hfta_func.step.chunks import now
 from hfta_func.step.gradients import Gradients
@@ -159,7 +159,7 @@ class Recording:
                 self.plain.append(now(device) - last)
             self.kind = _kind_of(self.step)
             # A record made now would hold the markers.
-            with replaced(records, "_FIRST", math.inf), marking(self.kind), profiler(device) as recorded:
+            with replaced(replay, "_STEPS", math.inf), marking(self.kind), profiler(device) as recorded:
                 self.recorded.append(recorded)
                 # One more, because the first one after the start is slow.
                 for _ in range(per_round + 1):

@@ -63,12 +63,12 @@ class Gradients(ArrayFunction):
         """Losses, gradients, metrics and buffers of every member."""
         given, shared = self.tensors(state), shared_params(state)
         if shared and can_look(given.keys) and self.options.scaling is None and bool(state.active.all()):
-            own = given._replace(trained=_without(given.trained, shared))
-            sums, grads, *others = self.compute(own, batch, shared, adds=True)
+            without_shared = given._replace(trained=_without(given.trained, shared))
+            sums, grads, *others = self.compute(without_shared, batch, shared, adds=True)
             leaves = (others[0], *grads.values(), *sums.values())
             if bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
                 return self._outputs(
-                    state, own, grads, others, {path: total[None] for path, total in sums.items()}, True
+                    state, without_shared, grads, others, {path: total[None] for path, total in sums.items()}, True
                 )
             # A sum does not tell whose part is not finite.
         grads, *others = self.compute(given, batch, {})
@@ -109,8 +109,8 @@ class Gradients(ArrayFunction):
 
         def total(frozen: Params, trained: Params) -> tuple[Tensor, Any]:
             once = common | {path: trained[path] for path in together}
-            own = given._replace(trained=_without(trained, together), frozen=frozen)
-            losses, metrics, buffers = self._mapped(batch, own, tree, once, _with_buffers, judged)
+            without_shared = given._replace(trained=_without(trained, together), frozen=frozen)
+            losses, metrics, buffers = self._mapped(batch, without_shared, tree, once, _with_buffers, judged)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses * given.scale if isinstance(given.scale, Tensor) else losses
             return scaled.sum(), (losses, metrics, buffers)

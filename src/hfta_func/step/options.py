@@ -66,6 +66,8 @@ class Options:
                 raise ValueError(f"{name} is {value!r}; it must be {text}")
         if isinstance(self.shared_params, str):
             raise ValueError(f"shared_params is {self.shared_params!r}; it must be a list of paths")
+        if self.shared_optimizer is not None and not self.shared_params:
+            raise ValueError("there is a shared_optimizer, but no shared_params; leave it out, or name them")
         if self.shared_params and self.stochastic_rounding:
             raise ValueError(
                 "stochastic_rounding draws from a member's key, which shared_params do not have; leave one out"

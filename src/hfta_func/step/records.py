@@ -41,6 +41,19 @@ def _written(step: Any, state: TrainState, decision: Any) -> Result:
     return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
+class _Unread(Mode):
+    """Refuses functions that read values past the dispatcher, of tensors that have others in the next call."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and not self._recorder.is_fixed(args[0]):
+            raise NotReplayableError("it reads the values of a tensor")
+        return func(*args, **kwargs)
+
+
 def recorded(
     call: Callable[..., Any], *arguments: Tree, compiling: bool = False, fixed: Sequence[Tensor] = ()
 ) -> tuple[Tape, Any]:
@@ -50,7 +63,7 @@ def recorded(
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
     recorder = Recorder(inputs, compiling, numbers)
     try:
-        with recorder:
+        with recorder, _Unread(recorder):
             results = call(*optree.tree_unflatten(layout, inputs))
     except NotReplayableError:
         raise
@@ -63,15 +76,6 @@ def reached_by(step: Any) -> Reached:
     """What the step's functions can reach; the numbers of its optimizer are in its state."""
     model, loss_fn, _, options = step._made_from
     return Reached(loss_fn, options, model=model)
-
-
-class _Unread(Mode):
-    """Refuses functions that read values past the dispatcher."""
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
-            raise NotReplayableError("it reads the values of a tensor")
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -91,7 +95,7 @@ def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[
     if reads.why_not is not None:
         raise NotReplayableError(f"its functions can reach {reads.why_not}")
     try:
-        with replaced(builtins, "print", note), _Unread():
+        with replaced(builtins, "print", note):
             yield
         is_pure = reads.holds() and not printed
     finally:

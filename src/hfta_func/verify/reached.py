@@ -38,7 +38,7 @@ _PLAIN = (
 )
 _FOLLOWED = (
     *(list, tuple, dict, set, frozenset, object, staticmethod, classmethod, property, types.CellType, types.MethodType),
-    *(functools.partial, types.SimpleNamespace, types.MappingProxyType, types.GenericAlias, types.UnionType),
+    *(torch.Size, functools.partial, types.SimpleNamespace, types.MappingProxyType, types.GenericAlias, types.UnionType),
     *(collections.OrderedDict, collections.defaultdict, collections.deque, type(functools.lru_cache(len))),
 )
 _NATIVE = (
@@ -159,11 +159,9 @@ class Reached:
         if isinstance(value, dict):
             self._dicts.append(value)
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
-        parts = self._watch(value)
-        if hasattr(value, "__dict__") and vars(value) not in parts:
-            # Where attributes are kept without a dict, asking for it has made one.
-            parts = self._watch(value)
-        return parts
+        # Where attributes are kept without a dict, asking for it makes one.
+        getattr(value, "__dict__", None)
+        return self._watch(value)
 
     def _visit_class(self, kind: type) -> Iterable[Any]:
         self._note(kind.__qualname__)
