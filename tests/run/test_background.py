@@ -40,7 +40,7 @@ def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.step.TrainStep, h
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, no patience for being compiled or for what it may cost, and no yielding to other tests."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
     monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "kept"))
@@ -51,9 +51,6 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Steps of tests are too small for a comparison to mean anything.
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
     torch.compiler.reset()
-    yield
-    if compiler.Compiler._latest is not None:
-        compiler.Compiler._latest.end()
 
 
 def the_graph(quick: Any) -> Any:
@@ -221,8 +218,6 @@ def test_the_status_says_how_long_it_has_taken_and_will_take(monkeypatch: pytest
     answers: list[Any] = [None, None, None, {"options": {}, "seconds": 1e9}]
 
     class Working:
-        busy = staticmethod(lambda: False)
-
         def __init__(self, *args: Any, **options: Any):
             self.end = lambda: None
 
@@ -281,10 +276,6 @@ def test_compiling_begins_where_it_may_pay(
     class Worker:
         def __init__(self, *args: Any, yields: bool):
             made.append(yields)
-
-        @staticmethod
-        def busy() -> bool:
-            return False
 
     for name, value in {"_COMPILING": 18.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3, "Compiler": Worker}.items():
         monkeypatch.setattr(background, name, value)

@@ -196,7 +196,7 @@ class StepGraph:
         """What the other process says; None before it begins, and as long as it works."""
         if self.worker is None:
             estimate = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
-            if len(self.eager) >= _FIRST and self._left(left) >= _WORTH * estimate and not Compiler.busy():
+            if len(self.eager) >= _FIRST and self._left(left) >= _WORTH * estimate:
                 self._since, self._estimate = time.monotonic(), estimate
                 self.worker = Compiler(self._step, state, batch, self._name, yields=not self._crowded(state))
             return None
