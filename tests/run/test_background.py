@@ -254,13 +254,13 @@ def test_it_goes_over_where_that_pays(
 @pytest.mark.parametrize(
     ("left", "eager", "spent", "processors", "yields"),
     [
-        (None, [1.0, 0.001, 0.001], 43.9, 9, None),
-        (None, [1.0, 0.001, 0.001], 44.1, 9, True),
-        (None, [1.0, 0.001, 0.001], 44.1, 1, False),
+        (None, [1.0, 0.001, 0.001], 32.9, 9, None),
+        (None, [1.0, 0.001, 0.001], 33.1, 9, True),
+        (None, [1.0, 0.001, 0.001], 33.1, 1, False),
         # The first step is slow, and says nothing.
         (10**6, [1.0], 1.0, 9, None),
-        (43_000, [1.0, 0.001, 0.001], 99.0, 9, None),
-        (45_000, [1.0, 0.001, 0.001], 1.0, 9, True),
+        (32_000, [1.0, 0.001, 0.001], 99.0, 9, None),
+        (34_000, [1.0, 0.001, 0.001], 1.0, 9, True),
     ],
 )
 def test_compiling_begins_where_it_may_pay(

@@ -31,7 +31,7 @@ from hfta_func.workers.wire import one_line_error
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
 can pay. Measured with small models of ten kinds on two cores."""
-_WORTH, _PATIENCE = 2.0, 4.0
+_WORTH, _PATIENCE = 1.5, 4.0
 """How many times as long as compiling, and as long as loading the graph, training is expected to go on. Where the number of
 steps is not known, it is expected to take as long again as it has taken."""
 _FIRST = 3
