@@ -54,7 +54,7 @@ class Profile(NamedTuple):
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.
         roofline: The least time of the step's products and memory traffic on this machine; None if the step reads values.
-        busy: Seconds in which the device ran kernels; None on a CPU, where the lines have them.
+        busy: Seconds of kernels on the device; None on a CPU, where the lines have them.
         advice: What to do about the largest part.
     """
 
@@ -233,8 +233,8 @@ def profile_of(recording: Recording) -> Profile | None:
         order = eager.order
     launched, busy = None, None
     if device.type == "cuda":
-        launched, busy = of_device(itertools.chain.from_iterable(sessions))
-        busy /= len(iterations) + len(sessions)
+        launched = of_device(itertools.chain.from_iterable(sessions))
+        busy = sum(seconds for seconds, _ in launched.values()) / (len(iterations) + len(sessions))
     timeline = Timeline(lowerings, order, launched)
     chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(recording.plain, lambda each: each)
     for iteration in chosen:
