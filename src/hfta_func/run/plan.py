@@ -139,8 +139,9 @@ def plan(
             raise ValueError(f"a machine with {there.name} may have any memory; pass free=, a number of bytes")
         free = int(1e9 * there.memory)
     arrays = _Arrays(step, state, batch, free)
-    found = _measured(arrays, sizes, limit, steps) if there is None else _predicted(arrays, sizes, limit, there)
-    fits, seconds, peaks, failed, basis = found
+    fits, seconds, peaks, failed, basis = (
+        _measured(arrays, sizes, limit, steps) if there is None else _predicted(arrays, sizes, limit, there)
+    )
     result = Plan(fits, seconds, peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None, basis)
     count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
     smaller = [size for size in fits if size < count]
@@ -189,7 +190,8 @@ def _predicted(arrays: _Arrays, sizes: Sequence[int], limit: int, device: Device
     # The first walk finds out what views the model writes.
     walks = [walk(step, *arrays.inputs(size), device.kind) for size in (sizes[0], *sizes)]
     pairs = [guess.step(walked, bool(getattr(options, "replay", False))) for walked in walks[1:]]
-    return *map(tuple, (sizes, *zip(*pairs, strict=True))), limit + 1, guess.basis
+    seconds, peaks = zip(*pairs, strict=True)
+    return tuple(sizes), seconds, peaks, limit + 1, guess.basis
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:

@@ -176,7 +176,9 @@ def profile(
     """
     require_training(step)
     recording = Recording(step, steps, trace)
-    run, state = recording.over(step), tree_map(torch.clone, state)
+    run = recording.over(step)
+    if getattr(getattr(original(step), "options", None), "donate", False):
+        state = tree_map(torch.clone, state)
     with recording:
         for rows in _batches(batch):
             state, _ = run(state, rows)
