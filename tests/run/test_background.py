@@ -197,6 +197,18 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
 
 
+@pytest.mark.exhaustive
+def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    graph = the_graph(quick)
+    monkeypatch.setattr(graph, "ask", lambda *args: {"options": {}, "seconds": 0.0})
+    with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled
+
+
 def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     quick = hfta.compile(step)
