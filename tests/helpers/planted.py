@@ -467,11 +467,6 @@ PLANTED = [
         "test_kept.py::test_numbers_in_the_state_are_no_part_of_a_recipe",
     ),
     Planted(
-        "another library is loaded as a graph",
-        *("run/kept.py", "read_bytes()).digest() != digest for", "read_bytes()) is None for"),
-        "test_kept.py::test_a_damaged_graph_costs_time_only",
-    ),
-    Planted(
         "threads leave out the last elements",
         *("_kernels/native.py", "thread + 1 == all ? total : total / all * (thread + 1)", "total / all * (thread + 1)"),
         "test_native.py::test_threads_share_members_and_leaves",
@@ -518,12 +513,12 @@ PLANTED = [
     ),
     Planted(
         "compiling begins whether it may pay or not",
-        *("run/background.py", "self.spent >= after * compiling", "True"),
+        *("run/background.py", "self._left(left) >= _WORTH * estimate", "True"),
         "test_background.py::test_compiling_begins_where_it_may_pay",
     ),
     Planted(
         "a step goes over to its graph whether that pays or not",
-        *("run/background.py", "self.spent >= _PATIENCE * cost", "True"),
+        *("run/background.py", "self._left(left) >= _PATIENCE *", "0 <="),
         "test_background.py::test_it_goes_over_where_that_pays",
     ),
     Planted(

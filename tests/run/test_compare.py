@@ -104,6 +104,15 @@ def test_every_form_gives_the_same() -> None:
         assert (difference.permutation, difference.wins) == (expected.permutation, expected.wins)
 
 
+def test_rows_without_a_name_are_a_configuration() -> None:
+    frame = pandas.DataFrame(
+        {"seed": [0, 1] * 2, "kind": [None, None, "b", "b"], "loss": [1.0, 2.0, 3.0, 5.0], "epoch": 1}
+    )
+    for baseline in (None, "b"):
+        (found,) = hfta.compare(frame, "loss", by="kind", baseline=baseline).differences
+        assert abs(found.mean) == 2.5 and found.pairs == 2
+
+
 def test_what_is_not_finite_leaves_its_pair_out() -> None:
     spoilt = BETTER.copy()
     spoilt[3] = np.nan

@@ -31,7 +31,7 @@ from hfta_func.workers.wire import one_line_error
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
 can pay. Measured with small models of ten kinds on two cores."""
-_WORTH, _PATIENCE = 2.0, 4.0
+_WORTH, _PATIENCE = 1.5, 4.0
 """How many times as long as compiling, and as long as loading the graph, training is expected to go on. Where the number of
 steps is not known, it is expected to take as long again as it has taken."""
 _FIRST = 3
@@ -196,7 +196,7 @@ class StepGraph:
         """What the other process says; None before it begins, and as long as it works."""
         if self.worker is None:
             estimate = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
-            if len(self.eager) >= _FIRST and self._left(left) >= _WORTH * estimate and not Compiler.busy():
+            if len(self.eager) >= _FIRST and self._left(left) >= _WORTH * estimate:
                 self._since, self._estimate = time.monotonic(), estimate
                 self.worker = Compiler(self._step, state, batch, self._name, yields=not self._crowded(state))
             return None

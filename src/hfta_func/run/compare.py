@@ -89,7 +89,8 @@ class Comparison(Tabled):
 
     def __init__(self, values: Mapping[Any, Mapping[Any, float]], baseline: Any, level: float, *draws: int):
         self.level, self._values, self._draws = level, values, draws
-        others = [pair for pair in values.items() if pair[0] != baseline]
+        # NaN, for rows without a name, differs from itself.
+        others = [pair for pair in values.items() if pair[0] is not baseline and pair[0] != baseline]
         self.differences = [_difference(*pair, baseline, values[baseline], level, *draws) for pair in others]
 
     def frame(self) -> pandas.DataFrame:
@@ -225,14 +226,17 @@ def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple
             "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
         )
     if "epoch" in frame.columns:
-        ends = frame.groupby([by, "seed"])["epoch"].max()
+        ends = frame.groupby([by, "seed"], dropna=False)["epoch"].max()
         if ends.min() < ends.max():
             raise ValueError(
                 f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}; pass rows of epochs that compare, "
                 f"such as frame[frame.epoch == {ends.min()}]"
             )
         frame = frame.loc[frame["epoch"] == ends.max()]
-    return {name: (rows["seed"].tolist(), rows[metric].tolist()) for name, rows in frame.groupby(by, sort=False)}
+    return {
+        name: (rows["seed"].tolist(), rows[metric].tolist())
+        for name, rows in frame.groupby(by, sort=False, dropna=False)
+    }
 
 
 def _difference(

@@ -32,10 +32,7 @@ class Compiler:
     A ``name`` is what the graph is called if it may be kept. A worker that ``yields`` lets this process go first.
     """
 
-    _latest: Compiler | None = None
-
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any, name: str | None = None, yields: bool = True):
-        Compiler._latest = self
         self._answer: dict[str, Any] | None = None
         self._pool: Pool | None = None
         try:
@@ -48,12 +45,6 @@ class Compiler:
         self._pool = Pool([Process(0, cores(), low_priority=yields, quiet=True)], tries=1)
         self._close = weakref.finalize(self, self._pool.close)
         self._pool.submit(compile_step, order=order)
-
-    @staticmethod
-    def busy() -> bool:
-        """Whether the latest one is at work; one at a time is enough beside training."""
-        latest = Compiler._latest
-        return latest is not None and latest.answer() is None and latest._pool is not None
 
     def answer(self) -> dict[str, Any] | None:
         """What the worker has answered, None before.
@@ -123,9 +114,9 @@ def compile_step(order: bytes) -> dict[str, Any]:
     answer = {}
     for one in options(ordered["step"], ordered["inputs"][0], device):
         try:
+            _seconds(ordered, one)
             # The second call reads the graph from the cache.
-            _, seconds = _seconds(ordered, one), _seconds(ordered, one)
-            return {"options": one, "seconds": seconds + _IMPORTS}
+            return {"options": one, "seconds": _seconds(ordered, one) + _IMPORTS}
         except Exception as failed:
             answer = {"error": one_line_error(failed)}
     return answer

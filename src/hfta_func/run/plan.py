@@ -133,17 +133,26 @@ def plan(
             f"sizes are {list(sizes)} and limit is {limit}; pass at least two numbers of models, ascending from 1 or more, "
             f"and at least 1 model"
         )
-    if device is not None:
-        return _elsewhere(step, state, batch, tuple(sizes), limit, free, find_device(device))
-    return _measured(step, state, batch, sizes, limit, free, steps)
+    there = None if device is None else find_device(device)
+    if there is not None and free is None:
+        if there.kind == "cpu":
+            raise ValueError(f"a machine with {there.name} may have any memory; pass free=, a number of bytes")
+        free = int(1e9 * there.memory)
+    arrays = _Arrays(step, state, batch, free)
+    fits, seconds, peaks, failed, basis = (
+        _measured(arrays, sizes, limit, steps) if there is None else _predicted(arrays, sizes, limit, there)
+    )
+    result = Plan(fits, seconds, peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None, basis)
+    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
+    smaller = [size for size in fits if size < count]
+    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
+    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
+    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
 
 
-def _measured(
-    step: Run, state: TrainState, batch: Tree, sizes: Sequence[int], limit: int, free: int | None, steps: int | None
-) -> Plan:
-    """The plan for the device that the state is on, by measurements."""
-    arrays, times = _Arrays(step, state, batch, free), dict[int, list[float]]()
-    failed = max(limit, *sizes) + 1
+def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | None) -> tuple[Any, ...]:
+    """Sizes that fit, seconds and peaks of each, and the first size that does not fit, by measurements."""
+    times, failed = dict[int, list[float]](), max(limit, *sizes) + 1
     for turn in range(_MOST):
         # Each array is freed before the next one is made.
         for size in sizes:
@@ -168,37 +177,21 @@ def _measured(
         )
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    peaks, held = tuple(arrays.peaks[size] for size in fits), (arrays.held, arrays.shared, arrays.free)
-    return _recommended(Plan(fits, tuple(reversed(seconds)), peaks, *held, limit, 0, None), failed)
+    return fits, tuple(reversed(seconds)), tuple(arrays.peaks[size] for size in fits), failed, ""
 
 
-def _elsewhere(
-    step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, device: Device
-) -> Plan:
-    """The plan for a device that is not here, by its step's operators."""
+def _predicted(arrays: _Arrays, sizes: Sequence[int], limit: int, device: Device) -> tuple[Any, ...]:
+    """The same for a device that is not here, by the step's operators, and what that is based on."""
+    step = arrays.step
     options = getattr(original(step), "options", None)
     if original(step) is not step or getattr(options, "chunk_size", None) is not None:
         raise ValueError("device= is for a step that is neither compiled nor in chunks; pass make_train_step's own")
-    if free is None and device.kind == "cpu":
-        raise ValueError(f"a machine with {device.name} may have any memory; pass free=, a number of bytes")
-    arrays = _Arrays(step, state, batch, int(1e9 * device.memory) if free is None else free)
     guess = Predictor(device, measured(device.kind), torch.get_num_threads())
     # The first walk finds out what views the model writes.
     walks = [walk(step, *arrays.inputs(size), device.kind) for size in (sizes[0], *sizes)]
     pairs = [guess.step(walked, bool(getattr(options, "replay", False))) for walked in walks[1:]]
     seconds, peaks = zip(*pairs, strict=True)
-    held = arrays.held, arrays.shared, arrays.free
-    return _recommended(Plan(sizes, seconds, peaks, *held, limit, 0, None, guess.basis), limit + 1)
-
-
-def _recommended(result: Plan, failed: int) -> Plan:
-    """With the largest number of models below ``failed`` that fits, and the size of chunks."""
-    limit = result.limit
-    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
-    smaller = [size for size in result.sizes if size < count]
-    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
-    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
-    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
+    return tuple(sizes), seconds, peaks, limit + 1, guess.basis
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:
@@ -236,7 +229,7 @@ class _Arrays:
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, free: int | None):
         require_training(step)
-        self._run, self._state, self._batch = step, state, batch
+        self.step, self._state, self._batch = step, state, batch
         self._dims, count = getattr(inspect.unwrap(step), "batch_dims", 0), num_models(state)
         check_batch(self._dims, plain(batch), count)
         self.device = state.keys.device
@@ -259,7 +252,7 @@ class _Arrays:
         held: list[Any] = []
 
         def step() -> None:
-            held[0], _ = self._run(*held)
+            held[0], _ = self.step(*held)
 
         try:
             held += self.inputs(size)

@@ -173,13 +173,11 @@ def devices() -> dict[str, Device]:
 def find_device(name: str) -> Device:
     """The device of a name; raises a ValueError that names the nearest if the table does not have it."""
     table, wanted = devices(), str(name).lower()
-    if wanted not in table:
-        near = max(table, key=lambda name: (wanted in name, difflib.SequenceMatcher(None, wanted, name).ratio()))
-        known = ", ".join(device.name for device in table.values())
-        raise ValueError(
-            f"device {name!r} is not in the table; the nearest is {table[near].name!r}, and it has {known}"
-        )
-    return table[wanted]
+    if wanted in table:
+        return table[wanted]
+    near = max(table, key=lambda name: (wanted in name, difflib.SequenceMatcher(None, wanted, name).ratio()))
+    known = ", ".join(device.name for device in table.values())
+    raise ValueError(f"device {name!r} is not in the table; the nearest is {table[near].name!r}, and it has {known}")
 
 
 class Row(NamedTuple):
@@ -204,7 +202,7 @@ class Measured(NamedTuple):
 def measured(kind: str) -> Measured:
     """What was measured on a kind of device."""
     *about, rows = json.loads(FILE.read_text()).get(kind, ("", 1, 1.0, (0.0, 0.0), ()))
-    return Measured(*about, [Row(*row) for row in rows])
+    return Measured._make([*about, [Row(*row) for row in rows]])
 
 
 def host_work(walk: Walk) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import statistics
 from collections import defaultdict
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, tree_map
@@ -54,7 +54,7 @@ class Profile(NamedTuple):
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.
         roofline: The least time of the step's products and memory traffic on this machine; None if the step reads values.
-        busy: Seconds in which the device ran kernels; None on a CPU, where the lines have them.
+        busy: Seconds of kernels on the device; None on a CPU, where the lines have them.
         advice: What to do about the largest part.
     """
 
@@ -176,7 +176,9 @@ def profile(
     """
     require_training(step)
     recording = Recording(step, steps, trace)
-    run, state = recording.over(step), tree_map(torch.clone, state)
+    run = recording.over(step)
+    if getattr(getattr(original(step), "options", None), "donate", False):
+        state = tree_map(torch.clone, state)
     with recording:
         for rows in _batches(batch):
             state, _ = run(state, rows)
@@ -233,8 +235,8 @@ def profile_of(recording: Recording) -> Profile | None:
         order = eager.order
     launched, busy = None, None
     if device.type == "cuda":
-        launched, busy = of_device(itertools.chain.from_iterable(sessions))
-        busy /= len(iterations) + len(sessions)
+        launched = of_device(itertools.chain.from_iterable(sessions))
+        busy = sum(seconds for seconds, _ in launched.values()) / (len(iterations) + len(sessions))
     timeline = Timeline(lowerings, order, launched)
     chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(recording.plain, lambda each: each)
     for iteration in chosen:
@@ -273,7 +275,9 @@ def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     size, entries = (512, 2**24) if device.type == "cpu" else (4096, 2**27)
     a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(entries, device=device)
     given, threads = {"a": a, "source": source, "target": torch.empty_like(source)}, torch.get_num_threads()
-    timers = [Timer(code, globals=given, num_threads=threads) for code in ("a @ a", "target.copy_(source)")]
+    # Imported here, because it takes a third as long as this package.
+    benchmark: Any = importlib.import_module("torch.utils.benchmark")
+    timers = [benchmark.Timer(code, globals=given, num_threads=threads) for code in ("a @ a", "target.copy_(source)")]
     product, copy = (min(timer.blocked_autorange(min_run_time=_RATES).times) for timer in timers)
     return 2 * size**3 / product, 8 * entries / copy
 

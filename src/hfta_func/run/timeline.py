@@ -97,18 +97,14 @@ def iterations_of(events: Iterable[Any]) -> list[Span]:
     return [span for span in iterations if span.mark == ITERATION]
 
 
-def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], float]:
-    """Seconds and launches of a device by the event that launched them, and seconds in which any kernel ran."""
+def of_device(events: Iterable[Any]) -> dict[int, tuple[float, int]]:
+    """Seconds and launches of a device by the event that launched them."""
     launched: dict[int, tuple[float, int]] = {}
-    busy, end = 0, 0
-    kernels = [event for event in events if event.device_type().name != "CPU" and not event.is_user_annotation()]
-    for event in sorted(kernels, key=lambda event: event.start_ns()):
-        seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
-        launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
-        stop = event.start_ns() + event.duration_ns()
-        busy += max(0, stop - max(event.start_ns(), end))
-        end = max(end, stop)
-    return launched, busy / 1e9
+    for event in events:
+        if event.device_type().name != "CPU" and not event.is_user_annotation():
+            seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
+            launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
+    return launched
 
 
 class Timeline:
