@@ -393,8 +393,7 @@ def test_a_history_is_on_the_cpu_whatever_the_default_device() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = _step("mlp", torch.float32, False, hfta.sgd(lr=0.1))
-    given = batches(3, 2, dtype=torch.float32)
-    crews = []
+    given, crews = hfta.ArrayLoader(torch.zeros(4, 2), 2, seeds=range(3)), []
 
     def start(count: int, on_gpu: bool) -> Any:
         crews.append(count)
@@ -402,11 +401,11 @@ def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(trainers, "processes", start)
-    monkeypatch.setattr(trainers, "AutoTrainer", lambda local, loader, crew, steps: crew(loader))
+    monkeypatch.setattr(trainers, "AutoTrainer", lambda local, crew, steps: crew())
     with FakeTensorMode():
         state = state._replace(keys=torch.empty(3, dtype=torch.int64, device="cuda"))
     history = types.SimpleNamespace(seeds=range(3))
-    run: Any = types.SimpleNamespace(state=state, batches=given, loader=given, history=history)
+    run: Any = types.SimpleNamespace(state=state, loader=given, history=history)
     with pytest.raises(InterruptedError) if count > 1 else contextlib.nullcontext():
         assert isinstance(trainers.make_trainer(step, run, "auto", False), trainer.LocalTrainer)
     assert crews == [count] * (count > 1)

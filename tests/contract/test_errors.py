@@ -1251,10 +1251,6 @@ MISUSES = {
         lambda: hfta.ArrayLoader(torch.utils.data.TensorDataset(torch.zeros(3, 2)), 1, seeds=[0]),
         "pass tensors with one row per sample, such as (inputs, targets), or make a DatasetLoader of a data set",
     ),
-    "part of a row": (
-        lambda: hfta.ArrayLoader(torch.zeros(3), 1.5, seeds=[0]),
-        "batch_size is 1.5; it must be at least 1, and an integer",
-    ),
 }
 
 

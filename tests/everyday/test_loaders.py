@@ -1,6 +1,7 @@
 """Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
 
 import concurrent.futures
+import time
 import types
 
 import numpy
@@ -226,13 +227,21 @@ class Noisy(Dataset):
         return 12
 
     def __getitem__(self, row):
-        return X[row] + torch.randn(3).double(), torch.tensor(numpy.random.rand())
+        first = X[row] + torch.randn(3).double()
+        # As reading a file, which lets other threads run.
+        time.sleep(1e-4)
+        return first, torch.randn(3) + numpy.random.rand()
+
+
+def slowly():
+    first = nn.Linear(3, 3)
+    time.sleep(1e-4)
+    return nn.Sequential(first, nn.Linear(3, 3))
 
 
 def test_threads_draw_what_one_alone_draws():
     def job(seed):
-        batches = [*hfta.DatasetLoader(Noisy(), 4, seeds=[seed, seed + 1])]
-        return batches, hfta.init_params(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), [seed, seed + 1])
+        return [*hfta.DatasetLoader(Noisy(), 4, seeds=[seed, seed + 1])], hfta.init_params(slowly, [seed, seed + 1])
 
     expected = [job(seed) for seed in range(12)]
     with concurrent.futures.ThreadPoolExecutor(4) as threads:

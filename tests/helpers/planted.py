@@ -373,15 +373,15 @@ PLANTED = [
     ),
     Planted(
         "the mean over an epoch is its last batch",
-        *("run/running.py", "self.sums[name] + value if name in self.sums else value", "value"),
+        *("run/running.py", "self.sums[name] + total if name in self.sums else total", "total"),
         "test_fit.py::test_state_and_history",
     ),
     Planted(
         "a resumed run repeats a batch",
         *(
             "run/run.py",
-            "itertools.islice(self.loader, self.running.batches, None)",
-            "itertools.islice(self.loader, max(0, self.running.batches - 1), None)",
+            "itertools.islice(self.loader, skipped, None)",
+            "itertools.islice(self.loader, max(0, skipped - 1), None)",
         ),
         "test_fit.py::test_loaders_that_do_not_tell_their_position_skip_batches",
     ),
@@ -396,7 +396,7 @@ PLANTED = [
     ),
     Planted(
         "init_params moves the global generator",
-        *("models/stack.py", "with torch.random.fork_rng(range(torch.cuda.device_count())):", "if True:"),
+        *("models/stack.py", ", torch.random.fork_rng(range(torch.cuda.device_count())):", ":"),
         "test_stack.py::test_new_models_from_seeds",
     ),
     Planted(
@@ -597,7 +597,7 @@ PLANTED = [
     Planted(
         "a run gives back the best epoch of all members together",
         *(
-            "run/history.py",
+            "run/run.py",
             "better = is_better(value, self._value, self._sign)",
             "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
         ),
@@ -605,17 +605,12 @@ PLANTED = [
     ),
     Planted(
         "a smaller array trains on the batches of others",
-        *("run/trainer.py", "batches.take(kept)", "batches.take([*range(len(kept))])"),
+        *("run/trainer.py", "follow(kept.tolist(), ", "follow([*range(len(kept))], "),
         "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
     ),
     Planted(
-        "a data set loads what members that are not trained would need",
-        *("run/trainer.py", "and not batches.shared and dims == 0", "and False"),
-        "test_dataset.py::test_inactive_members_are_not_loaded",
-    ),
-    Planted(
         "members with fewer rows go on while others end their epoch",
-        *("run/trainer.py", "state._replace(active=state.active & present)", "state"),
+        *("run/trainer.py", "state._replace(active=state.active & self.present)", "state"),
         "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
     ),
     Planted(
@@ -625,12 +620,12 @@ PLANTED = [
     ),
     Planted(
         "metrics of members that rest count in their means",
-        *("run/running.py", "whole.index_copy(0, members[new], value[new])", "whole.index_copy(0, members, value)"),
+        *("run/running.py", "torch.where(mask, total, 0), torch.where(present, weight, 0)", "total, weight"),
         "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
     ),
     Planted(
         "an epoch waits for members that are not trained",
-        *("run/trainer.py", "default=done)", "default=longest)"),
+        *("run/trainer.py", "if not bool(wanted.any()):", "if False:"),
         "test_resting.py::test_a_smaller_array_trains_those_who_have_a_batch",
     ),
     Planted(
@@ -706,22 +701,17 @@ PLANTED = [
         "test_dataset.py::test_streams_without_a_length_train_and_go_on",
     ),
     Planted(
-        "processes train inactive members on, on the batches of others",
+        "an executor keeps the batches of members that are gone",
         *(
             "run/executor_trainer.py",
-            "slice(low, high) if self.kept is None else self.kept[low:high].cpu()",
-            "slice(low, high)",
+            "if run.loader is not self._loader or self._function is None:",
+            "if self._function is None:",
         ),
-        "test_following.py::test_inactive_members_are_left_out[executor-own]",
-    ),
-    Planted(
-        "an executor keeps the batches of members that are gone",
-        *("run/executor_trainer.py", "old, self._function, self._loader = self._function, None, loader", "old = None"),
         "test_following.py::test_members_come_and_go[executor]",
     ),
     Planted(
         "errors of a smaller array name members by their place in it",
-        *("run/trainer.py", "renumbered(error, members.tolist())", "renumbered(error, range(len(members)))"),
+        *("run/trainer.py", "renumbered(error, kept.tolist())", "renumbered(error, range(count))"),
         "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
     ),
     Planted(
@@ -971,7 +961,7 @@ PLANTED = [
     ),
     Planted(
         "a worker goes on from a state that is not the part's",
-        *("run/executor_trainer.py", "held[0] == (state.low, state.high, state.version)", "True"),
+        *("run/executor_trainer.py", "held[0] == (span, shared.version)", "True"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(

@@ -70,7 +70,7 @@ class EverySoManyBatches(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [{"scheduler": decay, "interval": "step", "frequency": 2}]
+        return [optimizer], [{"scheduler": decay, "interval": "step", "frequency": 5}]
 
 
 class OnPlateau(Classifier):

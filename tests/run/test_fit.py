@@ -152,11 +152,9 @@ def test_evaluate_takes_data(setting, compiled):
     [
         (torch.ones(6, 4), torch.ones(6)),
         {"x": torch.ones(6, 4)},
-        None,
-        lambda: iter([]),
         torch.utils.data.TensorDataset(torch.ones(6, 4)),
     ],
-    ids=["tuple", "dict", "NoneType", "function", "TensorDataset"],
+    ids=["tuple", "dict", "TensorDataset"],
 )
 def test_data_is_no_loader(setting, loader):
     step, state, _ = setting
@@ -626,10 +624,8 @@ def test_loader_whose_only_batch_is_not_full(setting):
 def test_arguments_that_are_none(setting):
     step, state, loader = setting
     for given, message in (
-        ({"restore_best": True}, "restore_best is True; pass a metric, or a pair of one and 'max'"),
         ({"resume": True}, "True is no path; pass the name of a file"),
-        ({"epochs": -1}, "epochs is -1; it must be an integer, at least 0"),
-        ({"epochs": 2.5}, "epochs is 2.5; it must be an integer"),
+        ({"save_every": 2}, "save_every is 2 and resume is None; pass at least 1, and a file to save to"),
         ({"evaluate": lambda state: {"loss": torch.zeros(3)}}, "evaluate returned 'loss', which the step reports too"),
     ):
         with pytest.raises((ValueError, hfta.errors.CheckpointError), match=message):
@@ -642,21 +638,6 @@ def test_metrics_that_are_not_the_members_are_left_out_of_frames(setting):
     _, history = hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: score, progress=False)
     assert not {"three", "one"} & {*history.last().columns}
     assert "three" in history and "four" not in history and [*history] == [*history.epochs[-1]]
-
-
-@pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}])
-def test_evaluation_without_metrics(setting, metrics):
-    step, state, loader = setting
-    with pytest.raises(ValueError, match=r"evaluate returned .*; return a dict of tensors, one number per model each"):
-        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: metrics, progress=False)
-
-
-def test_callbacks_that_are_none(setting):
-    step, state, loader = setting
-    with pytest.raises(ValueError, match=r"callbacks is a single function; pass a list of them, \[callback\]"):
-        hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
-    with pytest.raises(hfta.errors.StateError, match=r"expected a TrainState, .* but got bool"):
-        hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
 
 
 @pytest.mark.sampled(every=2)

@@ -248,8 +248,6 @@ def test_bad_input(tmp_path: pathlib.Path) -> None:
         hfta.profile(step, batch, batch)
     with pytest.raises(hfta.errors.BatchError):
         hfta.profile(step, state, (batch[0][:2], batch[1]))
-    with pytest.raises(ValueError, match="there is no bar"):
-        hfta.plot.bars({})
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
         failing.calls += 1

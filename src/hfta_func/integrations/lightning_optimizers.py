@@ -44,13 +44,11 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
-    if interval == "step":
-        # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
-        batches = members[0].trainer.accumulate_grad_batches
-        frequency = math.lcm(frequency, batches) // batches
-    odd = [each for each in updates if interval == "step" and each % frequency]
-    if odd:
-        raise StackError(f"a scheduler steps every {frequency} of {odd[0]} updates; use a divisor of these")
+    # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
+    batches = members[0].trainer.accumulate_grad_batches if interval == "step" else 1
+    frequency = math.lcm(frequency, batches) // batches
+    if interval == "step" and any(each % frequency for each in updates):
+        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
     stages = [max(1, (epochs if interval == "epoch" else epochs * each) // frequency) for each in updates]
     every = [frequency * (each if interval == "epoch" else 1) for each in updates]
     return from_torch(optimizers, followed, models=members, steps=stages, every=every), []

@@ -99,7 +99,7 @@ class ArrayLoader:
         self.rows, device = leaves(self.data)[0].shape[0], leaves(self.data)[0].device
         numbers: Any = seeds if is_list else [seeds or 0]
         self.keys, self.shared = random.keys(numbers, device=device), shared
-        self.batch_size, self.shuffle, self.drop_last = int(batch_size), shuffle, drop_last
+        self.batch_size, self.shuffle, self.drop_last = operator.index(batch_size), shuffle, drop_last
         self.transform, self.bootstrap, self._sampler = transform, bootstrap, sampler
         self._position = self._next = (0, 0)
         self._ahead: Tensor | int = 0

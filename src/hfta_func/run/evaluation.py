@@ -93,14 +93,15 @@ class Evaluation:
                 continue
             if is_batch(self._data):
                 return metrics
-            present = None
+            present, seen_now = None, True
             if members is not None:
                 present = torch.zeros(count, dtype=torch.bool, device=device).index_fill(0, members, True)
                 metrics = {
                     name: value.new_zeros(count, *value.shape[1:]).index_copy(0, members, value)
                     for name, value in metrics.items()
                 }
-            seen |= True if members is None else present.cpu()
+                seen_now = present.cpu()
+            seen |= seen_now
             running.accumulate(metrics, rows, present, self._sums)
         if lengths is not None and running.batches > 1:
             raise BatchError(

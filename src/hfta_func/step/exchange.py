@@ -90,8 +90,7 @@ def from_torch(
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps to the end, one number or one per member; then its last value stays.
-        every: Updates between two steps of a scheduler, likewise: those of an epoch, such as ``loader.lengths``, or 1. In
-            ``accumulate(..., 4)`` an epoch has a quarter as many updates as batches.
+        every: Updates between two steps of a scheduler, likewise; in ``accumulate(..., 4)`` an update is four batches.
 
     Raises:
         StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
