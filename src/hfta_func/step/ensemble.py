@@ -28,7 +28,14 @@ from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.layers import Follower, StackedParameter, follow_member, layers_of, without_stacked_hooks
+from hfta_func.step.layers import (
+    Follower,
+    StackedParameter,
+    follow_member,
+    layers_of,
+    watch_optimizers,
+    without_stacked_hooks,
+)
 from hfta_func.step.prediction import Deployed, Predicting, Prediction
 from hfta_func.verify import Verify
 
@@ -321,6 +328,7 @@ class Ensemble(nn.Module):
         for param in self._tensors(0).values():
             # Pickles forget it.
             param.__class__ = StackedParameter
+        watch_optimizers()
         self._modules_now = [*self.array.modules()]
         self._runs: dict[Any, Predicting] = {}
         self._compiled: dict[Any, Predicting] = {}

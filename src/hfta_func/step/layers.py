@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfta_func import _torch
 from hfta_func._torch import MODULE_ATTRIBUTES, places_of, pytree
@@ -19,6 +21,7 @@ from hfta_func.models.scalar_attributes import hold
 from hfta_func.models.skeleton import outline
 
 _READERS = "torch/nn/init.py", "torch/optim/_muon.py"
+_MIXING = "Adafactor", "LBFGS"
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 _BACKWARD = "_backward_hooks", "_backward_pre_hooks"
@@ -46,9 +49,24 @@ def _refuse_readers() -> None:
     name = frame.f_code.co_filename
     if is_users_file(name) or name.endswith(_READERS):
         raise StateError(
-            f"{frame.f_code.co_name} reads how many axes a parameter of an Ensemble has, of which the first is the models, so "
-            f"a bias looks like a matrix; initialise by ensemble.apply(init), group parameters by their layers, "
+            f"{frame.f_code.co_name} reads how many axes a parameter of an Ensemble has, of which the first is the models, "
+            f"so a bias looks like a matrix; initialise by ensemble.apply(init), group parameters by their layers, "
             f"for layer in ensemble.modules(), and train with hfta.muon instead of torch.optim.Muon"
+        )
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have optimizers of PyTorch checked that mix the entries of a parameter."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if type(optimizer).__name__ in _MIXING and any(isinstance(param, StackedParameter) for param in params):
+        raise StateError(
+            f"{type(optimizer).__name__} computes one update from the entries of all members; train an Ensemble with an "
+            f"optimizer that treats entries alike, such as Adam, or the models by make_train_step and hfta.from_torch"
         )
 
 
@@ -94,8 +112,8 @@ class Follower:
         if names != self._names:
             differing = (path for (path, _), a, b in zip(layers, names, self._names, strict=False) if a != b)
             raise StateError(
-                f"'{next(differing, layers[-1][0])}' of an Ensemble is not the layer that its models have there, or has other "
-                f"parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
+                f"'{next(differing, layers[-1][0])}' of an Ensemble is not the layer that its models have there, or has "
+                f"other parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
             )
         self.has_hooks = False
         for at, ((_, layer), module) in enumerate(zip(layers, model.modules(), strict=True)):
@@ -151,20 +169,22 @@ class _StackedHook:
         if torch.compiler.is_compiling():
             raise StateError("a hook of a layer of an Ensemble cannot be compiled; remove it, or call it uncompiled")
         leaves, spec = pytree.tree_flatten(given)
-        interpreter = _torch.current_interpreter()
-        level = interpreter.level()
+        interpreter = _torch.current_interpreter() if _torch.interpreters() is not None else None
+        if not hasattr(interpreter, "batch_size"):
+            # A single member runs without vmap.
+            leaves = [leaf[None] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            result = self._hook(self._layer, *pytree.tree_unflatten(leaves, spec))
+            return pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, result)
+        level, count = interpreter.level(), interpreter.batch_size()
         plain, dims = _torch.unwrap_leaves(tuple(leaves), level)
         with interpreter.lower():
             stacked = [
-                x if not isinstance(x, Tensor) else _models_first(x, dim, interpreter.batch_size())
-                for x, dim in zip(plain, dims, strict=True)
+                _models_first(x, dim, count) if isinstance(x, Tensor) else x for x, dim in zip(plain, dims, strict=True)
             ]
             result = self._hook(self._layer, *pytree.tree_unflatten(stacked, spec))
-        if result is None:
-            return None
         leaves, spec = pytree.tree_flatten(result)
         dims = tuple(0 if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return pytree.tree_unflatten(_torch.wrap_leaves(tuple(leaves), dims, level), spec)
+        return pytree.tree_unflatten([*_torch.wrap_leaves(tuple(leaves), dims, level)], spec)
 
 
 def _models_first(x: Tensor, dim: int | None, count: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
+from hfta_func._torch import pytree
 from hfta_func._tree import leaves, num_models, paths, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import BatchError, StateError
@@ -218,6 +219,10 @@ def predict(
         )
 
 
+_TENSOR = object()
+"""Stands for a tensor in what a model returns."""
+
+
 class Predicting:
     """The outputs of all members of an array.
 
@@ -281,15 +286,30 @@ class Predicting:
     def _together(
         self, given: Any, dims: Tree, keys: Tensor, params: Params, common: Params, buffers: Params, tree: Tree
     ) -> tuple[Any, Params]:
+        # What a model returns beside tensors: its whole result, the layout, and the other leaves.
+        rest: list[Any] = []
+
         def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
             inputs = restored(copied(tree), given)
-            return self._run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
+            output, after = self._run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
+            if all([isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)]):
+                return output, after
+            found, spec = pytree.tree_flatten(plain(output))
+            rest[:] = output, spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]
+            return [leaf for leaf in found if isinstance(leaf, Tensor)], after
 
         axes = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
         mapped = self._members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
         # Members that branch differently run in groups.
         run = Chunks(None, dims)
-        return run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree)
+        outputs, after = run(
+            lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree
+        )
+        if rest:
+            tensors = iter(outputs)
+            found = [next(tensors) if leaf is _TENSOR else leaf for leaf in rest[2]]
+            outputs = restored(pytree.tree_unflatten(found, rest[1]), rest[0])
+        return outputs, after
 
     def _case(
         self,
@@ -327,6 +347,7 @@ class Predicting:
 
 
 def _named(outputs: Any) -> Params:
+    outputs = plain(outputs)
     every = zip(paths(outputs, ""), leaves(outputs), strict=True)
     return {path: leaf for path, leaf in every if isinstance(leaf, Tensor)}
 
