@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import get_unwrapped, inside_transform, is_batched, is_wrapped, outside_transforms
+from hfta_func._torch import (
+    constant_to_compiler,
+    get_unwrapped,
+    inside_transform,
+    is_batched,
+    is_wrapped,
+    outside_transforms,
+    set_compiling,
+)
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
 from hfta_func.errors import HyperparameterError, StackError, StateError
@@ -20,11 +28,22 @@ from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
+from hfta_func.step.layers import (
+    Follower,
+    StackedParameter,
+    follow_member,
+    layers_of,
+    watch_optimizers,
+    without_stacked_hooks,
+)
 from hfta_func.step.prediction import Deployed, Predicting, Prediction
 from hfta_func.verify import Verify
 
-_MADE = ("_run", "_runs", "_owners")
+_MADE = ("_runs", "_compiled", "_owners", "_modules_now")
 """Attributes of an ensemble that are made anew in a copy."""
+
+_MOST = 16
+"""Most ways of running members that are kept: settings that change all the time would fill the memory."""
 
 
 class Ensemble(nn.Module):
@@ -61,8 +80,6 @@ class Ensemble(nn.Module):
 
     keys: Tensor
     calls: Tensor
-    _run: Predicting
-    _runs: dict[Any, Predicting]
 
     def __init__(
         self,
@@ -95,19 +112,15 @@ class Ensemble(nn.Module):
         self._shared, self._base = [*shared], [*base]
         # In a tuple, or it would be a child with parameters of its own.
         self._model = (outline(model),)
-        self.array = _Names()
         required = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
-        kept, known = model.state_dict(keep_vars=True), dict(model.named_buffers())
-        for path, leaf in params.items():
-            self.array.hold(path, nn.Parameter(leaf.detach().clone(), requires_grad=required[path]))
-        for path, leaf in buffers.items():
-            # Numbers of the members' own are no buffers of the model.
-            self.array.hold(path, leaf.detach().clone(), persistent=path in kept or path not in known)
-        for path, leaf in shared.items():
-            self.array.hold(path, nn.Parameter(leaf.detach().clone()))
+        held: Params = {path: nn.Parameter(leaf.detach().clone(), required[path]) for path, leaf in params.items()}
+        held |= {path: leaf.detach().clone() for path, leaf in buffers.items()}
+        held |= {path: nn.Parameter(leaf.detach().clone()) for path, leaf in shared.items()}
         for path, leaf in base.items():
-            tensor = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
-            self.array.hold(path, tensor, persistent=path in kept)
+            held[path] = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
+        self.array = layers_of(model, held)
+        self._numbers = [path for path in buffers if path not in dict(model.named_buffers())]
+        self._layers = Follower(self.array)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
         if keys.shape != (self.num_models,):
@@ -118,7 +131,7 @@ class Ensemble(nn.Module):
         # How often the members were called in train mode, which tells one call's noise from the next one's.
         self.register_buffer("calls", torch.zeros_like(keys))
         self.training = model.training
-        self._choose()
+        self._index()
 
     @classmethod
     def from_modules(
@@ -168,7 +181,8 @@ class Ensemble(nn.Module):
             BatchError: if an argument has no model axis where ``batch_dims`` is 0.
             StateError: if the model writes its parameters in place.
         """
-        training, stacked, common = self.training, self.stacked(), (self._tensors(2), self._tensors(3))
+        run, training = self._choose()
+        stacked, common = self.stacked(), (self._tensors(2), self._tensors(3))
         if training and self._writes_tables and torch.is_grad_enabled():
             raise StateError(
                 "a look-up table with max_norm shortens its own rows as it is read, which an Ensemble in train mode cannot "
@@ -176,7 +190,7 @@ class Ensemble(nn.Module):
             )
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
-        output, buffers = self._run(stacked, common, key, args, kwargs, batch_dims)
+        output, buffers = run(stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
                 _write(self.calls, self.calls + 1)
@@ -203,9 +217,7 @@ class Ensemble(nn.Module):
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
         key = random.fold_in(self.keys, ~self.calls)
-        if "eval" not in self._runs:
-            self._runs["eval"] = Predicting(self._model[0], False, bool(self._base), self.verify)
-        run = self._runs["eval"]
+        run, _ = self._choose(False)
         return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
@@ -266,15 +278,24 @@ class Ensemble(nn.Module):
     def train(self, mode: bool = True) -> Ensemble:
         """Set train mode, or eval mode, of all members; modules whose running statistics members share stay in eval mode."""
         super().train(mode)
-        self._model[0].train(mode)
-        for module in statistics_of(self._model[0]) if self._base else ():
+        for module in statistics_of(self.array) if self._base else ():
             module.eval()
-        self._choose()
         return self
 
-    def extra_repr(self) -> str:
-        """Number and class of the members."""
-        return f"{self.num_models} of {type(self._model[0]).__qualname__}"
+    def apply(self, fn: Callable[[nn.Module], None]) -> Ensemble:
+        """Apply a function, such as one that initialises layers, to the layers of each member on its own, one by one.
+
+        Raises:
+            StackError: if the members then differ in more than values.
+        """
+        members = [member.apply(fn) for member in self.members()]
+        stacked = stack_params(members, share_frozen=bool(self._base), shared_params=self._shared)
+        with torch.no_grad():
+            for own, new in zip(self.stacked(), stacked, strict=True):
+                for path in own.keys() & new.keys():
+                    own[path].copy_(new[path])
+        follow_member(self.array, members[0])
+        return self
 
     def _tensors(self, kind: int) -> Params:
         """Tensors by path: 0 parameters, 1 buffers, 2 parameters that members share and train, 3 their base."""
@@ -284,28 +305,65 @@ class Ensemble(nn.Module):
         common: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
         for path, leaf in self._tensors(3).items():
             common[path] = nn.Parameter(leaf.detach(), False) if isinstance(leaf, nn.Parameter) else leaf
-        return members_of(self._model[0], params, buffers, common)
+        self._choose()
+        return [without_stacked_hooks(member) for member in members_of(self._model[0], params, buffers, common)]
 
-    def _choose(self) -> None:
-        """Have the code of the modules' present modes run, which is made once for each."""
-        runs: dict[Any, Predicting] = vars(self).setdefault("_runs", {})
+    def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
+        numbers = {path: buffer for path, buffer in self._tensors(1).items() if path in self._numbers}
+        super()._apply(fn, recurse)
+        # Numbers of the members' own are numbers of Python, which no cast rounds.
+        for path, module, name in self._owners[1]:
+            if path in numbers:
+                setattr(module, name, numbers[path].to(getattr(module, name).device))
+        self._index()
+        return self
+
+    def _index(self) -> None:
+        """Note where the tensors are."""
         common = {*self._shared, *self._base}
         named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
         kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base
         owners = [[(path, *path.rpartition(".")[::2]) for path in paths] for paths in kinds]
         self._owners = [[(path, self.array.get_submodule(at), name) for path, at, name in each] for each in owners]
-        modes = tuple(module.training for module in self._model[0].modules())
-        if modes not in runs:
-            runs[modes] = Predicting(self._model[0], None, bool(self._base), self.verify)
-        self._run = runs[modes]
+        for param in self._tensors(0).values():
+            # Pickles forget it.
+            param.__class__ = StackedParameter
+        watch_optimizers()
+        self._modules_now = [*self.array.modules()]
+        self._runs: dict[Any, Predicting] = {}
+        self._compiled: dict[Any, Predicting] = {}
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
+
+    def _choose(self, training: bool | None = None) -> tuple[Predicting, bool]:
+        """What calls the members with the modes and settings that the layers have now, and whether one is in train mode."""
+        if torch.compiler.is_compiling():
+            modes = training, *[module.training for module in self._modules_now]
+            self._prepare(modes)
+            return self._compiled[modes], any(modes)
+        signature = training, self._layers.signature(self.array)
+        if signature not in self._runs:
+            self._runs = self._runs if len(self._runs) < _MOST else {}
+            with outside_transforms():
+                self._layers.follow(self.array, self._model[0])
+                verify = self.verify and not self._layers.has_hooks
+                self._runs[signature] = Predicting(self._model[0], training, bool(self._base), verify)
+        return self._runs[signature], any(module.training for module in self._modules_now)
+
+    @constant_to_compiler
+    def _prepare(self, modes: tuple[bool | None, ...]) -> bool:
+        compiling = set_compiling(False)
+        try:
+            self._compiled[modes] = self._choose(modes[0])[0]
+        finally:
+            set_compiling(compiling)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _MADE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._choose()
+        self._index()
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:
@@ -317,20 +375,3 @@ def _write(buffer: Tensor, value: Tensor) -> None:
         value = get_unwrapped(value)
     with contextlib.nullcontext() if is_wrapped(value) else outside_transforms():
         buffer.copy_(value)
-
-
-class _Names(nn.Module):
-    """Tensors by path, in modules that only give names."""
-
-    def hold(self, path: str, tensor: Tensor, persistent: bool = True) -> None:
-        """Register a parameter or a buffer."""
-        name, _, rest = path.partition(".")
-        if rest:
-            if name not in dict(self.named_children()):
-                self.add_module(name, _Names())
-            child: Any = self.get_submodule(name)
-            child.hold(rest, tensor, persistent)
-        elif isinstance(tensor, nn.Parameter):
-            self.register_parameter(name, tensor)
-        else:
-            self.register_buffer(name, tensor, persistent=persistent)

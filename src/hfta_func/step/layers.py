@@ -1,0 +1,200 @@
+"""The layers of an array that is a module: a tree of the model's own classes, whose parameters are ``[M, ...]``."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hfta_func import _torch
+from hfta_func._torch import MODULE_ATTRIBUTES, places_of, pytree
+from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls.body import is_users_file
+from hfta_func.errors import StateError
+from hfta_func.models.scalar_attributes import hold
+from hfta_func.models.skeleton import outline
+
+_READERS = "torch/nn/init.py", "torch/optim/_muon.py"
+_MIXING = "Adafactor", "LBFGS"
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
+_BACKWARD = "_backward_hooks", "_backward_pre_hooks"
+
+
+class StackedParameter(nn.Parameter):
+    """A parameter ``[M, ...]``; code that takes its number of axes for that of a layer's parameter gets an error."""
+
+    def dim(self) -> int:
+        """The number of axes, for PyTorch itself."""
+        _refuse_readers()
+        return super().dim()
+
+    ndimension = dim
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes, for PyTorch itself."""
+        _refuse_readers()
+        return super().ndim
+
+
+def _refuse_readers() -> None:
+    frame = sys._getframe(2)
+    name = frame.f_code.co_filename
+    if is_users_file(name) or name.endswith(_READERS):
+        raise StateError(
+            f"{frame.f_code.co_name} reads how many axes a parameter of an Ensemble has, of which the first is the models, "
+            f"so a bias looks like a matrix; initialise by ensemble.apply(init), group parameters by their layers, "
+            f"for layer in ensemble.modules(), and train with hfta.muon instead of torch.optim.Muon"
+        )
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have optimizers of PyTorch checked that mix the entries of a parameter."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if type(optimizer).__name__ in _MIXING and any(isinstance(param, StackedParameter) for param in params):
+        raise StateError(
+            f"{type(optimizer).__name__} computes one update from the entries of all members; train an Ensemble with an "
+            f"optimizer that treats entries alike, such as Adam, or the models by make_train_step and hfta.from_torch"
+        )
+
+
+def layers_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the model that holds these tensors ``[M, ...]`` by path, numbers of the members' own among them."""
+    tree = outline(model)
+    hold(tree, tensors.keys() - places_of(tree).keys())
+    places = places_of(tree)
+    paths: dict[int, list[str]] = {}
+    for path, (held, name) in places.items():
+        paths.setdefault(id(held[name]), []).append(path)
+    for names in paths.values():
+        for path in names if names[0] in tensors else ():
+            held, name = places[path]
+            held[name] = tensors[names[0]]
+    return tree
+
+
+class Follower:
+    """What users have changed in the layers of an ensemble, for the model whose code runs.
+
+    Args:
+        tree: The layers.
+    """
+
+    def __init__(self, tree: nn.Module):
+        self._seen = [_plain(layer) for layer in tree.modules()]
+        self._names = [_names(layer) for layer in tree.modules()]
+        self._given = {key for layer in tree.modules() for kind in _HOOKS for key in vars(layer)[kind]}
+        self.has_hooks = False
+
+    def signature(self, tree: nn.Module) -> tuple[Any, ...]:
+        """What differs once a user has changed the modes, settings, hooks or children of layers."""
+        return tuple(
+            (layer.training, *_names(layer), *(tuple(vars(layer)[kind]) for kind in _HOOKS), *_plain(layer).items())
+            for layer in tree.modules()
+        )
+
+    def follow(self, tree: nn.Module, model: nn.Module) -> None:
+        """Bring the changes to the model; raises a StateError if they are to its parameters or children."""
+        layers = [*tree.named_modules()]
+        names = [_names(layer) for _, layer in layers]
+        if names != self._names:
+            differing = (path for (path, _), a, b in zip(layers, names, self._names, strict=False) if a != b)
+            raise StateError(
+                f"'{next(differing, layers[-1][0])}' of an Ensemble is not the layer that its models have there, or has "
+                f"other parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
+            )
+        self.has_hooks = False
+        for at, ((_, layer), module) in enumerate(zip(layers, model.modules(), strict=True)):
+            # Numbers that calls count in the model go on there.
+            changed = _plain(layer).items() - self._seen[at].items()
+            vars(module).update(dict(changed), training=layer.training)
+            self._seen[at] = _plain(layer)
+            for kind in _HOOKS:
+                before, hooks = vars(module)[kind], collections.OrderedDict[int, Any]()
+                for key, hook in vars(layer)[kind].items():
+                    hooks[key] = before[key] if key in self._given else _StackedHook(hook, layer)
+                self.has_hooks |= not self._given.issuperset(hooks)
+                vars(module)[kind] = hooks
+            vars(module).update({kind: vars(layer)[kind] for kind in (*_FLAGS, *_BACKWARD)})
+        for param, like in zip(model.parameters(), tree.parameters(), strict=True):
+            param.requires_grad_(like.requires_grad)
+
+
+def follow_member(tree: nn.Module, member: nn.Module) -> None:
+    """Give layers the modes, settings and what is trained of a member."""
+    for layer, module in zip(tree.modules(), member.modules(), strict=True):
+        numbers = layer._buffers.keys()
+        settings = {name: value for name, value in _plain(module).items() if name not in numbers}
+        vars(layer).update(settings, training=module.training)
+    for param, like in zip(tree.parameters(), member.parameters(), strict=True):
+        param.requires_grad_(like.requires_grad)
+
+
+def _plain(layer: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if name not in MODULE_ATTRIBUTES and isinstance(value, bool | int | float | str | None)
+    }
+
+
+def _names(layer: nn.Module) -> tuple[Any, ...]:
+    return type(layer), tuple(layer._parameters), tuple(layer._buffers), tuple(layer._modules)
+
+
+class _StackedHook:
+    """A hook of a layer, called once for all members, with tensors ``[M, ...]``."""
+
+    def __init__(self, hook: Any, layer: nn.Module):
+        self._hook, self._layer = hook, layer
+
+    def __deepcopy__(self, memo: Any) -> _StackedHook:
+        return self
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if rehearsing.get():
+            return None
+        if torch.compiler.is_compiling():
+            raise StateError("a hook of a layer of an Ensemble cannot be compiled; remove it, or call it uncompiled")
+        leaves, spec = pytree.tree_flatten(given)
+        interpreter = _torch.current_interpreter() if _torch.interpreters() is not None else None
+        if not hasattr(interpreter, "batch_size"):
+            # A single member runs without vmap.
+            leaves = [leaf[None] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            result = self._hook(self._layer, *pytree.tree_unflatten(leaves, spec))
+            return pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, result)
+        level, count = interpreter.level(), interpreter.batch_size()
+        plain, dims = _torch.unwrap_leaves(tuple(leaves), level)
+        with interpreter.lower():
+            stacked = [
+                _models_first(x, dim, count) if isinstance(x, Tensor) else x for x, dim in zip(plain, dims, strict=True)
+            ]
+            result = self._hook(self._layer, *pytree.tree_unflatten(stacked, spec))
+        leaves, spec = pytree.tree_flatten(result)
+        dims = tuple(0 if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return pytree.tree_unflatten([*_torch.wrap_leaves(tuple(leaves), dims, level)], spec)
+
+
+def _models_first(x: Tensor, dim: int | None, count: int) -> Tensor:
+    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def without_stacked_hooks(model: nn.Module) -> nn.Module:
+    """A member without the hooks that are called for all members."""
+    for module in model.modules():
+        for kind in _HOOKS:
+            for key in [key for key, hook in vars(module)[kind].items() if isinstance(hook, _StackedHook)]:
+                del vars(module)[kind][key]
+    return model
