@@ -26,7 +26,6 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.numbers import NUMBERED, precision
@@ -191,7 +190,7 @@ class routed(Mode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
+        handler, func = HANDLERS.get(func), LOWERED.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
         if self.key is not None and handler is not None:
@@ -284,9 +283,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler for name, handler in (REFUSED | ROUTED).items() for func, _ in spellings(name)
 }
 """Handlers by function, for calls with a key."""
-
-_REPLACED = {**LOWERED, **BRANCHES}
-"""Functions that are replaced with a key or without."""
 
 
 @constant_to_compiler

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import MadeCalls, tensors_in
 from hfta_func.calls.rewrites import lowered
@@ -109,7 +110,10 @@ def _vmap(
             ):
                 alone = _error_of_first(func, args, in_dims)
                 if alone is None:
-                    raise Diverged(None) from failure
+                    is_told = isinstance(failure, TraceError)
+                    raise Diverged(None) from (
+                        failure if is_told else TraceError(f"{user_code_location(error)} {failure}")
+                    )
                 failure = advice(alone) or alone
             raise failure from failure.__cause__ or error.__cause__
 
