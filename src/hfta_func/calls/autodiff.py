@@ -107,8 +107,7 @@ def _grad(
         rows = zip(*map(torch.unbind, _sequence(grad_outputs)), strict=True)
         grads = (_sequence(_grad(outputs, inputs, row, True, **options)) for row in rows)
         return tuple([part[0] if part[0] is None else torch.stack(part) for part in zip(*grads, strict=True)])
-    outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
-    inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
+    outputs, inputs = _sequence(outputs), _sequence(inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
     # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.
     starts = [
@@ -119,8 +118,7 @@ def _grad(
     def vjp(outputs: Any, starts: Any, inputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(outputs, inputs, starts, retain_graph, **options)
 
-    grads = _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
-    return grads if names is None else dict(zip(names, grads, strict=True))
+    return _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
 
 
 def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: bool | None) -> tuple[Tensor | None, ...]:

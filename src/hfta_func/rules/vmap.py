@@ -19,7 +19,7 @@ from hfta_func.calls.rewrites import lowered
 from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.rules._advice import advice
-from hfta_func.rules._install import install, install_for_compiler, no_fallback
+from hfta_func.rules._install import install, install_for_compiler
 
 
 def vmap(
@@ -84,10 +84,9 @@ def _vmap(
     mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     def run(args: Any, kwargs: Any) -> Any:
-        with no_fallback():
-            if kwargs or out_dims != 0 or chunk_size is not None:
-                return mapped(*args, **kwargs)
-            return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
+        if kwargs or out_dims != 0 or chunk_size is not None:
+            return mapped(*args, **kwargs)
+        return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -138,8 +137,7 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # No end of a compilation will undo settings.
         install()
-        with no_fallback():
-            return mapped(*args, **kwargs)
+        return mapped(*args, **kwargs)
     install_for_compiler(_choice.state)
     return mapped(*args, **kwargs)
 
