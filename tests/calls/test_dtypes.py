@@ -20,7 +20,6 @@ PROMOTED: dict[str, Func] = {
     "clamp": lambda fc, x: fc(x).float().clamp(fc.bias[0] - 0.2, max=torch.tensor(0.3, dtype=torch.float64)),
     "addcmul": lambda fc, x: torch.addcmul(fc(x).float(), fc.bias[0], tensor2=fc.bias[1], value=2),
     "addcdiv": lambda fc, x: torch.addcdiv(fc(x).float(), fc.bias[0], fc.bias[1] + 2),
-    "slice_scatter": lambda fc, x: torch.slice_scatter(fc(x), fc(x)[:2].float(), 0, 1, 3),
 }
 
 

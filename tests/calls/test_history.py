@@ -99,28 +99,6 @@ def test_answers_are_those_of_one_model(kind: type[Layers], way: str, count: int
     assert_as_alone(lambda: kind().double(), torch.randn(3, 5, 4).double(), way, count)
 
 
-@pytest.mark.exhaustive
-def train(use: Callable[..., Any], count: int) -> Any:
-    class Model(Layers):
-        def use(self, y, x):
-            use(self, y)
-            return y
-
-    models = [Model() for _ in range(count)]
-    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models), seeds=range(count))
-    return step(state, torch.randn(count, 5, 4))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_values_of_tensors_are_not_assigned(count: int) -> None:
-    for use in (lambda model, y: model.last.double(), lambda model, y: setattr(y, "data", y * 2)):
-        with pytest.raises(
-            hfta.errors.TraceError, match=r"assigns to \.data of a tensor .* layer\.weight\.to\(x\.dtype\)"
-        ):
-            train(use, count)
-
-
 class Reversed(Layers):
     """Reverses gradients by a hook, which may change each member's alone."""
 

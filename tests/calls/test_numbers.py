@@ -325,11 +325,6 @@ def test_the_state_carries_them_as_hparams():
     assert after.buffers["2.p"].shape == state.buffers["2.p"].shape == (3, 0)
 
 
-def test_a_member_between_those_that_differ():
-    models = [nn.Dropout(rate) for rate in (0.1, 0.1, 0.2, 0.1, 0.3)]
-    assert hfta.stack_params(models).buffers["p"].tolist() == [0.1, 0.1, 0.2, 0.1, 0.3]
-
-
 def test_models_go_back_with_their_own_numbers():
     members = three()
     state, _ = train(members, SEEDS, batches())
@@ -410,18 +405,6 @@ def test_numbers_are_given_by_name_to_models_that_are_alike():
     assert other.hparams["1.negative_slope"].tolist() == [0.01, 0.2, 0.0]
 
 
-def test_a_factory_may_make_models_that_differ():
-    def factory():
-        return classifier(torch.rand(()).item())
-
-    buffers = hfta.init_params(factory, SEEDS).buffers
-    expected = []
-    for seed in SEEDS:
-        torch.manual_seed(seed)
-        expected.append(torch.rand(()).item())
-    assert buffers["2.p"].tolist() == expected
-
-
 def test_members_are_taken_and_joined(tmp_path):
     members = three()
     step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
@@ -496,39 +479,6 @@ def test_an_ensemble_of_models_that_differ():
     other = hfta.Ensemble.from_modules([classifier(0.1, 0.2), classifier(0.2, 0.3), classifier(0.3, 0.4)])
     other.load_state_dict(ensemble.state_dict())
     assert [member[2].p for member in copy.deepcopy(other).eval().members()] == [0.0, 0.3, 1.0]
-
-
-def test_heads_over_a_shared_trunk_and_a_frozen_base():
-    for options in ({"shared_params": ["0"]}, {"share_frozen": True}):
-        members = three()
-        for member in members:
-            member[0].load_state_dict(members[0][0].state_dict())
-            member[0].requires_grad_("shared_params" in options)
-        step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001), **options)
-        state = step.init(*hfta.stack_params(members, **options), seeds=SEEDS)
-        every = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001))
-        plain = every.init(*hfta.stack_params(members), seeds=SEEDS)
-        state, metrics = step(state, batches()[0])
-        _, expected = every(plain, batches()[0])
-        torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-10, atol=1e-10)
-        assert state.hparams["2.p"].tolist() == [0.0, 0.3, 1.0]
-
-
-def test_a_frozen_base_with_buffers():
-    members = [classifier(rate) for rate in (0.1, 0.5)]
-    for member in members:
-        member.requires_grad_(False)
-        member.load_state_dict(members[0].state_dict())
-        member[3].eval()
-        member[5].requires_grad_(True)
-    stacked = hfta.stack_params(members, share_frozen=True)
-    assert stacked.buffers.keys() == {"2.p"}
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001), share_frozen=True)
-    _, metrics = step(step.init(*stacked, seeds=[0, 1]), batches()[0, :2])
-    for i, member in enumerate(members):
-        alone = step.init(*hfta.stack_params([member], share_frozen=True), seeds=[i], hparams={"2.p": member[2].p})
-        _, own = step(alone, batches()[0, i : i + 1])
-        torch.testing.assert_close(metrics["loss"][i : i + 1], own["loss"], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.sampled(every=8)
@@ -640,14 +590,6 @@ def test_a_number_that_is_no_tensor_is_refused_by_name(read):
         step_of(REFUSED[read], (1.0, 2.0))
 
 
-@pytest.mark.parametrize("hparams", [[0.1], {2: 0.1}])
-def test_hparams_have_names(hparams):
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
-    step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"hparams is .*; give a dict of numbers by name"):
-        step.init(*hfta.stack_params([model]), seeds=[0], hparams=hparams)
-
-
 def test_an_error_that_has_nothing_to_do_with_numbers_is_told_as_alone():
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
         step_of(lambda module, x: len(3) * module.number, (1.0, 2.0))
@@ -743,33 +685,3 @@ def test_members_may_branch_on_them_in_groups():
     members = [Own(halves, number) for number in (0.5, 2.0, 3.0)]
     expected = [member(torch.ones(3, 4)).sum() for member in members]
     torch.testing.assert_close(found["loss"], torch.stack(expected).detach())
-
-
-def test_a_population_learns_rates_by_name():
-    distributions = pytest.importorskip("optuna").distributions
-    from hfta_func import tune
-
-    data = batches(1, 32)[0, 0], torch.zeros(32, dtype=torch.int64)
-
-    def cross_entropy(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    def build(fixed, members):
-        seeds = members["seed"]
-        step = hfta.make_train_step(classifier(0.0), cross_entropy, hfta.adam(lr=members["lr"]))
-        stacked = hfta.init_params(lambda: classifier(0.0), seeds)
-        state = step.init(*stacked, seeds=seeds, hparams={"2.p": members["2.p"]})
-        loader = hfta.ArrayLoader(data, 8, seeds=seeds)
-        evaluate = hfta.make_eval_step(classifier(0.0), cross_entropy)
-        return tune.Array(step, state, loader, lambda state: evaluate(state, data), classifier(0.0))
-
-    space = {"lr": distributions.FloatDistribution(0.001, 0.1), "2.p": distributions.FloatDistribution(0.0, 0.9)}
-    study = tune.run(
-        *(build, space), metric="cross_entropy", trials=6, epochs=4, scheduler=tune.population_based(every=1), max_models=8,
-        keep="all", progress=False,
-    )  # fmt: skip
-    assert any(member.parents for member in study.population.members)
-    for member in study.population.members:
-        assert study.population.state(member.number).hparams["2.p"].tolist() == [member.config["2.p"]]
-    rates = [study.export(trial.number)[2].p for trial in study.trials if trial.number == study.best.number]
-    assert rates == [study.best.params["2.p"]]

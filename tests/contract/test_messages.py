@@ -96,12 +96,6 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "random_": (DRAWS, lambda m, x: x + torch.empty(4).random_(3)),
     "noise in an inner vmap": ("inner vmap", lambda m, x: torch.vmap(lambda row: row + torch.rand(4))(x)),
     "noise of integers": ("draw integers with torch.randint", lambda m, x: torch.zeros(4).long().normal_() + x),
-    "complex noise": ("draw complex ones with torch.randn", lambda m, x: torch.zeros(4).cfloat().normal_().abs() + x),
-    "data": ("assigns to .data of a tensor", lambda m, x: setattr(x, "data", x * 2) or x),
-    "cond of many": (
-        "with more than one value as its condition",
-        lambda m, x: torch.cond(x > 0, lambda x: x, lambda x: -x, (x,)),
-    ),
     "cache": ("make it a buffer", cached),
 }
 """Models that run alone but not as an array, and what they are told."""
@@ -202,15 +196,6 @@ def test_what_is_wrong_alone_is_told_as_alone(name: str) -> None:
     for count in (1, 3):
         for way in ("step", "replayed"):
             assert told(lambda: array(func, way, count)) == alone  # noqa: B023
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_derivative_in_what_is_recomputed(count: int) -> None:
-    def func(m: Any, x: Tensor) -> Tensor:
-        derivative = torch.func.grad(lambda x: (x**2).sum())
-        return torch.utils.checkpoint.checkpoint(derivative, x, use_reentrant=False)
-
-    assert "takes a derivative by torch.func in what is recomputed" in told(lambda: array(func, "step", count))
 
 
 @pytest.mark.parametrize("count", [1, 3])

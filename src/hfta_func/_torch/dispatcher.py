@@ -19,9 +19,6 @@ from hfta_func._torch.levels import TransformType, current_interpreter, inside_v
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
 decompositions = private("torch._decomp", "decomposition_table")
-# Whether operators without a batching rule run one member after another, one switch for the whole process.
-is_fallback_enabled = private("torch._C._functorch", "_is_vmap_fallback_enabled")
-set_fallback_enabled = private("torch._C._functorch", "_set_vmap_fallback_enabled")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
 num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 # A context in which no TorchFunctionMode sees what is called.

@@ -53,6 +53,23 @@ def _detach_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    """``tensor.register_hook(hook)``, which calls the hook with the members' gradients."""
+    if not only_vmap() or not _torch.is_batched(tensor):
+        return tensor.register_hook(hook)
+    interpreter = _torch.current_interpreter()
+    level, count, randomness = interpreter.level(), interpreter.batch_size(), interpreter.randomness()
+    inside, dim = _torch.unwrap_batched(tensor, level)
+
+    def call(grad: Tensor) -> Any:
+        with _torch.vmap_level(count, randomness) as level:
+            result = hook(_torch.add_batch_dim(grad, dim, level))
+            return None if result is None else _torch.remove_batch_dim(result, level, count, dim)
+
+    with interpreter.lower():
+        return _register_hook(inside, call)
+
+
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy without a history, as ``copy.deepcopy`` makes it of a parameter."""
     if not _torch.is_batched(tensor) and tensor.is_leaf:
@@ -90,8 +107,7 @@ def _grad(
         rows = zip(*map(torch.unbind, _sequence(grad_outputs)), strict=True)
         grads = (_sequence(_grad(outputs, inputs, row, True, **options)) for row in rows)
         return tuple([part[0] if part[0] is None else torch.stack(part) for part in zip(*grads, strict=True)])
-    outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
-    inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
+    outputs, inputs = _sequence(outputs), _sequence(inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
     # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.
     starts = [
@@ -102,8 +118,7 @@ def _grad(
     def vjp(outputs: Any, starts: Any, inputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(outputs, inputs, starts, retain_graph, **options)
 
-    grads = _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
-    return grads if names is None else dict(zip(names, grads, strict=True))
+    return _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
 
 
 def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: bool | None) -> tuple[Tensor | None, ...]:
@@ -165,6 +180,7 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
+    Tensor.register_hook: _register_hook,
     Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: lambda tensor: _torch.inside_vmap(tensor).requires_grad,  # pyright: ignore
     Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore

@@ -33,21 +33,16 @@ def _eye(x: Tensor) -> Tensor:
     return torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
 
 
-def _masked(
-    func: Callable[..., Any],
-    is_bad: Callable[[Tensor], Tensor] = _is_not_finite,
-    harmless: Callable[[Tensor], Tensor] = _eye,
-) -> Callable[..., Any]:
-    """``func`` with a bad first tensor replaced by a harmless one, so that the backward pass never sees the bad one."""
+def _masked(func: Callable[..., Any], is_bad: Callable[[Tensor], Tensor] = _is_not_finite) -> Callable[..., Any]:
+    """``func`` with a bad matrix replaced by the identity, so that the backward pass never sees the bad one."""
 
     @functools.wraps(func)
     def masked(*args: Any, **kwargs: Any) -> Any:
-        name = next((name for name in ("A", "input", "x") if name in kwargs), None)
-        x, *rest = args if args or name is None else (kwargs.pop(name),)
-        if not isinstance(x, Tensor) or (harmless is _eye and x.dim() < 2) or kwargs.get("out") is not None:
+        x, *rest = args or (kwargs.pop("A"),)
+        if not isinstance(x, Tensor) or x.dim() < 2 or kwargs.get("out") is not None:
             return func(x, *rest, **kwargs)
         bad = is_bad(x.detach())
-        return _spoiled(func(torch.where(bad, harmless(x), x), *rest, **kwargs), bad)
+        return _spoiled(func(torch.where(bad, _eye(x), x), *rest, **kwargs), bad)
 
     return masked
 
@@ -80,8 +75,11 @@ def _is_singular(x: Tensor) -> Tensor:
 _solve = _masked(linalg.solve, _is_singular)
 
 
-def _is_no_probability(x: Tensor) -> Tensor:
-    return ~((x >= 0) & (x <= 1)).all()
+def _binary_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """NaN where input or target are no probabilities."""
+    bad = ~((input >= 0) & (input <= 1)).all() | ~((target >= 0) & (target <= 1)).all()
+    given = torch.where(bad, 0.5, input), torch.where(bad, 0.5, target)
+    return _spoiled(F.binary_cross_entropy(*given, *args, **kwargs), bad)
 
 
 def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -99,7 +97,7 @@ GUARDED: dict[Any, Callable[..., Any]] = {
     linalg.cholesky: _cholesky,
     **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _inv),
     linalg.solve: _solve,
-    F.binary_cross_entropy: _masked(F.binary_cross_entropy, _is_no_probability, lambda x: torch.full_like(x, 0.5)),
+    F.binary_cross_entropy: _binary_cross_entropy,
     F.grid_sample: _grid_sample,
 }
 """Replacement by function."""

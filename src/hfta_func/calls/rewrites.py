@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from hfta_func._torch import constant_to_compiler, is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
+from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.nan_linalg import GUARDED
 
@@ -150,6 +151,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
 
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
+    **BRANCHES,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},

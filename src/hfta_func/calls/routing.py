@@ -21,12 +21,12 @@ from hfta_func import random
 from hfta_func._torch import (
     constant_to_compiler,
     depth,
+    function_modes,
     levels_above,
     tell_compiler_of_overrides,
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.modes import Mode
 from hfta_func.calls.numbers import NUMBERED, precision
@@ -70,6 +70,9 @@ class routed(Mode):
         # Those given, and results computed from these alone. Other tensors without axes are the model's.
         self.numbers = [*numbers]
         self._rate: Tensor | None = None
+        # Modes around this one, and whether a mode inside this one is replacing a call.
+        self._around: list[routed] = []
+        self._is_quiet = False
         self.depth = depth()
         # Call sites before this one at which a member has drawn nothing, because the rate was 0.
         self.skipped: Tensor | None = None
@@ -146,8 +149,28 @@ class routed(Mode):
         self.site += 1
         return functools.partial(self._call, self.site)
 
+    def __enter__(self) -> Any:
+        if self.key is not None and not torch.compiler.is_compiling():
+            self._around = [mode for mode in function_modes() if isinstance(mode, routed)]
+        return super().__enter__()
+
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
+        if self._is_quiet:
+            return func(*args, **kwargs)
+        if not self._around:
+            return self._call_of_member(func, args, kwargs)
+        # A mode around this one would replace what a replacement calls, but not where a part runs again by itself.
+        before = [mode._is_quiet for mode in self._around]
+        for mode in self._around:
+            mode._is_quiet = True
+        try:
+            return self._call_of_member(func, args, kwargs)
+        finally:
+            for mode, is_quiet in zip(self._around, before, strict=True):
+                mode._is_quiet = is_quiet
+
+    def _call_of_member(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.padding is not None:
             return self.padding(func, args, kwargs, functools.partial(self._replaced, func))
         if not self.numbers:
@@ -191,7 +214,7 @@ class routed(Mode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
+        handler, func = HANDLERS.get(func), LOWERED.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
         if self.key is not None and handler is not None:
@@ -284,9 +307,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler for name, handler in (REFUSED | ROUTED).items() for func, _ in spellings(name)
 }
 """Handlers by function, for calls with a key."""
-
-_REPLACED = {**LOWERED, **BRANCHES}
-"""Functions that are replaced with a key or without."""
 
 
 @constant_to_compiler

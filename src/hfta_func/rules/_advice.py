@@ -21,33 +21,19 @@ UNROUTED = (
 _CURES = {
     "vmap staticmethod|marked as dirty|bdim < tensor.dim": "applies an autograd function whose batching rule does not work: "
     "write either a vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in "
-    "place; without either, it runs one member after another",
+    "place; or neither",
     "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
     "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
-    "may have escaped": "uses a tensor of a member outside of its call: in another thread, or below vmap, where an autograd "
-    "function without a batching rule runs; compute in the call, or pass it to apply as an argument",
-    "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
-    "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
-    "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
-    r"aten::\w*(make_dual|unpack_dual|fw_primal|detach)\b": "differentiates in forward mode by hand (dual tensors, "
-    "linearize, strategy='forward-mode'); call torch.func.jvp or torch.func.jacfwd, or make the step with chunk_size=1",
+    "may have escaped": "uses a tensor of a member outside of its call, as in another thread; compute in the call",
     "while setting up backward hooks": "registers a hook for the backward pass of a module in a call, but the members have "
     "one backward pass, which the step takes; take the gradient of an activation by torch.autograd.grad in the loss",
     "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
     "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
     "chunk_size=1",
-    "Sparse [CB]S[CR] tensors do not|incompatible with mkldnn": "makes a tensor of a layout that members which run as one "
-    "cannot have; use a dense tensor or x.to_sparse(), or make the step with chunk_size=1",
-    "explicit positive num_classes": "makes a tensor whose shape depends on values (torch.nn.functional.one_hot); pass "
-    "num_classes",
     "modified by an inplace operation": "needs, for the gradient, values that were modified by an inplace operation; write "
     "into a copy, x = x.clone(), or compute a new tensor",
     "a leaf Variable that requires grad": "writes a parameter in place, which a step must not do, as autograd refuses alone; "
     "compute with a new tensor (weight * 2), or make it a buffer",
-    "arithmetic of aten::set_": "gives a tensor the memory of another one (set_), but those of all members lie in one; use "
-    "the other tensor itself, or write its values, x.copy_(...)",
-    "Expected pred to be": "calls torch.cond with more than one value as its condition; reduce it (.any(), .all()), or "
-    "choose for every value (torch.where)",
 }
 """Advice by what PyTorch says of autograd functions and some others."""
 

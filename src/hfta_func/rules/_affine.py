@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import split
-
 Vectors = tuple[Tensor | None, Tensor | None]
 """Weight and bias, or running mean and variance."""
 
@@ -36,10 +34,3 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tens
     else:
         y = x * weight if bias is None else torch.addcmul(bias, x, weight)
     return y.to(x.dtype)
-
-
-def split_grads(grads: tuple[Tensor | None, ...], num_models: int) -> tuple[Any, Any]:
-    """Gradients of input, weight and bias: ``[N,MC,S], [MC], [MC] -> [N,M,C,S], [M,C], [M,C]``."""
-    axes = (1, 0, 0)
-    pairs = zip(grads, axes, strict=True)
-    return tuple(None if grad is None else split(grad, axis, num_models) for grad, axis in pairs), axes

@@ -185,29 +185,6 @@ def install_for_compiler(overrides: str) -> bool:
     return True
 
 
-class no_fallback:
-    """A context in which an operator without a batching rule raises instead of taking PyTorch's slow fallback.
-
-    The whole process has one switch, so the last context to exit resets it.
-    """
-
-    _depth = 0
-    _before = True
-
-    def __enter__(self) -> None:
-        with _lock:
-            if no_fallback._depth == 0:
-                no_fallback._before = _torch.is_fallback_enabled()
-                _torch.set_fallback_enabled(False)
-            no_fallback._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        with _lock:
-            no_fallback._depth -= 1
-            if no_fallback._depth == 0:
-                _torch.set_fallback_enabled(no_fallback._before)
-
-
 _compiling = threading.Event()
 
 
@@ -218,7 +195,6 @@ def _set_up_until_compiled() -> None:
     _compiling.set()
     settings = contextlib.ExitStack()
     settings.callback(_compiling.clear)
-    settings.enter_context(no_fallback())
     settings.enter_context(_functions.traced())
     settings.enter_context(_torch.trace_history())
     # Recurrent layers belong in graphs, because their rules decompose them.

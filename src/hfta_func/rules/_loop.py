@@ -22,8 +22,6 @@ def one_by_one(
     """
     values, axes = {**dict(enumerate(args)), **kwargs}, {**dict(enumerate(dims)), **named_dims}
     writes, results = written_by(operator)
-    if operator.name().startswith("aten::set_"):
-        raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()}, which is none of a member alone")
     # One unbind, because the gradients of M separate selections would be M arrays.
     parts = {
         key: _unbind(operator, value, axes[key], num_models, is_written=key in writes) for key, value in values.items()
@@ -32,7 +30,6 @@ def one_by_one(
         operator(*(parts[i][m] for i in range(len(args))), **{name: parts[name][m] for name in kwargs})
         for m in range(num_models)
     ]
-    _check_sizes(operator, values, outputs)
     for key in writes & values.keys():
         _write(operator, values[key], axes[key], parts[key])
     if not results:
@@ -45,15 +42,6 @@ def one_by_one(
     ]
     outputs, out_dims = zip(*pairs, strict=True)
     return pairs[0] if len(pairs) == 1 else (outputs, out_dims)
-
-
-def _check_sizes(operator: Any, values: dict[Any, Any], outputs: Sequence[Any]) -> None:
-    """Refuse sizes that depend on values also where all members, or the only one, have the same."""
-    name = operator.name().removeprefix("aten::").partition(".")[0]
-    if name in ("argwhere", "nonzero_numpy") or (name == "repeat_interleave" and values.get("output_size") is None):
-        raise RuntimeError(f"differently shaped results of {operator.name()}")
-    if name == "bincount" and any(len(output) != values.get(2, 0) for output in outputs):
-        raise RuntimeError(f"differently shaped results of {operator.name()}; pass a minlength above all values")
 
 
 def _unbind(operator: Any, value: Any, dim: Any, num_models: int, is_written: bool) -> Sequence[Any]:

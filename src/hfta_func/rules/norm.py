@@ -1,8 +1,8 @@
 """Layer, group, RMS and weight normalisation of M members as one, then scale and shift per member.
 
-There are rules for the operators that models call, so that autocast treats them as usual, and for the native operators that
-a gradient inside ``vmap`` decomposes them into. Dimension letters: M models, N batch (and further rows), C channels,
-G groups, S space, D normalised features.
+There are rules for the operators that models call, so that autocast treats them as usual; a gradient inside ``vmap``
+decomposes them into native operators, which have PyTorch's own rules. Dimension letters: M models, N batch (and further
+rows), C channels, G groups, S space, D normalised features.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func.calls.recompute import cheap, recalls
-from hfta_func.rules._affine import Vectors, affine, parted, split_grads, unit
+from hfta_func.rules._affine import Vectors, affine, parted
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._operator import Operator
@@ -64,12 +64,11 @@ def layer_norm(
         x = models_first(x, x_dim)
         rows = torch.layer_norm(x, shape, None, None, eps) if recalls() is None else _rows(x, shape, eps)[0]
         return cheap(torch.addcmul, shift, rows, scale), 0
-    outputs, out_dims = native_layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
+    outputs, out_dims = _layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
     return outputs[0], out_dims[0]
 
 
-@register("native_layer_norm", "norm")
-def native_layer_norm(
+def _layer_norm(
     call: Call, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Result:
     """Layer normalisation that also returns the statistics of each row."""
@@ -81,27 +80,6 @@ def native_layer_norm(
     return (affine(y, *each(align, outer, dims, _rank(x, x_dim))), mean, rstd), (0, stat_dim, stat_dim)
 
 
-@register("native_layer_norm_backward", "norm")
-def native_layer_norm_backward(
-    call: Call, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *args: Any
-) -> Result:
-    """Gradient of layer normalisation: of all members' rows at once, of the vectors as sums over each member's rows."""
-    # [M,N,D], [M,N,1] -> [M,N,D]; [M,N,D] -> [M,D]
-    weight, bias, mask = args
-    grad_dim, x_dim, _, mean_dim, rstd_dim, weight_dim, *_ = call.dims
-    grad, x, mean, rstd = each(expand, (grad, x, mean, rstd), (grad_dim, x_dim, mean_dim, rstd_dim), call.num_models)
-    grad_x = grad_weight = grad_bias = None
-    if mask[0]:
-        scaled = affine(grad, *each(align, (weight,), (weight_dim,), x.dim() - 1))
-        stats, ones = (mean.contiguous(), rstd.contiguous()), unit(x, shape, weight, bias)
-        grad_x = _native_layer_norm_backward(scaled, x, shape, *stats, ones, None, [True, False, False])[0]
-    if mask[1]:
-        grad_weight = _sum_rows(grad * ((x - mean) * rstd), shape, weight)
-    if mask[2]:
-        grad_bias = _sum_rows(grad, shape, bias)
-    return (grad_x, grad_weight, grad_bias), (0, 0, 0)
-
-
 @register("rms_norm", "norm")
 def rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Result:
     """Root mean square normalisation of all members' rows at once, then the weight per member."""
@@ -110,35 +88,6 @@ def rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | None = No
     inner, outer = (weight, None) if weight_dim is None else (None, weight)
     y = torch.rms_norm(models_first(x, x_dim), shape, inner, eps)
     return affine(y, *each(align, (outer,), (weight_dim,), _rank(x, x_dim))), 0
-
-
-@register("_fused_rms_norm", "norm")
-def fused_rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Result:
-    """Root mean square normalisation that also returns the statistic of each row."""
-    x_dim, _, weight_dim, _ = call.dims
-    inner, outer = (weight, None) if weight_dim is None else (None, weight)
-    y, rstd = torch.ops.aten._fused_rms_norm.default(models_first(x, x_dim), shape, inner, eps)
-    y = affine(y, *each(align, (outer,), (weight_dim,), _rank(x, x_dim)))
-    return (y, rstd), (0, None if x_dim is None else 0)
-
-
-@register("_fused_rms_norm_backward", "norm")
-def fused_rms_norm_backward(
-    call: Call, grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
-) -> Result:
-    """Gradient of root mean square normalisation, in elementary operations."""
-    # [M,N,D], [M,N,1] -> [M,N,D]; [M,N,D] -> [M,D]
-    grad_dim, x_dim, _, rstd_dim, weight_dim, *_ = call.dims
-    grad, x, rstd = each(expand, (grad, x, rstd), (grad_dim, x_dim, rstd_dim), call.num_models)
-    features = tuple(range(-len(shape), 0))
-    grad_x = grad_weight = None
-    normalised = x * rstd
-    if mask[0]:
-        scaled = affine(grad, *each(align, (weight,), (weight_dim,), x.dim() - 1))
-        grad_x = (rstd * (scaled - normalised * (scaled * normalised).mean(features, keepdim=True))).to(x.dtype)
-    if mask[1]:
-        grad_weight = _sum_rows(grad * normalised, shape, weight)
-    return (grad_x, grad_weight), (0, 0)
 
 
 @register("group_norm", "norm")
@@ -159,20 +108,6 @@ def group_norm(
     return split(y, 1, num_models), 1
 
 
-@register("native_group_norm", "norm")
-def native_group_norm(
-    call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, s: int, groups: int, eps: float
-) -> Result:
-    """Group normalisation that also returns the statistics of each group."""
-    x_dim, *dims = call.dims[:3]
-
-    def kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return torch.ops.aten.native_group_norm.default(x.contiguous(), weight, bias, x.shape[0], c, s, groups, eps)
-
-    stat_dim = None if x_dim is None else 0
-    return _group_samples(call.num_models, kernel, x, x_dim, (weight, bias), dims), (0, stat_dim, stat_dim)
-
-
 def _group_samples(
     num_models: int, kernel: Callable[..., Any], x: Tensor, x_dim: int | None, vectors: Vectors, dims: Any
 ) -> tuple[Tensor, ...]:
@@ -186,19 +121,6 @@ def _group_samples(
     else:
         y, *stats = (split(output, 0, num_models) for output in kernel(fold(x, x_dim, 0, num_models), *inner))
     return affine(y, *each(align, outer, dims, len(shape), len(shape) - 2)), *stats
-
-
-@register("native_group_norm_backward", "norm")
-def native_group_norm_backward(
-    call: Call, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *args: Any
-) -> Result:
-    """Gradient of group normalisation with M times the channels and groups."""
-    # [M,N,C,S], [M,N,G], [M,C] -> [N,MC,S], [N,MG], [MC] -> [N,M,C,S], [M,C]
-    num_models, (n, c, s, groups, mask) = call.num_models, args
-    tensors = (x.contiguous() for x in each(fold, (grad, x, mean, rstd), call.dims, 1, num_models))
-    (weight,) = each(fold, (weight,), call.dims[4:], 0, num_models)
-    sizes = n, c * num_models, s, groups * num_models
-    return split_grads(torch.ops.aten.native_group_norm_backward.default(*tensors, weight, *sizes, mask), num_models)
 
 
 @register("_weight_norm_interface", "norm")
@@ -230,10 +152,3 @@ def weight_norm_backward(call: Call, grad: Tensor, v: Tensor, g: Tensor, norms: 
 def _rank(x: Tensor, dim: int | None) -> int:
     """The number of axes of one member's tensor."""
     return x.dim() - (dim is not None)
-
-
-def _sum_rows(x: Tensor, shape: list[int], vector: Tensor | None) -> Tensor:
-    """The gradient of a vector from the gradients per row: ``[M,N,D] -> [M,D]``."""
-    assert vector is not None
-    rows = x.dim() - 1 - len(shape)
-    return (x.sum(tuple(range(1, rows + 1))) if rows else x).to(vector.dtype)

@@ -1,7 +1,7 @@
 """Batch and instance normalisation of M members as one with M times the channels.
 
-There are rules for the operators that models call and for the native operators that a gradient inside ``vmap`` decomposes
-them into. Dimension letters: M models, N batch, C channels, S space.
+There are rules for the operators that models call; a gradient inside ``vmap`` decomposes them into native operators, which
+have PyTorch's own rules. Dimension letters: M models, N batch, C channels, S space.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func.calls.recompute import recalls
 from hfta_func.errors import TraceError
-from hfta_func.rules._affine import Vectors, affine, parted, split_grads
+from hfta_func.rules._affine import Vectors, affine, parted
 from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._registry import Call, Result, register
 
@@ -75,39 +75,6 @@ def instance_norm(call: Call, *args: Any) -> Result:
     """Instance normalisation with M times the channels; updates the running statistics of each member in place."""
     outputs, dims = _normalise(call, lambda *args: (torch.instance_norm(*args),), *args)
     return outputs[0], dims[0]
-
-
-@register("native_batch_norm", "norm")
-def native_batch_norm(call: Call, *args: Any) -> Result:
-    """Batch normalisation that also returns the statistics of each channel."""
-    return _normalise(call, _native, *args)
-
-
-register("_native_batch_norm_legit", "norm")(native_batch_norm)
-
-
-@register("_native_batch_norm_legit_no_training", "norm")
-def native_batch_norm_in_evaluation(call: Call, *args: Any) -> Result:
-    """Batch normalisation with running statistics."""
-    *tensors, momentum, eps = args
-    return native_batch_norm(call, *tensors, False, momentum, eps)
-
-
-@register("_native_batch_norm_legit.no_stats", "norm")
-def native_batch_norm_without_running_statistics(
-    call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
-) -> Result:
-    """Batch normalisation without running statistics that also returns the statistics of each channel."""
-    call = call._replace(dims=(*call.dims[:3], None, None))
-    return native_batch_norm(call, x, weight, bias, None, None, *options)
-
-
-@register("cudnn_batch_norm", "norm")
-def cudnn_batch_norm(call: Call, x: Tensor, *args: Any) -> Result:
-    """Batch normalisation that also returns the statistics of each channel, computed by PyTorch's kernel."""
-    # cuDNN's scratch memory for the backward pass belongs to no member; PyTorch's kernel needs none.
-    outputs, dims = _normalise(call, _native, x, *args)
-    return (*outputs, x.new_empty(0, dtype=torch.uint8)), (*dims, None)
 
 
 def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) -> Result:
@@ -176,22 +143,3 @@ def _frozen(x: Tensor, eps: float, weight: Any, bias: Any, mean: Any, var: Any) 
     scale = scale if weight is None else scale * weight
     shift = -mean * scale if bias is None else bias - mean * scale
     return affine(x, scale, shift)
-
-
-@register("native_batch_norm_backward", "norm")
-def native_batch_norm_backward(call: Call, grad: Tensor, x: Tensor, *args: Any) -> Result:
-    """Gradient of batch normalisation with M times the channels."""
-    # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
-    images = each(fold, (grad, x), call.dims, 1, call.num_models)
-    vectors = each(fold, args[:5], call.dims[2:], 0, call.num_models)
-    outputs = torch.ops.aten.native_batch_norm_backward.default(*images, *vectors, *args[5:])
-    return split_grads(outputs, call.num_models)
-
-
-@register("cudnn_batch_norm_backward", "norm")
-def cudnn_batch_norm_backward(call: Call, x: Tensor, grad: Tensor, *args: Any) -> Result:
-    """Gradient of batch normalisation with M times the channels, by PyTorch's kernel."""
-    *vectors, eps, _ = args
-    x_dim, grad_dim, *dims = call.dims[:7]
-    call = call._replace(dims=(grad_dim, x_dim, *dims))
-    return native_batch_norm_backward(call, grad, x, *vectors, True, eps, [True, True, True])

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import MadeCalls, tensors_in
 from hfta_func.calls.rewrites import lowered
 from hfta_func.errors import HFTAError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.rules._advice import advice
-from hfta_func.rules._install import install, install_for_compiler, no_fallback
+from hfta_func.rules._install import install, install_for_compiler
 
 
 def vmap(
@@ -83,10 +84,9 @@ def _vmap(
     mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     def run(args: Any, kwargs: Any) -> Any:
-        with no_fallback():
-            if kwargs or out_dims != 0 or chunk_size is not None:
-                return mapped(*args, **kwargs)
-            return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
+        if kwargs or out_dims != 0 or chunk_size is not None:
+            return mapped(*args, **kwargs)
+        return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -109,7 +109,10 @@ def _vmap(
             ):
                 alone = _error_of_first(func, args, in_dims)
                 if alone is None:
-                    raise Diverged(None) from failure
+                    is_told = isinstance(failure, TraceError)
+                    raise Diverged(None) from (
+                        failure if is_told else TraceError(f"{user_code_location(error)} {failure}")
+                    )
                 failure = advice(alone) or alone
             raise failure from failure.__cause__ or error.__cause__
 
@@ -134,8 +137,7 @@ def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # No end of a compilation will undo settings.
         install()
-        with no_fallback():
-            return mapped(*args, **kwargs)
+        return mapped(*args, **kwargs)
     install_for_compiler(_choice.state)
     return mapped(*args, **kwargs)
 
