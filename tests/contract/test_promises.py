@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import FUNCTIONS
+from hfta_func.step.failures import Failure, diagnose
 
 M, N, FEATURES = 3, 4, 3
 
@@ -340,6 +341,12 @@ def test_complex_parameters_are_updated_as_in_torch(name: str, donate: bool) -> 
             optimizer.step()
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_a_gradient_whose_imaginary_part_is_not_finite() -> None:
+    imaginary = torch.tensor([[0.0, 1.0], [float("inf"), 1.0]])
+    found = diagnose(torch.zeros(2), [torch.complex(torch.zeros(2, 2), imaginary)])
+    assert found.tolist() == [Failure.NONE, Failure.GRADIENT]
 
 
 def test_finite_gradients_whose_sum_is_not() -> None:

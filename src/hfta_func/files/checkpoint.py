@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -216,7 +216,7 @@ def _named(tree: Tree) -> dict[str, Tensor]:
 
 
 def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | PathLike) -> nn.Module:
-    name, state_dict = f"checkpoint {number}", checkpoint
+    name, state_dict = f"checkpoint {number}", cast(Any, checkpoint)
     if not isinstance(checkpoint, Mapping):
         name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
     # A deep copy that also copies what hooks have computed, which PyTorch refuses.
