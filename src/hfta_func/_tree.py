@@ -98,8 +98,8 @@ def num_models(tree: Tree) -> int:
         if not isinstance(leaf, Tensor):
             raise StackError(f"{path} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
         sizes.setdefault(f"{leaf.shape[0]} members" if leaf.dim() else "no axes", path)
-    found = " but ".join(f"{path} has {size}" for size, path in reversed(sizes.items()))
-    raise StackError(f"{found}; axis 0 of every leaf must be the model axis")
+    listed = " but ".join(f"{path} has {size}" for size, path in reversed(sizes.items()))
+    raise StackError(f"{listed}; axis 0 of every leaf must be the model axis")
 
 
 def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:

@@ -344,12 +344,16 @@ PLANTED = [
     ),
     Planted(
         "take sorts",
-        *("_tree.py", "return chosen.remainder(count)", "return chosen.remainder(count).sort().values"),
+        *(
+            "_tree.py",
+            'atleast_1d(torch.arange(count, device="cpu")[given])',
+            'atleast_1d(torch.arange(count, device="cpu")[given]).sort().values',
+        ),
         "test_stack.py::test_take",
     ),
     Planted(
         "concat turns the order around",
-        *("_tree.py", "joined.append(torch.cat(column))", "joined.append(torch.cat(column[::-1]))"),
+        *("_tree.py", "torch.cat(column)", "torch.cat(column[::-1])"),
         "test_stack.py::test_concat_restores_what_take_split",
     ),
     Planted(
@@ -479,7 +483,7 @@ PLANTED = [
     Planted(
         "a kernel updates members that stand still",
         *("_kernels/rows.py", "!keep || keep[model]", "1"),
-        "test_updates.py::test_updates_in_place_are_the_same",
+        "test_optim.py::test_in_place_of_some_members",
     ),
     Planted(
         "a kernel reads narrow numbers as wide ones",

@@ -57,29 +57,6 @@ def test_updates_are_those_of_torch(case: OptimizerCase, maximize: int) -> None:
             )
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("keep", [None, [True, False, True]])
-@pytest.mark.parametrize("case", CASES)
-def test_updates_in_place_are_the_same(case: OptimizerCase, keep: list[bool] | None) -> None:
-    optimizer, params = ours(case), _params()
-    state = optimizer.init(params)
-    mine = optree.tree_map(torch.clone, (params, state))
-    mask = None if keep is None else torch.tensor(keep)
-    addresses = [leaf.data_ptr() for leaf in optree.tree_leaves(mine)]
-    for grads in _grads(params):
-        updates, new = optimizer.update(grads, state, params)
-        new = hfta.apply_updates(params, updates), new
-        if mask is not None:
-            new = optree.tree_map(
-                lambda a, b: torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b), new, (params, state)
-            )
-        params, state = new
-        update_(optimizer, grads, mine[1], mine[0], mask)
-        for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(new), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert [leaf.data_ptr() for leaf in optree.tree_leaves(mine)] == addresses
-
-
 def _torch_updates(case: OptimizerCase, params: dict[str, Tensor], all_grads: list[dict[str, Tensor]]) -> list[Tensor]:
     solo = [[nn.Parameter(param[i].clone()) for param in params.values()] for i in range(M)]
     others = [theirs(case, i, parameters) for i, parameters in enumerate(solo)]
@@ -158,29 +135,6 @@ def test_averages_follow_a_schedule_of_their_own() -> None:
         average = params["w"] if average is None else weight * average + (1 - weight) * params["w"]
         torch.testing.assert_close(state[-1].average["w"], average, rtol=1e-12, atol=1e-12)
         assert state[-1].step.tolist() == [number + 1] * M
-
-
-@pytest.mark.parametrize("keep", [None, [True, False, True]])
-def test_groups_within_a_chain_in_place(keep: list[bool] | None) -> None:
-    groups = {"a": hfta.adam(lr=[0.1, 0.2, 0.3]), "b": hfta.sgd(lr=0.1, momentum=0.9)}
-    label = {"matrix": "a", "vector": "b", "scalar": None}
-    optimizer = hfta.chain(hfta.clip_grad_value(0.5), hfta.partition(label, groups), hfta.ema(0.5))
-    params = _params()
-    state = optimizer.init(params)
-    mine = optree.tree_map(torch.clone, (params, state))
-    mask = None if keep is None else torch.tensor(keep)
-    for grads in _grads(params):
-        updates, after = optimizer.update(grads, state, params)
-        new = hfta.apply_updates(params, updates), after
-        if mask is not None:
-            new = optree.tree_map(
-                lambda a, b: torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b), new, (params, state)
-            )
-        assert torch.equal(new[0]["scalar"], params["scalar"]) and not torch.equal(new[0]["matrix"], params["matrix"])
-        params, state = new
-        update_(optimizer, grads, mine[1], mine[0], mask)
-        for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(new), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_dampening_without_momentum_is_ignored() -> None:

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -35,10 +35,10 @@ def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = No
         metadata: JSON data that :func:`read_metadata` returns under ``"metadata"``: strings as keys, finite numbers.
 
     Raises:
-        StackError: if a leaf is not a stacked tensor, or two leaves have the same path.
+        StackError: if a leaf is not a stacked tensor.
         CheckpointError: if ``path`` is a link, a directory or a device, the file cannot be written, or safetensors does
             not support the dtype of a leaf.
-        TypeError: if JSON cannot hold the metadata.
+        TypeError, ValueError: if JSON cannot hold the metadata.
 
     Example:
         >>> import os, tempfile
@@ -137,7 +137,6 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
 
     Raises:
         StateError: if a checkpoint does not fit ``model``; it names the checkpoint and every path that differs.
-        CheckpointError: if a file cannot be read as tensors.
         StackError: if there is no checkpoint.
 
     Example:
@@ -217,7 +216,7 @@ def _named(tree: Tree) -> dict[str, Tensor]:
 
 
 def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | PathLike) -> nn.Module:
-    name, state_dict = f"checkpoint {number}", checkpoint
+    name, state_dict = f"checkpoint {number}", cast(Any, checkpoint)
     if not isinstance(checkpoint, Mapping):
         name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
     # A deep copy that also copies what hooks have computed, which PyTorch refuses.

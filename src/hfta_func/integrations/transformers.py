@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func import optim, random
 from hfta_func.callbacks import early_stopping, while_active
-from hfta_func.errors import BatchError, HyperparameterError, StackError
+from hfta_func.errors import BatchError, StackError
 from hfta_func.models.stack import stack_params, unstack_params
 from hfta_func.run.dataset import generators_restored, seed_all
 from hfta_func.run.fit import Result, fit
@@ -82,8 +82,8 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
         History(4 members, 2 epochs: loss, finite)
     """
     _check(trainers)
-    first, args = trainers[0], trainers[0].args
-    models, epochs = [trainer.model.train() for trainer in trainers], int(args.num_train_epochs)
+    args, models = trainers[0].args, [trainer.model.train() for trainer in trainers]
+    epochs = int(args.num_train_epochs)
     batches = _Batches(trainers)
     groups = args.gradient_accumulation_steps
     updates, rest = divmod(len(batches), groups)
@@ -106,7 +106,9 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     step_options = {"replay": False, **{name: options.pop(name) for name in step_names & options.keys()}}
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     dims = {"inputs": 0, "num_items": batches.num_items_dim}
-    step = make_train_step(models[0], _Loss(first), optimizer, batch_dims=dims, autocast=autocast, **step_options)
+    # A Trainer without label smoothing has nothing that smooths.
+    loss_fn = _Loss(max(trainers, key=lambda trainer: trainer.args.label_smoothing_factor))
+    step = make_train_step(models[0], loss_fn, optimizer, batch_dims=dims, autocast=autocast, **step_options)
     share: dict[str, Any] = {"share_frozen": step.options.share_frozen}
     seeds = [trainer.args.seed for trainer in trainers]
     generation = [vars(model).get("generation_config") for model in models]
@@ -136,11 +138,9 @@ def _differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _check(trainers: Sequence[Any]) -> None:
     """Raise a StackError if the Trainers cannot be one array."""
-    kind = type(trainers[0] if isinstance(trainers, Sequence) and trainers else None)
-    if not (base := [each for each in kind.__mro__ if each.__module__ == "transformers.trainer"]):
-        raise StackError(f"{kind.__qualname__} is no Trainer of transformers; pass a list of these")
+    kind, base = type(trainers[0]), importlib.import_module("transformers").Trainer
     for name in _OVERRIDDEN:
-        if getattr(kind, name, None) is not getattr(base[0], name, None):
+        if getattr(kind, name, None) is not getattr(base, name, None):
             cure = "override compute_loss, prediction_step or what makes optimizers and data, or use make_train_step"
             raise StackError(f"{kind.__qualname__} overrides {name}, which an array does not call; {cure}")
     settings = [trainer.args.to_dict() for trainer in trainers]
@@ -155,9 +155,6 @@ def _check(trainers: Sequence[Any]) -> None:
             raise StackError(f"{name} is {settings[0][name]!r}, which has no effect on an array; {cure}")
     if settings[0]["num_train_epochs"] % 1:
         raise StackError(f"num_train_epochs is {settings[0]['num_train_epochs']}; give a whole number")
-    smoothing = [each["label_smoothing_factor"] for each in settings]
-    if 0 in smoothing and any(smoothing):
-        raise HyperparameterError("label_smoothing_factor is 0 for some; give all one above 0, such as 1e-12, or none")
     if len({id(trainer.model) for trainer in trainers}) < len(trainers):
         raise StackError("several Trainers hold one model; give each its own, such as copy.deepcopy(model)")
     for member, trainer in enumerate(trainers):
@@ -272,8 +269,6 @@ class _Batches:
         joined: dict[str, Tensor] = {}
         for name in batches[0]:
             leaves = [batch[name] for batch in batches]
-            if not all(isinstance(leaf, Tensor) for leaf in leaves):
-                raise BatchError(f"'{name}' of a batch is no tensor; leave it out of what the data collator returns")
             if len({leaf.shape for leaf in leaves}) > 1:
                 leaves = self._padded(name, leaves, "attention_mask" in batches[0])
             joined[name] = torch.stack(leaves)
@@ -284,8 +279,8 @@ class _Batches:
         side = getattr(self._trainers[0].processing_class, "padding_side", "right")
         rows = {leaf.shape[:1] for leaf in leaves}
         if name not in values or not is_masked or side != "right" or leaves[0].dim() != 2 or len(rows) > 1:
-            shapes = " and ".join(str(list(leaf.shape)) for leaf in leaves[:2])
             cure = "have the data collator pad to one length, with an attention_mask and on the right"
+            shapes = [[*leaf.shape] for leaf in leaves]
             raise BatchError(f"'{name}' of members' batches is {shapes}; {cure}, and give all datasets one length")
         width = max(leaf.shape[1] for leaf in leaves)
         return [nn.functional.pad(leaf, (0, width - leaf.shape[1]), value=values[name]) for leaf in leaves]

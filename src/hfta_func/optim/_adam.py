@@ -195,7 +195,7 @@ def nadam(
         moments(grad, k, mean, square)
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
+    options: Any = {"decoupled": decoupled_weight_decay, "maximize": maximize}
     return leafwise(NAdamState, hyperparams, rule, prepare, carried=("mu_product",), **options)
 
 

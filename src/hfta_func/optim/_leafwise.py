@@ -122,17 +122,17 @@ def leafwise(
 
     kernel = Kernel(change, len(used))
 
-    def at_once(numbers: _Numbers, trees: tuple[Params, ...], **how: Any) -> dict[str, tuple[Tensor, ...]]:
-        """By path, the kernel's results for the leaves of the dtypes that it supports."""
+    def at_once(numbers: _Numbers, trees: tuple[Params, ...], **how: Any) -> list[tuple[list[str], Any]]:
+        """For each dtype that the kernel supports, the paths of its leaves and the kernel's results."""
         observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes() > num_recorders())
         if not elementwise or observed or any(value.requires_grad for value in numbers.at.values()):
-            return {}
-        results, (grads, params, *_) = {}, trees
+            return []
+        results, (grads, params, *_) = [], trees
         for dtype in {params[path].dtype for path in grads}:
             paths = [path for path in grads if params[path].dtype == dtype]
             columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
             if columns is not None:
-                results.update(zip(paths, zip(*columns, strict=True), strict=True))
+                results.append((paths, [map(_as(dtype), column) for column in columns]))
         return results
 
     def one_by_one(numbers: _Numbers, leaves: Iterable[Tensor], keep: Any, donate: bool, apply: bool) -> list[Tensor]:
@@ -154,12 +154,15 @@ def leafwise(
     ) -> tuple[Params, Any]:
         numbers, new = begin(opt_state)
         trees = grads, params, *(getattr(opt_state, name) for name in used)
-        done = at_once(numbers, trees, keep=keep, donate=donate, apply=apply)
         results, after = {}, {name: {} for name in slots}
-        for path, grad in grads.items():
-            leaves = done.get(path) or one_by_one(numbers, (tree[path] for tree in trees), keep, donate, apply)
-            for tree, leaf in zip((results, *(after[name] for name in used)), leaves, strict=True):
-                tree[path] = torch.view_as_complex(leaf) if grad.is_complex() else leaf
+        outs = [results, *(after[name] for name in used)]
+        for paths, columns in at_once(numbers, trees, keep=keep, donate=donate, apply=apply):
+            for tree, column in zip(outs, columns, strict=True):
+                tree.update(zip(paths, column, strict=True))
+        for path in [path for path in grads if path not in results]:
+            leaves = one_by_one(numbers, (tree[path] for tree in trees), keep, donate, apply)
+            for tree, leaf in zip(outs, map(_as(params[path].dtype), leaves), strict=True):
+                tree[path] = leaf
         if keep is not None:
             new = where(keep, new, {name: getattr(opt_state, name) for name in new})
         # Not _replace: the compiler of PyTorch 2.9 cannot return what that makes.
@@ -190,6 +193,11 @@ class _Numbers:
 def _real(leaf: Tensor) -> Tensor:
     """Complex numbers as pairs, as ``torch.optim`` updates them: ``[M, ...] -> [M, ..., 2]``."""
     return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+
+
+def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The inverse of :func:`_real` for leaves of a dtype."""
+    return torch.view_as_complex if dtype.is_complex else lambda real: real
 
 
 def _wide(leaf: Tensor) -> Tensor:

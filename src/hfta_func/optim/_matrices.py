@@ -160,7 +160,8 @@ def muon(
         return SizedMuonState(*state, scale=scales)
 
     def run(grads: Params, state: Any, params: Params, *how: Any) -> Any:
-        return (sized if isinstance(state, SizedMuonState) else plain).renew(grads, state, params, *how)
+        chosen: Any = sized if isinstance(state, SizedMuonState) else plain
+        return chosen.renew(grads, state, params, *how)
 
     return by_renew(init, run)
 

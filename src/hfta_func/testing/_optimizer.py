@@ -118,8 +118,8 @@ def _check_in_place(
             grads = where(keep, grads, tree_map(lambda leaf: torch.full_like(leaf, torch.nan), grads))
         update_(optimizer, grads, got[1], got[0], keep)
     if keep is not None:
-        masked = [take(tree, ~keep) for tree in (got, first)]
-        assert_close(*masked, "(params, state) of model 1, which is masked,", 0.0)
+        name = "(params, state) of model 1, which is masked,"
+        assert_close(take(got, ~keep), take(first, ~keep), name, 0.0)
         got, expected = take(got, keep), take(expected, keep)
     assert_close(got, expected, "(params, state)", rtol)
 

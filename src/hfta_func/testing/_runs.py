@@ -187,7 +187,7 @@ def _change_members(state: Any, history: History) -> Any:
 def _assert_same_run(got: Any, expected: Any) -> None:
     assert_close(got.state, expected.state, "state", 1e-10)
     # NaN marks epochs in which a member has not trained.
-    columns = [{name: run.history[name].nan_to_num(-1).T for name in run.history.epochs[0]} for run in (got, expected)]
-    assert_close(*columns, "history", 1e-10)
+    one, two = ({name: run.history[name].nan_to_num(-1).T for name in run.history.epochs[0]} for run in (got, expected))
+    assert_close(one, two, "history", 1e-10)
     for name in ("seeds", "members", "since"):
         assert_close(getattr(got.history, name), getattr(expected.history, name), f"history.{name}", 0.0)
