@@ -10,13 +10,7 @@ from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import current_trace, expected, in_graph, intercept_checkpoint
-from hfta_func._torch.compiler import (
-    is_compilable,
-    mark_graphs,
-    math_attention,
-    operator_scan,
-    original,
-)
+from hfta_func._torch.compiler import is_compilable, mark_graphs, math_attention, operator_scan, original
 from hfta_func._torch.compiler import run_operators_eagerly, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
 from hfta_func._torch.compiler import until_compiled, untraced
