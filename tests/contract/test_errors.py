@@ -230,7 +230,7 @@ def test_lazy_module():
 )
 def test_selecting_members_that_are_not_there(index, message):
     stacked = hfta.stack_params([Net() for _ in range(3)])
-    with refused(hfta.errors.StackError, *fragments, spared=stacked):
+    with refused(hfta.errors.StackError, message, spared=stacked):
         hfta.take(stacked, index)
 
 
