@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -135,8 +134,6 @@ def cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-Parts = list[tuple[int, int, int]]
-"""The first member of each, the one after its last, and the limit of the workers that train it."""
 _PIECE = 0.4
 """Seconds between two looks at what workers of this machine have done: their calls train about as long."""
 _SHARE, _MOST = 20, 10.0
@@ -214,7 +211,8 @@ class ExecutorTrainer(Trainer):
     def _piece(self, run: Members, until: int, function: PartWorker, buffers: StateBuffers | None) -> bool:
         """Have the executor train the next batches by calls of a function; the state stays in buffers, if given."""
         executor, running, device, calls = self._executor, run.running, run.state.keys.device, {}
-        parts, dims = _parts(num_models(run.state), executor), getattr(self._step, "batch_dims", 0)
+        size, dims = num_models(run.state), getattr(self._step, "batch_dims", 0)
+        parts = shares(size, min(executor.count, size))
         position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:
@@ -222,19 +220,19 @@ class ExecutorTrainer(Trainer):
             if executor.shares and self._left is not None:
                 # Of this call alone: batches may have other values in the next one.
                 stack.callback((folder := Folder()).close)
-            for part, (low, high, limit) in enumerate(parts):
+            for part, (low, high) in enumerate(parts):
                 where = slice(low, high)
                 order = {
                     "state": take(run.state, where) if buffers is None else buffers.shared(),
                     "sums": tree_map(cpu, running.part(where)),
                     "batches": dumps([take_batch(dims, batch, where) for batch in left], folder),
                 }
-                call = executor.submit(function, limit, span=(low, high), position=position, until=until, **order)
+                call = executor.submit(function, span=(low, high), position=position, until=until, **order)
                 calls[call] = part
             answers: dict[int, Any] = {}
             while len(answers) < len(parts):
                 call, answer = executor.wait(None)
-                low, high, _ = parts[calls[call]]
+                low, high = parts[calls[call]]
                 if isinstance(answer, WorkerError):
                     raise WorkerError(f"models {low} to {high - 1}: {answer}")
                 if isinstance(answer, Exception):
@@ -265,17 +263,3 @@ class ExecutorTrainer(Trainer):
         self._states = self._states or StateBuffers(state)
         self._states.put(state)
         return self._states
-
-
-def _parts(size: int, executor: Executor) -> Parts:
-    """The parts of an array, in proportion to the limits of workers."""
-    limits = sorted(executor.limits, reverse=True)
-    if not limits:
-        return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
-    edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
-    result: Parts = []
-    for first, last, limit in zip(edges, edges[1:], limits, strict=False):
-        if last > first:
-            pieces = shares(last - first, -(-(last - first) // limit))
-            result += [(first + low, first + high, limit) for low, high in pieces]
-    return result
