@@ -210,8 +210,9 @@ class ExecutorTrainer(Trainer):
 
     def _piece(self, run: Members, until: int, function: PartWorker, buffers: StateBuffers | None) -> bool:
         """Have the executor train the next batches by calls of a function; the state stays in buffers, if given."""
-        executor, running, device, size = self._executor, run.running, run.state.keys.device, num_models(run.state)
-        parts, calls, dims = shares(size, min(executor.count, size)), {}, getattr(self._step, "batch_dims", 0)
+        executor, running, device, calls = self._executor, run.running, run.state.keys.device, {}
+        size, dims = num_models(run.state), getattr(self._step, "batch_dims", 0)
+        parts = shares(size, min(executor.count, size))
         position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:
