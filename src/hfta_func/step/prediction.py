@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import pytree
 from hfta_func._tree import leaves, num_models, paths, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import BatchError, StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, copied, leaf_dims, of_member, plain, restored
+from hfta_func.step.batch import apart, check_batch, copied, leaf_dims, of_member, plain, restored, together
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
@@ -219,10 +218,6 @@ def predict(
         )
 
 
-_TENSOR = object()
-"""Stands for a tensor in what a model returns."""
-
-
 class Predicting:
     """The outputs of all members of an array.
 
@@ -272,10 +267,10 @@ class Predicting:
         call = functools.partial(self._together, given, dims, keys)
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
 
-        def together(params: Params, shared: Params) -> Any:
+        def outputs_of(params: Params, shared: Params) -> Any:
             return call(params, shared | base, stacked.buffers, tree)
 
-        outputs = self._members.guard(keys, together, stacked.params, shared)
+        outputs = self._members.guard(keys, outputs_of, stacked.params, shared)
         self._members.has_run(keys)
         if trial is not None:
             case = self._case(call, stacked, shared, base, keys, given, dims, tree)
@@ -286,30 +281,21 @@ class Predicting:
     def _together(
         self, given: Any, dims: Tree, keys: Tensor, params: Params, common: Params, buffers: Params, tree: Tree
     ) -> tuple[Any, Params]:
-        # What a model returns beside tensors: its whole result, the layout, and the other leaves.
         rest: list[Any] = []
 
         def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
             inputs = restored(copied(tree), given)
             output, after = self._run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
-            if all([isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)]):
-                return output, after
-            found, spec = pytree.tree_flatten(plain(output))
-            rest[:] = output, spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]
-            return [leaf for leaf in found if isinstance(leaf, Tensor)], after
+            output, rest[:] = apart(output)
+            return output, after
 
         axes = dict.fromkeys(params, 0) | dict.fromkeys(common, None)
         mapped = self._members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
         # Members that branch differently run in groups.
         run = Chunks(None, dims)
-        outputs, after = run(
-            lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), (keys, params, buffers), tree
-        )
-        if rest:
-            tensors = iter(outputs)
-            found = [next(tensors) if leaf is _TENSOR else leaf for leaf in rest[2]]
-            outputs = restored(pytree.tree_unflatten(found, rest[1]), rest[0])
-        return outputs, after
+        given_to = (keys, params, buffers), tree
+        outputs, after = run(lambda some, tree: mapped(some[0], some[1] | common, some[2], tree), *given_to)
+        return together(outputs, rest), after
 
     def _case(
         self,
@@ -347,9 +333,8 @@ class Predicting:
 
 
 def _named(outputs: Any) -> Params:
-    outputs = plain(outputs)
-    every = zip(paths(outputs, ""), leaves(outputs), strict=True)
-    return {path: leaf for path, leaf in every if isinstance(leaf, Tensor)}
+    tree = plain(outputs)
+    return {path: leaf for path, leaf in zip(paths(tree, ""), leaves(tree), strict=True) if isinstance(leaf, Tensor)}
 
 
 def _weighted(outputs: Params, *count: int) -> Tensor:
