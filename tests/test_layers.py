@@ -40,12 +40,12 @@ FILES_IN = {
         "modes",
         "made",
         "rewrites",
-        "recompute",
         "numbers",
         "draws",
         "padding",
         "routing",
         "scan",
+        "recompute",
     ],
     "rules": [
         *(
@@ -81,9 +81,8 @@ FILES_IN = {
             "padding",
             "stack",
             "remat",
-            "recomputation",
         ),
-        *("attributes", "padding_check", "blocks", "skeleton", "functional", "adapters"),
+        *("attributes", "padding_check", "skeleton", "functional", "adapters"),
     ],
     "step": [
         *(
@@ -112,6 +111,7 @@ FILES_IN = {
             "mixing",
             "average",
             "prediction",
+            "layers",
             "ensemble",
             "exchange",
         ),

@@ -547,7 +547,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble shares its tensors with what it is made of",
-        *("step/ensemble.py", "nn.Parameter(leaf.detach().clone(), requires", "nn.Parameter(leaf.detach(), requires"),
+        *("step/ensemble.py", "nn.Parameter(leaf.detach().clone(), required", "nn.Parameter(leaf.detach(), required"),
         "test_ensemble.py::test_what_it_is_made_of_is_never_written",
     ),
     Planted(
@@ -559,8 +559,8 @@ PLANTED = [
         "a part of an ensemble trains the trunk of the whole",
         *(
             "step/ensemble.py",
-            "self.array.hold(path, nn.Parameter(leaf.detach().clone()))",
-            "self.array.hold(path, leaf)",
+            "held |= {path: nn.Parameter(leaf.detach().clone()) for path",
+            "held |= {path: leaf for path",
         ),
         "test_shared_ensemble.py::test_members_and_parts_of_it",
     ),

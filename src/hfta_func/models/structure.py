@@ -154,8 +154,8 @@ def setting_difference(a: Any, b: Any, path: str, known: Collection[int]) -> tup
     if not _is_plain(a) and not _is_plain(b) and type(a) is type(b):
         # Caches may hold what others do not hold yet.
         parts, others = _parts(a), _parts(b)
-        found = (setting_difference(parts[key], others[key], path + key, known) for key in parts if key in others)
-        return next(filter(None, found), None)
+        every = (setting_difference(parts[key], others[key], path + key, known) for key in parts if key in others)
+        return next(filter(None, every), None)
     if not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b):
         return None
     return path, a, b

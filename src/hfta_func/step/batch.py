@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
 from hfta_func.errors import BatchError
@@ -52,6 +53,27 @@ def restored(tree: Tree, batch: Tree) -> Any:
             object.__setattr__(filled, name, restored(part, getattr(batch, name)))
         return filled
     return tree
+
+
+_TENSOR = object()
+"""Stands for a tensor in what a model returns."""
+
+
+def apart(output: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The tensors in what a model returns, as ``vmap`` takes them, and what :func:`together` needs where there is more."""
+    if all([isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)]):
+        return output, ()
+    parts, spec = pytree.tree_flatten(plain(output))
+    others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in parts]
+    return [leaf for leaf in parts if isinstance(leaf, Tensor)], (output, spec, others)
+
+
+def together(tensors: Any, rest: Any) -> Any:
+    """The inverse of :func:`apart`."""
+    if not rest:
+        return tensors
+    (output, spec, others), each = rest, iter(tensors)
+    return restored(pytree.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in others], spec), output)
 
 
 def is_plain(batch: Tree) -> bool:

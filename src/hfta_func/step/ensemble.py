@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import (
-    constant_to_compiler,
-    get_unwrapped,
-    inside_transform,
-    is_batched,
-    is_wrapped,
-    outside_transforms,
-    set_compiling,
-)
+from hfta_func._torch import constant_to_compiler, outside_transforms, set_compiling
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
 from hfta_func.errors import HyperparameterError, StackError, StateError
@@ -28,18 +20,11 @@ from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.layers import (
-    Follower,
-    StackedParameter,
-    follow_member,
-    layers_of,
-    watch_optimizers,
-    without_stacked_hooks,
-)
+from hfta_func.step.layers import Layers, follow_member, layers_of, without_stacked_hooks, write
 from hfta_func.step.prediction import Deployed, Predicting, Prediction
 from hfta_func.verify import Verify
 
-_MADE = ("_runs", "_compiled", "_owners", "_modules_now")
+_MADE = ("_latest", "_runs", "_compiled", "_modules_now")
 """Attributes of an ensemble that are made anew in a copy."""
 
 _MOST = 16
@@ -120,7 +105,7 @@ class Ensemble(nn.Module):
             held[path] = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
         self.array = layers_of(model, held)
         self._numbers = [path for path in buffers if path not in dict(model.named_buffers())]
-        self._layers = Follower(self.array)
+        self._layers = Layers(self.array)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
         if keys.shape != (self.num_models,):
@@ -193,9 +178,9 @@ class Ensemble(nn.Module):
         output, buffers = run(stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
-                _write(self.calls, self.calls + 1)
+                write(self.calls, self.calls + 1)
                 for path, buffer in stacked.buffers.items():
-                    _write(buffer, buffers[path])
+                    write(buffer, buffers[path])
         return output
 
     @torch.no_grad()
@@ -291,28 +276,30 @@ class Ensemble(nn.Module):
         members = [member.apply(fn) for member in self.members()]
         stacked = stack_params(members, share_frozen=bool(self._base), shared_params=self._shared)
         with torch.no_grad():
-            for own, new in zip(self.stacked(), stacked, strict=True):
-                for path in own.keys() & new.keys():
-                    own[path].copy_(new[path])
+            for tree, new in zip(self.stacked(), stacked, strict=True):
+                for path in tree.keys() & new.keys():
+                    tree[path].copy_(new[path])
+            for path, leaf in self.shared().items():
+                leaf.copy_(members[0].get_parameter(path))
         follow_member(self.array, members[0])
         return self
 
     def _tensors(self, kind: int) -> Params:
         """Tensors by path: 0 parameters, 1 buffers, 2 parameters that members share and train, 3 their base."""
-        return {path: getattr(module, name) for path, module, name in self._owners[kind]}
+        return {path: getattr(module, name) for path, module, name in self._layers.owners[kind]}
 
     def _apart(self, params: Params, buffers: Params) -> list[nn.Module]:
         common: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
         for path, leaf in self._tensors(3).items():
             common[path] = nn.Parameter(leaf.detach(), False) if isinstance(leaf, nn.Parameter) else leaf
-        self._choose()
+        self._layers.follow(self.array, self._model[0])
         return [without_stacked_hooks(member) for member in members_of(self._model[0], params, buffers, common)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
         numbers = {path: buffer for path, buffer in self._tensors(1).items() if path in self._numbers}
         super()._apply(fn, recurse)
         # Numbers of the members' own are numbers of Python, which no cast rounds.
-        for path, module, name in self._owners[1]:
+        for path, module, name in self._layers.owners[1]:
             if path in numbers:
                 setattr(module, name, numbers[path].to(getattr(module, name).device))
         self._index()
@@ -320,16 +307,9 @@ class Ensemble(nn.Module):
 
     def _index(self) -> None:
         """Note where the tensors are."""
-        common = {*self._shared, *self._base}
-        named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
-        kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base
-        owners = [[(path, *path.rpartition(".")[::2]) for path in paths] for paths in kinds]
-        self._owners = [[(path, self.array.get_submodule(at), name) for path, at, name in each] for each in owners]
-        for param in self._tensors(0).values():
-            # Pickles forget it.
-            param.__class__ = StackedParameter
-        watch_optimizers()
+        self._layers.index(self.array, self._shared, self._base)
         self._modules_now = [*self.array.modules()]
+        self._latest: dict[Any, tuple[list[Any], Predicting, bool]] = {}
         self._runs: dict[Any, Predicting] = {}
         self._compiled: dict[Any, Predicting] = {}
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
@@ -340,6 +320,9 @@ class Ensemble(nn.Module):
             modes = training, *[module.training for module in self._modules_now]
             self._prepare(modes)
             return self._compiled[modes], any(modes)
+        values, latest = self._layers.values(), self._latest.get(training)
+        if latest is not None and len(values) == len(latest[0]) and all(map(operator.is_, values, latest[0])):
+            return latest[1:]
         signature = training, self._layers.signature(self.array)
         if signature not in self._runs:
             self._runs = self._runs if len(self._runs) < _MOST else {}
@@ -347,7 +330,9 @@ class Ensemble(nn.Module):
                 self._layers.follow(self.array, self._model[0])
                 verify = self.verify and not self._layers.has_hooks
                 self._runs[signature] = Predicting(self._model[0], training, bool(self._base), verify)
-        return self._runs[signature], any(module.training for module in self._modules_now)
+        is_training = any(module.training for module in self.array.modules())
+        self._latest[training] = self._layers.values(), self._runs[signature], is_training
+        return self._latest[training][1:]
 
     @constant_to_compiler
     def _prepare(self, modes: tuple[bool | None, ...]) -> bool:
@@ -364,14 +349,3 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._index()
-
-
-def _write(buffer: Tensor, value: Tensor) -> None:
-    """Write a buffer; one that torch.func does not differentiate gets the value without derivatives."""
-    if torch.compiler.is_compiling() or is_wrapped(buffer) or not inside_transform():
-        buffer.copy_(value)
-        return
-    while is_wrapped(value) and not is_batched(value):
-        value = get_unwrapped(value)
-    with contextlib.nullcontext() if is_wrapped(value) else outside_transforms():
-        buffer.copy_(value)

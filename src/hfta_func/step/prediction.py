@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import pytree
 from hfta_func._tree import leaves, num_models, paths, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.errors import BatchError, StateError
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, plain, restored
+from hfta_func.step.batch import apart, check_batch, plain
+from hfta_func.step.batch import together as joined
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
@@ -221,10 +221,6 @@ def predict(
         )
 
 
-_TENSOR = object()
-"""Stands for a tensor in what a model returns."""
-
-
 class Arguments(NamedTuple):
     """The arguments of a model, and which of them belong to members, see :meth:`Ensemble.forward`."""
 
@@ -247,8 +243,7 @@ class Predicting(ArrayFunction):
         verify: See :func:`make_train_step`.
     """
 
-    # What a model returns beside tensors: its whole result, the layout, and the other leaves.
-    _rest: Any = None
+    _rest: Any = ()
 
     def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool, verify: Verify):
         self.training = training
@@ -297,7 +292,7 @@ class Predicting(ArrayFunction):
 
         outputs, buffers = self.members.guard(keys, together, trained, frozen, shared)
         self.members.has_run(keys)
-        outputs = self._whole(outputs)
+        outputs = joined(outputs, self._rest)
         results = None if trained else {"output": _named(outputs), "buffer": buffers}
         self.compare(trial, given, batch, shared | base, results)
         return outputs, buffers
@@ -311,32 +306,18 @@ class Predicting(ArrayFunction):
         return Chunks(None, self.dims_of(batch))
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
-        self._rest = None
-
         def tensors(output: Any, buffers: Params) -> Any:
-            if all([isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)]):
-                return output, buffers
-            held, spec = pytree.tree_flatten(plain(output))
-            self._rest = output, spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in held]
-            return [leaf for leaf in held if isinstance(leaf, Tensor)], buffers
+            output, self._rest = apart(output)
+            return output, buffers
 
         return self._mapped(batch, given, tree, common, tensors)
-
-    def _whole(self, outputs: Any) -> Any:
-        """What the model returns, with what it has beside tensors."""
-        if self._rest is None:
-            return outputs
-        output, spec, held = self._rest
-        tensors = iter(outputs)
-        whole = [next(tensors) if leaf is _TENSOR else leaf for leaf in held]
-        return restored(pytree.tree_unflatten(whole, spec), output)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
         outputs = _named(result)
         return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
-        results = {"output": _named(self._whole(outputs[0])), "buffer": outputs[1]}
+        results = {"output": _named(joined(outputs[0], self._rest)), "buffer": outputs[1]}
         value = _weighted(results["output"], len(given.keys))
         if given.trained and value.requires_grad:
             grads = torch.autograd.grad(value, [*given.trained.values()], materialize_grads=True)
@@ -345,9 +326,8 @@ class Predicting(ArrayFunction):
 
 
 def _named(outputs: Any) -> Params:
-    outputs = plain(outputs)
-    every = zip(paths(outputs, ""), leaves(outputs), strict=True)
-    return {path: leaf for path, leaf in every if isinstance(leaf, Tensor)}
+    tree = plain(outputs)
+    return {path: leaf for path, leaf in zip(paths(tree, ""), leaves(tree), strict=True) if isinstance(leaf, Tensor)}
 
 
 def _weighted(outputs: Params, *count: int) -> Tensor:
