@@ -241,8 +241,8 @@ library.fail_after(-1)
 values, places = pooling.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
 pooling.max_pool_backward(values, places, [7, 9])
 index = torch.randint(5, (3, 20))
-moved = tables.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -1)
-tables.move_rows(moved, None, index, None, None, 20, -1)
+moved = tables.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -9)
+tables.move_rows(moved, None, index, None, None, 20, -9)
 print("as expected")
 """
 
@@ -356,3 +356,7 @@ def test_rows_that_are_missing_are_refused_as_for_a_member_alone() -> None:
     for index in (torch.tensor([[V]]), torch.tensor([[-1 - V]])):
         with pytest.raises(IndexError, match="out of range"):
             hfta.vmap(lambda x, index: x.index_select(0, index))(torch.randn(1, V, 2 * V * V), index)
+    for number in (-1, V):
+        with pytest.raises(IndexError, match="out of range"):
+            index, source = torch.tensor([[number, 0]]), torch.randn(1, 2, 4 * V * V)
+            hfta.vmap(lambda *args: torch.index_add(args[0], 0, *args[1:]))(torch.randn(1, V, 4 * V * V), index, source)

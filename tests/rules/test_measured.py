@@ -96,8 +96,8 @@ def test_a_choice_stays_for_the_process(machine: Machine) -> None:
 
 def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
     machine.costs[PRODUCT] = 0.5e-3
-    # Every other run takes much longer than it needs.
-    durations = itertools.cycle([9.0, 1.0])
+    # Every other run takes longer than it needs.
+    durations = itertools.cycle([3.0, 1.0])
     machine.noise = lambda: next(durations)
     assert machine.chosen() == (PRODUCT, "measured here: 2.0x of grouped")
 

@@ -16,20 +16,23 @@ from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._layout import rows_of
 from hfta_func.rules._operator import Operator
 
+_NOWHERE = -(2**62)
+"""The row of padding where there is none; any other that is missing is refused."""
+
 
 def take(x: Tensor, index: Tensor, padding: int = -1) -> Tensor:
     """Rows by their numbers: ``[M,X,D], [M,K] -> [M,K,D]``; the row ``padding`` gets no gradient."""
-    return _move(x, None, index, None, None, index.shape[-1], padding)
+    return _move(x, None, index, None, None, index.shape[-1], padding if padding >= 0 else _NOWHERE)
 
 
 def add(start: Tensor | None, index: Tensor, source: Tensor, rows: int) -> Tensor:
     """Rows added to those with these numbers: ``[M,Y,D], [M,K], [M,K,D] -> [M,Y,D]``; to zeros if there is no ``start``."""
-    return _move(source, start, None, index, None, rows, -1)
+    return _move(source, start, None, index, None, rows, _NOWHERE)
 
 
 def sums(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, rows: int) -> Tensor:
     """Rows of one table added to those of another: ``[M,X,D], [M,K], [M,K] -> [M,Y,D]``."""
-    return _move(x, None, source, target, weight, rows, -1)
+    return _move(x, None, source, target, weight, rows, _NOWHERE)
 
 
 def is_fast(x: Tensor) -> bool:
