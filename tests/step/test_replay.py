@@ -870,6 +870,21 @@ def test_what_gives_other_values_at_each_call_is_noticed() -> None:
     assert step.status.startswith("eager: its record gives other values than the functions")
 
 
+def test_a_value_that_changes_every_epoch_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(replay, "_STEPS", 4)
+    weight = [1.0]
+    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: weight[0] * model(x).square().mean())
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    for epoch in range(3):
+        weight[0] = 1.0 / (1 + epoch)
+        for _ in range(20):
+            x = torch.randn(M, 4, 3)
+            (a, reported), (b, expected) = step(a, x), plain(b, x)
+            assert _equal((a, reported), (b, expected))
+        assert step.status.startswith("replayed"), epoch
+
+
 def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any) -> Any:
         raise KeyError("unknown")

@@ -16,6 +16,7 @@ from hfta_func._torch._release import private
 from hfta_func._torch.compiler import set_compiling
 from hfta_func._torch.levels import storage_number
 
+_tree: Any = optree
 _DispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
@@ -58,7 +59,7 @@ def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def slots_in(tree: Any) -> list[Slot]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Slot)]
+    return [leaf for leaf in _tree.tree_leaves(tree) if isinstance(leaf, Slot)]
 
 
 def simplified(calls: Sequence[Call], outputs: Sequence[Slot], constants: Iterable[Slot]) -> list[Call]:
@@ -149,7 +150,7 @@ class Recorder(Mode):
             self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
             self._note_fixed(result, made, func, ())
             return result
-        given, named = optree.tree_map(self.slot, (args, kwargs))
+        given, named = _tree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
         if self._compiling:
             set_compiling(False)
@@ -160,7 +161,7 @@ class Recorder(Mode):
                 set_compiling(True)
         if isinstance(result, Tensor) and not writes and func.is_view and self._is_seen(result, args):
             return result
-        made = optree.tree_map(self._slot_of_result, result)
+        made = _tree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             self._note_fixed(result, made, func, slots_in((given, named)))
@@ -278,7 +279,7 @@ class Recorder(Mode):
                 continue
             writes = True
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in optree.tree_leaves(value):
+            for leaf in _tree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and (self._known(leaf) is None or storage_number(leaf) in self._kept):
                     self._refuse(f"{func} writes a tensor that was made before")
                 elif isinstance(leaf, Tensor):

@@ -12,6 +12,7 @@ from torch import Tensor
 from hfta_func._torch._release import private
 from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
 
+_tree: Any = optree
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
@@ -55,7 +56,7 @@ class Tape:
         with torch.no_grad(), _below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
-                args, kwargs = optree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+                args, kwargs = _tree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
                 _assign(values, call.result, result)
@@ -141,7 +142,7 @@ def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any],
             _bindings[key] = function
             return function, result
     _bindings[key] = None
-    tensors = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
         prepared = PREPARED[operator](*args, **kwargs) if operator in PREPARED else None
         function = prepared or DIRECT[operator]

@@ -50,7 +50,6 @@ class _Shape:
     why_not: str | None = None
     calls: int = 0
     least: float = float("inf")
-    uses: int = 0
 
     def known(self) -> Record | None:
         """The record that is right for the Python values of now."""
@@ -64,12 +63,11 @@ class _Shape:
         saved = max(_SAVED * min(self.least, _PYTHON), _SAVED_OF_SMALL * min(self.least, _SMALL))
         if left is None:
             left = self.calls if cost > _CHEAP else 1_000
-        # Python values that have changed are expected to change again after as many calls.
-        return min([left, *[self.uses for _ in self.records[:1]]]) * saved >= cost
+        # Python values that have changed are expected to change again after as many calls, but are tried again now and then.
+        return min([left, *[max(one.uses, self.calls // 20) for one in self.records[-1:]]]) * saved >= cost
 
     def add(self, record: Record) -> None:
         """Keep a record, instead of the oldest one if there are many."""
-        self.uses = self.records[-1].uses if self.records else 0
         self.records = [*self.records[1 - _RECORDS :], record]
         self.calls = 0
 

@@ -150,4 +150,5 @@ def _same(state: Any, other: Any) -> bool:
         return all(map(_same, state.values(), other.values()))
     if isinstance(state, tuple) and any(hasattr(part, "tobytes") for part in state):
         return all(map(_same, state, other))
-    return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other
+    as_bytes = getattr(state, "tobytes", None)
+    return state == other if as_bytes is None else as_bytes() == other.tobytes()

@@ -38,7 +38,14 @@ _PLAIN = (
 )
 _FOLLOWED = (
     *(list, tuple, dict, set, frozenset, object, staticmethod, classmethod, property, types.CellType, types.MethodType),
-    *(torch.Size, functools.partial, types.SimpleNamespace, types.MappingProxyType, types.GenericAlias, types.UnionType),
+    *(
+        torch.Size,
+        functools.partial,
+        types.SimpleNamespace,
+        types.MappingProxyType,
+        types.GenericAlias,
+        types.UnionType,
+    ),
     *(collections.OrderedDict, collections.defaultdict, collections.deque, type(functools.lru_cache(len))),
 )
 _NATIVE = (
@@ -197,12 +204,12 @@ def _named(
     package = space.get("__package__") or ""
     of_version = _is_definition(space.get("__file__"))
     for name in names:
-        places = ((space, name), (sys.modules, name), (sys.modules, f"{package}.{name}"))[: 3 if imports else 1]
+        places: Any = ((space, name), (sys.modules, name), (sys.modules, f"{package}.{name}"))[: 3 if imports else 1]
         place = next((one for one in places if one[1] in one[0]), places[0])
         value = place[0].get(place[1])
         # A version's own data may bear a name that the code has for something else.
         if not of_version or isinstance(value, (types.FunctionType, type, *_NATIVE)):
-            yield *place, value
+            yield place[0], place[1], value
         if isinstance(value, types.ModuleType) and id(value) not in seen and len(seen) < 3:
             yield from _named(vars(value), names, False, seen | {id(value)})
 
