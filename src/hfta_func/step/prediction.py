@@ -273,7 +273,7 @@ class Predicting:
         outputs = self._members.guard(keys, outputs_of, stacked.params, shared)
         self._members.has_run(keys)
         if trial is not None:
-            case = self._case(call, stacked, shared, base, keys, given, dims, tree)
+            case = self._case(call, stacked, common, keys, given, dims, tree)
             results = {"output": _named(outputs[0]), "buffer": outputs[1]}
             trial(case, results | (case.again(same, None, False) if case.trained else {}))
         return outputs
@@ -301,14 +301,14 @@ class Predicting:
         self,
         call: Any,
         stacked: Stacked,
-        shared: Params,
-        base: Params,
+        common: tuple[Params, Params],
         keys: Tensor,
         given: Any,
         dims: Tree,
         tree: Tree,
     ) -> Case:
         """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
+        shared, base = common
         trained = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
 
         def measure(model: nn.Module, member: int, cast: Any) -> Any:
