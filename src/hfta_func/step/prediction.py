@@ -298,14 +298,7 @@ class Predicting:
         return together(outputs, rest), after
 
     def _case(
-        self,
-        call: Any,
-        stacked: Stacked,
-        common: tuple[Params, Params],
-        keys: Tensor,
-        given: Any,
-        dims: Tree,
-        tree: Tree,
+        self, call: Any, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, given: Any, dims: Tree, x: Tree
     ) -> Case:
         """The call, for the oracle, with gradients of a sum of the outputs where there are some."""
         shared, base = common
@@ -317,7 +310,7 @@ class Predicting:
             return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
 
         def again(cast: Any, watch: Any, judged: bool) -> Any:
-            params, common, buffers, inputs = cast((stacked.params, shared | base, stacked.buffers, tree))
+            params, common, buffers, inputs = cast((stacked.params, shared | base, stacked.buffers, x))
             leaves = {path: params[path].detach().requires_grad_() for path in trained}
             with contextlib.nullcontext() if watch is None else self._run.observed(watch):
                 outputs, after = call(params | leaves, common, buffers, inputs)
