@@ -118,7 +118,8 @@ def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str,
         hooks, others = (
             [_held(hook) for hook in vars(each)[name].values() if _is_users(hook)] for each in (module, other)
         )
-        yield name, *((len(hooks), len(others)) if len(hooks) != len(others) else (hooks, others))
+        same = len(hooks) == len(others)
+        yield name, hooks if same else len(hooks), others if same else len(others)
 
 
 def _is_users(hook: Any) -> bool:

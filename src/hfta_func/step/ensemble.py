@@ -27,9 +27,6 @@ from hfta_func.verify import Verify
 _MADE = ("_latest", "_runs", "_compiled", "_modules_now")
 """Attributes of an ensemble that are made anew in a copy."""
 
-_MOST = 16
-"""Most ways of running members that are kept: settings that change all the time would fill the memory."""
-
 
 class Ensemble(nn.Module):
     """M models of one architecture as one ``nn.Module``, whose parameters are ``[M, ...]``.
@@ -325,7 +322,8 @@ class Ensemble(nn.Module):
             return latest[1:]
         signature = training, self._layers.signature(self.array)
         if signature not in self._runs:
-            self._runs = self._runs if len(self._runs) < _MOST else {}
+            # Settings that change all the time would fill the memory.
+            self._runs = self._runs if len(self._runs) < 16 else {}
             with outside_transforms():
                 self._layers.follow(self.array, self._model[0])
                 verify = self.verify and not self._layers.has_hooks

@@ -41,7 +41,7 @@ class StackedParameter(nn.Parameter):
     ndimension = dim
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of axes, for PyTorch itself."""
         _refuse_readers()
         return super().ndim
@@ -117,10 +117,11 @@ class Layers:
         for _, module, name in self.owners[0]:
             # Pickles forget it.
             getattr(module, name).__class__ = StackedParameter
-        # Twice, because of one name alone a getter returns no tuple.
-        getters = [operator.itemgetter("training", "training", *_plain(layer)) for layer in tree.modules()]
-        tables = [[vars(layer)[kind] for kind in (*_HOOKS, *_BACKWARD, *_TENSORS)] for layer in tree.modules()]
-        self._watched = [(vars(layer), *each) for layer, *each in zip(tree.modules(), getters, tables, strict=True)]
+        self._watched: list[tuple[dict[str, Any], Any, list[Any]]] = []
+        for layer in tree.modules():
+            # Twice, because of one name alone a getter returns no tuple.
+            get = operator.itemgetter("training", "training", *_plain(layer))
+            self._watched.append((vars(layer), get, [vars(layer)[kind] for kind in (*_HOOKS, *_BACKWARD, *_TENSORS)]))
 
     def __getstate__(self) -> dict[str, Any]:
         # What :meth:`index` notes again.
@@ -209,7 +210,7 @@ class _StackedHook:
         if torch.compiler.is_compiling():
             raise StateError("a hook of a layer of an Ensemble cannot be compiled; remove it, or call it uncompiled")
         leaves, spec = pytree.tree_flatten(given)
-        interpreter = _torch.current_interpreter() if _torch.interpreters() is not None else None
+        interpreter: Any = _torch.current_interpreter() if _torch.interpreters() is not None else None
         if not hasattr(interpreter, "batch_size"):
             # A single member runs without vmap.
             leaves = [leaf[None] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
