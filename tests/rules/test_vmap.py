@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hfta_func as hfta
 
@@ -188,3 +188,13 @@ def test_as_pytorch(row: Row) -> None:
         else:
             assert not row.refused, "PyTorch accepts it"
             torch.testing.assert_close(got, expected)
+
+
+def test_a_vmap_of_ones_own_reads_what_all_members_agree_on():
+    models = [nn.BatchNorm1d(4, momentum=None) for _ in range(3)]
+    (params, buffers), x = hfta.stack_params(models), torch.randn(3, 5, 4)
+    for _ in range(2):
+        _, buffers = hfta.vmap(hfta.functional(models[0]))(params, buffers, x)
+        for model, row in zip(models, x, strict=True):
+            model(row)
+    torch.testing.assert_close(buffers["running_mean"], torch.stack([model.running_mean for model in models]))
