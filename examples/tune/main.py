@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import dataclasses
 import itertools
 import math
@@ -20,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,6 @@ try:
     import hfta_func as hfta
     from hfta_func import tune
     from hfta_func.tune.sampling import SamplerSession
-    from hfta_func.tune.study import write_tables
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples,tune]'") from None
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *(space,), metric="accuracy", nonfusible=[*searched.apart], trials=trials, epochs=epochs, scheduler=scheduler,
             max_models=args.max_models, seed=args.seed, resume=args.outdir / "study",
         )  # fmt: skip
-        study.write(args.outdir)
+        write_tables(args.outdir, study.rows(), study.trajectory)
         best, value = study.best.params, study.best.values[-1][0]
         seconds = sum(member.seconds for member in study.population.members)
     else:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lambda tasks: run([(args.study, shared, folder, *task) for task in tasks]),
             )  # fmt: skip
         shown = [{name: value for name, value in row.items() if name != "seed"} for row in rows]
-        write_tables(args.outdir, shown, "accuracy", improvements(rows))
+        write_tables(args.outdir, shown, improvements(rows))
         finished = [row for row in rows if row["status"] == "complete"]
         row = max(finished, key=lambda row: row["accuracy"])
         best, value, seconds = configs[row["trial"]], row["accuracy"], sum(row["seconds"] for row in rows)
@@ -211,6 +211,15 @@ def improvements(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int
         if row["accuracy"] > best:
             best = row["accuracy"]
             yield seconds, row["trial"], best
+
+
+def write_tables(folder: Path, rows: Sequence[Mapping[str, Any]], trajectory: Iterable[Sequence[Any]]) -> None:
+    """Write a row per trial, and each new best accuracy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "history.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([[*rows[0]], *([*row.values()] for row in rows)])
+    with (folder / "trajectory.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["seconds", "trial", "accuracy"], *trajectory])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

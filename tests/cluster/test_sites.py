@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func import cluster
-from hfta_func.cluster import ray_actors, sites
+from examples import sites
+from hfta_func.cluster import ray_actors
 
 M = 3
 
@@ -61,7 +61,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites, "_answer", wait)
 
 
-def sites_by_kind() -> list[cluster.Site]:
+def sites_by_kind() -> list[sites.Site]:
     here = os.getpid()
 
     def own(seed: int) -> Any:
@@ -75,17 +75,17 @@ def sites_by_kind() -> list[cluster.Site]:
         time.sleep(3600)
 
     return [
-        cluster.Site("a", lambda: own(1)),
-        cluster.Site("b", lambda: own(2)),
-        cluster.Site("broken", broken),
-        cluster.Site("silent", silent),
+        sites.Site("a", lambda: own(1)),
+        sites.Site("b", lambda: own(2)),
+        sites.Site("broken", broken),
+        sites.Site("silent", silent),
     ]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("impatient")
 def test_every_model_is_scored_at_every_site_and_who_is_silent_is_missing():
-    found = cluster.evaluate(models(), sites_by_kind(), metric_fn, metrics=METRICS, timeout=594)
+    found = sites.evaluate(models(), sites_by_kind(), metric_fn, metrics=METRICS, timeout=594)
     assert len(found) == 4 * M * 2
     for score in found:
         assert score.group == "all" and score.metric in METRICS
@@ -174,7 +174,7 @@ def test_what_leaves_a_site_is_numbers():
 
 @pytest.mark.exhaustive
 def test_bad_input():
-    site = cluster.Site("a", lambda: rows(1))
+    site = sites.Site("a", lambda: rows(1))
     for change, match in (
         ({"sites": []}, r"sites are \[\]; pass"),
         ({"sites": [site, site]}, r"sites are \['a', 'a'\]; pass"),
@@ -185,12 +185,12 @@ def test_bad_input():
         ({"level": 1.0}, "level 1.0; give .* between 0 and 1"),
     ):
         with pytest.raises(ValueError, match=match):
-            cluster.evaluate(models(), **{"sites": [site], "metric_fn": metric_fn, "metrics": METRICS, **change})  # type: ignore[arg-type]
+            sites.evaluate(models(), **{"sites": [site], "metric_fn": metric_fn, "metrics": METRICS, **change})  # type: ignore[arg-type]
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"site 'a': load cannot be sent .*lock"):
-        cluster.evaluate(models(), [cluster.Site("a", lambda: lock)], metric_fn, metrics=METRICS)
+        sites.evaluate(models(), [sites.Site("a", lambda: lock)], metric_fn, metrics=METRICS)
     with pytest.raises(TypeError, match=r"metric_fn cannot be sent to workers .*lock"):
-        cluster.evaluate(models(), [site], lambda model, batch: lock, metrics=METRICS)
+        sites.evaluate(models(), [site], lambda model, batch: lock, metrics=METRICS)
 
 
 @pytest.mark.exhaustive
@@ -207,9 +207,9 @@ def test_sites_of_a_cluster_are_where_their_resources_are(monkeypatch: pytest.Mo
                 address="local", num_cpus=2, resources={"a": 1, "b": 1}, include_dashboard=False, logging_level="ERROR"
             )
         try:
-            found = cluster.evaluate(
+            found = sites.evaluate(
                 models(),
-                [cluster.Site(name, lambda seed=seed: rows(seed), {name: 1}) for seed, name in enumerate("abc")],
+                [sites.Site(name, lambda seed=seed: rows(seed), {name: 1}) for seed, name in enumerate("abc")],
                 metric_fn,
                 metrics=METRICS,
                 timeout=593,

@@ -42,8 +42,8 @@ class Killer:
         draws = random.Random(3)
         names = [worker.name for worker in crew._workers]
         while self.kills < kills and not self._ended.wait(draws.uniform(0.0, 0.1)):
-            spared = {number for number, call in dict(crew._calls).items() if call.deaths == 2}
-            busy = [names.index(name) for call, (name, _) in crew.busy().items() if call not in spared]
+            calls = [*crew._calls.values()]
+            busy = [names.index(call.worker) for call in calls if call.worker and call.deaths < 2]
             if busy:
                 kill(crew, draws.choice(busy))
                 self.kills += 1
@@ -105,7 +105,7 @@ def build_slow(fixed, members):
 
 options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "max_models": 8}
 with hfta.workers.WorkerPool(2) as pool:
-    while pool._alive.total() < 2:
+    while pool._alive < 2:
         time.sleep(0.01)
     print("begins", *[worker.pid for worker in pool._workers], flush=True)
     study = tune.run(build_slow, SPACE, executor=pool, resume=sys.argv[1], **options)

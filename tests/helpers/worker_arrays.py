@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -73,5 +72,5 @@ def function_sizes(pool: Any) -> list[int]:
 
 
 def shared_sizes(pool: Any) -> list[int]:
-    """Bytes that each file of a pool's shared tensors holds."""
-    return [512 * os.fstat(file.fileno()).st_blocks for file in pool._folder._files]
+    """Bytes of each of a pool's shared tensors."""
+    return [tensor.nbytes for _, tensor in pool._folder._refs.values()]

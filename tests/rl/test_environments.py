@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from examples.rl.grid import Bricks, Crossing
 from torch import Tensor
 
 import hfta_func as hfta
@@ -70,7 +71,7 @@ def test_the_dynamics_over_many_steps(name):
     follow(name, 10_000)
 
 
-EVERY = [*(getattr(rl, name)() for name in GYMNASIUM), rl.Bricks(), rl.Crossing()]
+EVERY = [*(getattr(rl, name)() for name in GYMNASIUM), Bricks(), Crossing()]
 
 
 @pytest.mark.parametrize("environment", EVERY, ids=lambda environment: type(environment).__name__)
@@ -175,26 +176,19 @@ def test_actions_that_begin_at_another_number():
 
 
 def test_what_cannot_be_started():
-    environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
-    with pytest.raises(hfta.errors.StateError, match="have Discrete and Box spaces"):
-        rl.start(environment, hfta.random.keys([0, 1]), 3)
     for count in (0, 2.5, [1, 2]):
         with pytest.raises(ValueError, match=r"max_steps is .*; give an integer of at least 1"):
             rl.start(rl.CartPole(max_steps=count), hfta.random.keys([0, 1]), 2)
     for count in (0, 3.0):
         with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
             rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)
-    for keys in ([0, 1], torch.tensor(1), torch.ones(2)):
+    for keys in (torch.tensor(1), torch.ones(2)):
         with pytest.raises(hfta.errors.BatchError, match=r"keys are .*, but must be torch.int64\[M\], one per member"):
             rl.start(rl.CartPole(), keys, 3)
-    with pytest.raises(hfta.errors.StateError, match="the environment is a TimeLimit; give one of rl"):
-        rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
-@pytest.mark.parametrize(
-    "environment", [rl.CartPole(), rl.MountainCar(), rl.Bricks()], ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("environment", [rl.CartPole(), rl.MountainCar(), Bricks()], ids=lambda one: type(one).__name__)
 def test_actions_of_other_integers_are_the_same_actions(environment, dtype):
     running, action = rl.start(environment, hfta.random.keys([0, 1]), 3), torch.tensor([[0, 1, 0], [1, 0, 1]])
     expected, found = (rl.advance(environment, running, given) for given in (action, action.to(dtype)))
@@ -227,28 +221,16 @@ class Reads(rl.CartPole):
         return super().step(state, action, key)
 
 
-class Writes(rl.CartPole):
-    def step(self, state, action, key):
-        state["place"].add_(1)
-        return super().step(state, action, key)
-
-
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_environment_that_reads_or_writes_is_named(count):
+def test_an_environment_that_reads_is_named(count):
     keys = hfta.random.keys(range(count))
     with pytest.raises(hfta.errors.TraceError, match=r"test_environments.py"):
         rl.start(Reads(), keys, 1)
-    with pytest.raises(hfta.errors.StateError, match=r"Writes.step writes state\['place'\] in place"):
-        rl.start(Writes(), keys, 1)
 
 
 @pytest.mark.parametrize(
     "part, change, error, message",
     [
-        (3, Tensor.float, hfta.errors.StateError,
-         r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
-        (4, Tensor.float, hfta.errors.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
-        (2, lambda reward: reward.unsqueeze(-1), hfta.errors.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
         (1, Tensor.double, hfta.errors.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
         (0, lambda state: {"place": state["place"]}, hfta.errors.TraceError,
          "state has other empty containers in .*Other.step"),
@@ -320,11 +302,11 @@ def test_an_environment_without_a_state(empty):
 @pytest.mark.parametrize(
     "environment, action, message",
     [
-        (rl.CartPole(), torch.zeros(2, 3), r"torch.float32\[2, 3\], but Discrete\(2\) asks for integers \[2, 3\]"),
-        (rl.CartPole(), torch.zeros(2, 3, 1).long(), r"asks for integers \[2, 3\]"),
+        (rl.CartPole(), torch.zeros(2, 3), r"torch.float32\[2, 3\], but Discrete\(2\) asks for \[2, 3\]"),
+        (rl.CartPole(), torch.zeros(2, 3, 1).long(), r"asks for \[2, 3\]"),
         (rl.CartPole(), torch.full((2, 3), 2), "are 2 to 2, but .* has 2 actions"),
-        (rl.Pendulum(), torch.zeros(2, 3), r"asks for floating-point numbers \[2, 3, 1\]"),
-        (rl.Pendulum(), torch.zeros(2, 3, 1).long(), "asks for floating-point numbers"),
+        (rl.Pendulum(), torch.zeros(2, 3), r"asks for \[2, 3, 1\]"),
+        (rl.Pendulum(), torch.zeros(2, 3, 1).long(), r"asks for \[2, 3, 1\]"),
     ],
 )
 def test_actions_of_another_space(environment, action, message):
@@ -349,7 +331,7 @@ def bricks_by_hand(game, action):
 
 
 def test_bricks_by_its_rules():
-    environment, key = rl.Bricks(), hfta.random.keys([0, 1])
+    environment, key = Bricks(), hfta.random.keys([0, 1])
     state, _ = environment.reset(key)
     generator, rewards, ends = np.random.default_rng(0), 0, 0
     names = "paddle", "row", "column", "down", "right"
@@ -381,7 +363,7 @@ def test_bricks_by_its_rules():
 
 
 def test_crossing_by_its_rules():
-    environment, key = rl.Crossing(), hfta.random.keys([0, 1, 2])
+    environment, key = Crossing(), hfta.random.keys([0, 1, 2])
     state, _ = environment.reset(key)
     assert 1 <= state["every"].min() and state["every"].max() <= 4
     generator, rewards, hits = np.random.default_rng(0), 0, 0
@@ -428,35 +410,13 @@ def counting(mode, count=6):
     return gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(count)], autoreset_mode=mode)
 
 
-class Pool(gymnasium.vector.VectorEnv):
-    """What EnvPool promises: no final observations by itself, but resets of the environments that it is told to."""
-
-    single_observation_space, single_action_space = Counting.observation_space, Counting.action_space
-
-    def __init__(self, count=6, batch_size=6):
-        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
-        self.num_envs, self.config = count, {"batch_size": batch_size}
-        self.games = [Counting(place) for place in range(count)]
-
-    def recv(self):
-        raise NotImplementedError
-
-    def reset(self, *, options=None):
-        chosen = np.arange(self.num_envs) if options is None else np.flatnonzero(options["reset_mask"])[::-1]
-        return np.stack([self.games[place].reset()[0] for place in chosen]), {"env_id": chosen}
-
-    def step(self, actions):
-        observation, reward, *ended, _ = zip(*map(Counting.step, self.games, actions), strict=True)
-        return np.stack(observation), np.array(reward), *map(np.array, ended), {"env_id": np.arange(self.num_envs)}
-
-
 def wrapped():
     """A wrapper of gymnasium, which refuses to be one of environments that begin anew in the same step."""
     envs = counting(gymnasium.vector.AutoresetMode.DISABLED)
     return gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
 
 
-@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), wrapped, Pool])
+@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), wrapped])
 def test_environments_of_gymnasium_serve_all_members(make):
     envs = rl.GymnasiumEnvs(make(), num_models=2)
     policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
@@ -472,20 +432,14 @@ def test_environments_of_gymnasium_serve_all_members(make):
     assert running.last_total[0].tolist() == [4.0, 54.0, 104.0] and running.length.unique().tolist() == [2]
     with pytest.raises(hfta.errors.StateError, match=r"is NextStep; make them with .*SAME_STEP"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
-    with pytest.raises(hfta.errors.StateError, match="6 environments cannot be shared out to 4 members"):
-        rl.GymnasiumEnvs(make(), 4)
-    with pytest.raises(hfta.errors.StateError, match="batch_size is 3 of 6 environments; leave it out"):
-        rl.GymnasiumEnvs(Pool(batch_size=3), 2)
     for kind in ("NormalizeObservation", "NormalizeReward"):
         mixing = getattr(gymnasium.wrappers.vector, kind)(counting(gymnasium.vector.AutoresetMode.NEXT_STEP))
         mixing = gymnasium.wrappers.vector.RecordEpisodeStatistics(mixing)
         with pytest.raises(hfta.errors.StateError, match=f"{kind} mixes the statistics of all agents; use rl.moments"):
             rl.GymnasiumEnvs(mixing, 2)
-    with pytest.raises(hfta.errors.StateError, match="envs is a TimeLimit; give several as one"):
-        rl.GymnasiumEnvs(gymnasium.make("CartPole-v1"), 2)
 
 
-def test_environments_of_gymnasium_follow_no_members_and_no_compiler():
+def test_environments_of_gymnasium_follow_no_members():
     envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
     policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
     agents = hfta.init_params(lambda: torch.nn.Linear(2, 3), [0, 1])
@@ -494,32 +448,6 @@ def test_environments_of_gymnasium_follow_no_members_and_no_compiler():
         hfta.errors.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
     ):
         envs.rollout(policy, hfta.take(agents, 0), hfta.take(running, 0), 2)
-    # A compiler makes it an error of its own.
-    with pytest.raises(
-        Exception, match="environments of gymnasium cannot be compiled; leave what acts in them uncompiled"
-    ):
-        torch.compile(lambda running: envs.rollout(policy, agents, running, 2), backend="eager")(running)
-
-
-def test_environments_of_envpool_have_the_same_dynamics():
-    make = pytest.importorskip("envpool", reason="EnvPool is not installed").make_gymnasium
-    with pytest.warns(UserWarning, match="precision lowered"):
-        envs = rl.GymnasiumEnvs(
-            make("CartPole-v1", num_envs=6, env_seed=[*range(6)], max_episode_steps=20), num_models=2
-        )
-    policy = rl.make_policy(torch.nn.Linear(4, 1), lambda model, x: torch.bernoulli(model(x)[:, 0].sigmoid()).long())
-    agents = hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1])
-    running, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 50)
-    state = {"place": steps["observation"].double(), "numbers": {}}
-    _, expected, _, terminated, _ = rl.CartPole(dtype=torch.float64).step(state, steps["action"], torch.zeros(2, 50, 3))
-    torch.testing.assert_close(steps["next_observation"].double(), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(steps["terminated"], terminated) and steps["truncated"].any() and terminated.any()
-    done = (terminated | steps["truncated"])[:, :-1]
-    following = steps["observation"][:, 1:]
-    assert (
-        torch.equal(following[~done], steps["next_observation"][:, :-1][~done]) and following[done].abs().max() < 0.05
-    )
-    assert torch.equal(running.episodes, (terminated | steps["truncated"]).sum(1))
 
 
 class Odd(gymnasium.Env):

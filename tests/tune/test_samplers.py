@@ -39,7 +39,7 @@ def test_the_best_trial_fulfils_the_constraints(stored: bool, tmp_path: pathlib.
     assert study.optuna.best_trial.number == best
     if not stored:
         none = tune.run(build, FLAT, trials=2, sampler=samplers[1], **OPTIONS)
-        with pytest.raises(ValueError, match="no complete trial fulfils the sampler's constraints; try more"):
+        with pytest.raises(ValueError, match="no trial is complete and fulfils the sampler's constraints"):
             _ = none.best
 
 
@@ -77,8 +77,6 @@ def test_any_integer_is_a_seed(seed: int) -> None:
     first, again, other = (tune.run(build, FLAT, trials=2, seed=at, **OPTIONS) for at in (seed, seed, 3))
     assert first.trials == again.trials and first.trials[0].params != other.trials[0].params
     assert first.population.members[0].config["seed"] == seed
-    with pytest.raises(ValueError, match=r"seed is 1\.5; pass an integer"):
-        tune.run(build, FLAT, trials=2, seed=1.5, **OPTIONS)  # pyright: ignore
 
 
 @pytest.mark.parametrize("eta", [1.1, 1.5, 2, 3, 3.7])
@@ -86,15 +84,6 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 def test_rungs_of_brackets_ascend(eta: float, epochs: int) -> None:
     for cohort in tune.hyperband(eta).cohorts(0, epochs):
         assert list(cohort.rungs) == sorted({*cohort.rungs}) and cohort.rungs[-1] == epochs
-
-
-def test_rungs_that_do_not_ascend_are_refused() -> None:
-    class Twice(tune.Scheduler):
-        def cohorts(self, trials: int, epochs: int) -> list[tune.Cohort]:
-            return [tune.Cohort(trials, (1, 1, epochs))]
-
-    with pytest.raises(ValueError, match=r"Twice: a cohort has the rungs \(1, 1, 3\); give it epochs that ascend"):
-        tune.run(build, FLAT, trials=2, scheduler=Twice(), **OPTIONS | {"epochs": 3})
 
 
 def counting(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
@@ -230,14 +219,8 @@ def test_trials_that_a_callback_enqueues_are_next(tmp_path: pathlib.Path) -> Non
 def test_names_that_a_space_cannot_have() -> None:
     with pytest.raises(ValueError, match=r"the space has 'error', which is a column of study.frame\(\)"):
         tune.run(build, lambda trial: trial.suggest_float("error", 0, 1), trials=2, **OPTIONS)
-    with pytest.raises(ValueError, match="enqueue names 'rate', but the space has lr, momentum"):
+    with pytest.raises(ValueError, match="enqueue names 'rate', but this trial has lr, momentum"):
         tune.run(build, FLAT, trials=2, enqueue=[{"rate": 0.1}], **OPTIONS)
     options = OPTIONS | {"nonfusible": ["kind"]}
     with pytest.raises(ValueError, match="enqueue names 'momentun', but this trial has lr, kind, momentum"):
         tune.run(build_kinds, kinds, trials=2, enqueue=[{"kind": "sgd", "momentun": 0.1}], **options)
-    with pytest.raises(ValueError, match=r"the space returned \{'lr': .*suggest values by the trial"):
-        tune.run(build_kinds, lambda trial: {"lr": trial.suggest_float("lr", 0, 1)}, trials=2, **options)
-    with pytest.raises(
-        RuntimeError, match=r"build reads fixed\['kind'\], which members differ in; pass nonfusible=\['kind'\]"
-    ):
-        tune.run(build_kinds, kinds, trials=2, **OPTIONS)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from typing import Any
 
 import pytest
-
-import hfta_func as hfta
 
 pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
@@ -71,26 +68,3 @@ def test_tensorboard_has_a_run_per_trial(tmp_path: pathlib.Path) -> None:
         (value,) = group.metric_values
         assert value.name.tag == "error" and value.value == pytest.approx(trial.values[-1][0], rel=1e-6)
         assert group.sessions[0].status == api_pb2.STATUS_SUCCESS
-
-
-def test_without_tensorboard_or_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'$"):
-        tune.tensorboard("board")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"^ray is not installed; pip install 'hfta_func\[cluster\]'$"):
-        tune.prometheus("first")
-
-
-def test_metrics_need_a_cluster_that_exports_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
-    options: dict[str, Any] = STUDY | {"trials": 2, "epochs": 1, "max_models": 2}
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(hfta.errors.WorkerError, match=r"tune\.prometheus needs a Ray cluster; call cluster\.ray"):
-        tune.run(build, SPACE, callbacks=[tune.prometheus("first")], **options)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "MetricsExportPort": -1}])
-    with pytest.raises(
-        hfta.errors.WorkerError, match=r"exports no metrics; pip install 'ray\[default\]' on all of its nodes"
-    ):
-        tune.run(build, SPACE, callbacks=[tune.prometheus("first")], **options)

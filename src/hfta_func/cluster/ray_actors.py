@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -115,26 +115,8 @@ class RayPool(Pool):
     """Workers that are actors; made by :func:`ray`."""
 
 
-class Kind(NamedTuple):
-    """Workers of one kind of device, among others in one executor.
-
-    Args:
-        workers: Number of actors.
-        max_models: The largest array that each trains, such as :func:`hfta_func.run.max_models` finds on that device.
-        cpus: Processors, and threads, of each.
-        gpus: GPUs of each; by default 1 if the cluster has any.
-        resources: Further resources of each by name, which decide the nodes it can be placed on.
-    """
-
-    workers: int
-    max_models: int
-    cpus: float = 1
-    gpus: float | None = None
-    resources: Mapping[str, float] | None = None
-
-
 def ray(
-    workers: int | Literal["auto"] | Sequence[Kind] = "auto",
+    workers: int | Literal["auto"] = "auto",
     *,
     cpus: float = 1,
     gpus: float | None = None,
@@ -149,48 +131,40 @@ def ray(
     on; nodes that come later get the actors that wait.
 
     Args:
-        workers: Number of actors, at most; ``"auto"`` is as many as the cluster has room for now. For unequal devices a list
-            of :class:`Kind`: each kind gets arrays up to its ``max_models``, and members in proportion to that.
+        workers: Number of actors, at most; ``"auto"`` is as many as the cluster has room for now.
         cpus: Processors, and threads, of each.
         gpus: GPUs of each; by default 1 if the cluster has any.
         resources: Further resources of each by name, which decide the nodes it can be placed on.
         address: Address of the cluster, if ``ray.init`` has not been called. By default the one that ``RAY_ADDRESS`` names,
             or else a new one on this machine alone, which listens on the loopback and has no dashboard.
-        timeout: Seconds after which a worker, of each kind, must have started.
+        timeout: Seconds after which a worker must have started.
 
     Raises:
         ImportError: if Ray is not installed.
-        WorkerError: if the cluster cannot be reached, is of another version, has no room at all or none in time, or its
-            workers have no or another version of this package.
-        ValueError: if ``workers`` is no number of workers, or a kind has no worker or room for no model.
+        WorkerError: if the cluster cannot be reached, has no room at all or none in time, or its workers have no or another
+            version of this package.
+        ValueError: if ``workers`` is no number of workers.
     """
     module = _ray()
-    kinds = _kinds(workers, Kind(0, 0, cpus, gpus, resources))
-    if not module.is_initialized():
-        _connect(module, address)
+    if workers != "auto" and workers < 1:
+        raise ValueError(f"workers is {workers}; pass at least 1, or 'auto'")
+    _connect(module, address)
     available = module.cluster_resources()
-    refs, remotes, limits, needs = {}, [], [], []
-    for kind in kinds:
-        gpus = float(available.get("GPU", 0) > 0) if kind.gpus is None else kind.gpus
-        required = {"CPU": kind.cpus, "GPU": gpus, **(kind.resources or {})}
-        rooms = [int(available.get(name, 0) / amount) for name, amount in required.items() if amount]
-        count = kind.workers or min(rooms, default=1)
-        if count < 1:
-            room = f"the cluster has {_named(available)}, which is no room"
-            raise WorkerError(f"{room} for a worker that needs {_named(required)}")
-        options = {"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {}), **_ONCE}
-        options["scheduling_strategy"] = "SPREAD"
-        arguments = settings(), max(1, int(kind.cpus))
-        remotes += [_Remote(len(remotes) + number, options, refs, arguments) for number in range(count)]
-        limits += [kind.max_models] * count if kind.max_models else []
-        needs.append(_named(required))
-    pool = RayPool(remotes, limits=limits)
+    gpus = float(available.get("GPU", 0) > 0) if gpus is None else gpus
+    required = {"CPU": cpus, "GPU": gpus, **(resources or {})}
+    rooms = [int(available.get(name, 0) / amount) for name, amount in required.items() if amount]
+    count = min(rooms, default=1) if workers == "auto" else workers
+    if count < 1:
+        raise WorkerError(f"the cluster has {_named(available)}, which is no room for a worker of {_named(required)}")
+    options = {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {}), "scheduling_strategy": "SPREAD"}
+    refs, arguments = {}, (settings(), max(1, int(cpus)))
+    pool = RayPool([_Remote(number, options | _ONCE, refs, arguments) for number in range(count)])
     try:
         if not pool.ready(timeout):
             free = _named(module.available_resources())
             raise WorkerError(
-                f"no worker that needs {' or '.join(needs)} has started in {timeout:g} s; of the "
-                f"cluster's {_named(available)}, {free} is free: end what holds the rest, or pass a larger timeout"
+                f"no worker that needs {_named(required)} has started in {timeout:g} s; of the cluster's "
+                f"{_named(available)}, {free} is free: end what holds the rest, or pass a larger timeout"
             )
     except BaseException:
         pool.close()
@@ -198,37 +172,28 @@ def ray(
     return pool
 
 
-def _kinds(workers: Any, alike: Kind) -> list[Kind]:
-    """The kinds of workers; for ``"auto"``, their number is 0."""
-    if workers == "auto" or (isinstance(workers, int) and workers > 0):
-        return [alike._replace(workers=0 if workers == "auto" else workers)]
-    if isinstance(workers, int) or not workers or any(kind.workers < 1 or kind.max_models < 1 for kind in workers):
-        cure = "pass a number of at least 1, 'auto', or a list of cluster.Kind with at least 1 worker and 1 model each"
-        raise ValueError(f"workers is {workers!r}; {cure}")
-    return [*workers]
-
-
 def lone(resources: Mapping[str, float]) -> RayPool:
     """One actor on any node with the resources, which may come later."""
-    module = _ray()
-    if not module.is_initialized():
-        _connect(module, None)
+    _connect(_ray(), None)
     return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, {}, (settings(), 1))])
 
 
 def _connect(module: Any, address: str | None) -> None:
+    """Join a cluster, unless that was done before."""
     address = address or os.environ.get("RAY_ADDRESS")
+    if module.is_initialized():
+        return
     try:
-        if address is not None:
-            host, _, port = address.rpartition("://")[2].rpartition(":")
-            if port.isdigit():
-                # Ray itself would try for minutes.
-                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            module.init(address=address, logging_level="ERROR")
-        else:
+        if address is None:
+            # Without an address, Ray would join any cluster that runs on this machine.
             with _on_this_machine():
-                # Without an address, Ray would join any cluster that runs on this machine.
                 module.init(address="local", include_dashboard=False, logging_level="ERROR")
+            return
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        if port.isdigit():
+            # Ray itself would try for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        module.init(address=address, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
         raise WorkerError(

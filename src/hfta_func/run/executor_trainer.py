@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -145,8 +144,6 @@ def cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-Parts = list[tuple[int, int, int]]
-"""The first member of each, the one after its last, and the limit of the workers that train it."""
 _PIECE = 0.4
 """Seconds between two looks at what workers of this machine have done: their calls train about as long."""
 _SHARE, _MOST = 20, 10.0
@@ -247,7 +244,8 @@ class ExecutorTrainer(Trainer):
         buffers: StateBuffers | None,
     ) -> SegmentEnd:
         """Have an executor train the next batches by calls of a function; the state stays in buffers, if given."""
-        device, parts, calls = state.keys.device, _parts(num_models(state), self._executor), {}
+        device, calls, size = state.keys.device, {}, num_models(state)
+        parts = shares(size, min(self._executor.count, size))
         dims, position = getattr(self._step, "batch_dims", 0), self._loader.state_dict() if self._dealt else None
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:
@@ -255,7 +253,7 @@ class ExecutorTrainer(Trainer):
             if executor.shares and not self._dealt:
                 # Of this call alone: batches may have other values in the next one.
                 stack.callback((folder := Folder()).close)
-            for part, (low, high, limit) in enumerate(parts):
+            for part, (low, high) in enumerate(parts):
                 where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
                 batches = None if self._dealt else dumps([take_batch(dims, batch, where) for batch in left], folder)
                 order = {
@@ -263,11 +261,11 @@ class ExecutorTrainer(Trainer):
                     **{"sums": running.part(low, high), "positions": where, "position": position},
                     **{"batches": batches, "until": until},
                 }
-                calls[executor.submit(function, limit, **order)] = part
+                calls[executor.submit(function, **order)] = part
             answers: dict[int, Any] = {}
             while len(answers) < len(parts):
                 call, answer = executor.wait(None)
-                low, high, _ = parts[calls[call]]
+                low, high = parts[calls[call]]
                 if isinstance(answer, WorkerError):
                     raise WorkerError(f"models {low} to {high - 1}: {answer}")
                 if isinstance(answer, Exception):
@@ -298,17 +296,3 @@ class ExecutorTrainer(Trainer):
             self._states = StateBuffers(state)
         self._states.put(state)
         return self._states
-
-
-def _parts(size: int, executor: Executor) -> Parts:
-    """The parts of an array, in proportion to the limits of workers."""
-    limits = sorted(executor.limits, reverse=True)
-    if not limits:
-        return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
-    edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
-    result: Parts = []
-    for first, last, limit in zip(edges, edges[1:], limits, strict=False):
-        if last > first:
-            pieces = shares(last - first, -(-(last - first) // limit))
-            result += [(first + low, first + high, limit) for low, high in pieces]
-    return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import queue
 import tempfile
 import time
 from typing import Any
@@ -39,7 +38,7 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
     Args:
         executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
         restarts: Whether the executor replaces a worker process that dies. If so, a worker is made to die: its call must be
-            answered with a :class:`WorkerError` that names the worker, and later calls must be answered.
+            answered with a :class:`WorkerError`, and later calls must be answered.
 
     Raises:
         AssertionError: if a law is broken; it names the law and the input.
@@ -52,8 +51,6 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
     with law("attributes"):
         assert executor.count >= 1, f"count is {executor.count}; it is the number of calls that run at the same time"
         assert executor.deaths >= 0, f"deaths is {executor.deaths}"
-        limits = executor.limits
-        assert not limits or len(limits) == executor.count, f"limits are {limits}; give one for each worker, or none"
     divide = _Divide()
     for about in ("at first", "after it was forgotten"):
         with law("calls are answered by number"):
@@ -73,7 +70,6 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
         number, answer = executor.wait()
         text = f"call {call} with seed=2 is answered as call {number} with {answer}"
         assert (number, answer) == (call, {"seed": 2}), text
-        assert call not in executor.busy(), f"busy() still has call {call}, which was answered"
         executor.forget()
     if restarts:
         with law("a worker that dies is named and replaced"):
@@ -99,17 +95,10 @@ def _die() -> None:
 
 
 def _check_death(executor: Executor) -> None:
-    before, names = executor.deaths, set[str]()
-    call, answer = executor.submit(_die), None
-    while answer is None:
-        names |= {name for name, _ in executor.busy().values()}
-        try:
-            number, answer = executor.wait(0.05)
-        except queue.Empty:
-            continue
-        assert number == call, f"call {call} is answered as call {number}"
+    before, call = executor.deaths, executor.submit(_die)
+    number, answer = executor.wait()
+    assert number == call, f"call {call} is answered as call {number}"
     assert isinstance(answer, WorkerError), f"the call whose worker dies is answered with {answer!r}, not a WorkerError"
-    assert any(name in str(answer) for name in names), f"'{answer}' names none of the workers {sorted(names)}"
     assert executor.deaths > before, f"deaths is {executor.deaths}, as before"
     call = executor.submit(dict, seed=3)
     answered = executor.wait()

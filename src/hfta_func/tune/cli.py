@@ -1,22 +1,17 @@
-"""The command line: ``hfta-func tune``, ``cache`` and ``doctor``."""
+"""The command line: ``hfta-func tune`` and ``cache``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import inspect
 import os
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-import hfta_func as hfta
-from hfta_func._kernels import native
 from hfta_func._types import text_table
 from hfta_func.run import kept
 from hfta_func.tune import schedulers
@@ -65,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--folder", help="the study's folder (default: <file>.study)")
     add("--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard")
     command("cache", _cache, "Show the compiled graphs that are kept on disk.")("--clear", action="store_true")
-    command("doctor", _doctor, "Show versions, devices, compiler and rules.")
     return parser
 
 
@@ -118,27 +112,6 @@ def _cache(args: argparse.Namespace) -> str:
     table = text_table([(name, f"{size / 2**20:.1f} MiB", time.ctime(used)) for name, size, used in graphs], "<><")
     sums = f"{len(graphs)} graphs{' removed' * args.clear}, at most {kept.MOST_BYTES >> 20:,} MiB in {kept.folder()}"
     return f"{table}\n{sums}"
-
-
-def _doctor(args: argparse.Namespace) -> str:
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
-    hfta.rules.install()
-    x = torch.ones(2, 3)
-    (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
-    rows = [
-        ("hfta_func", hfta.__version__),
-        ("Python", platform.python_version()),
-        *((name, importlib.metadata.version(name)) for name in ("torch", "optree", "safetensors", "optuna")),
-        ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
-        ("devices", ", ".join(devices) or "none besides the processor"),
-        (
-            "kernels in C",
-            f"by {native.compiler() or 'no compiler; install cc, gcc or clang'}, kept in {native.folder()}",
-        ),
-        ("rules", f"installed; linear of two models runs as {choice.lowering}"),
-    ]
-    return text_table(rows, "<<")
 
 
 if __name__ == "__main__":

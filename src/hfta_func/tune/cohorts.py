@@ -76,22 +76,18 @@ class Cohort(NamedTuple):
 
     def check(self, verdicts: Mapping[int, Verdict], copies: bool) -> None:
         """Raise a ValueError that names the trial if verdicts are invalid; ``copies`` is the scheduler's attribute."""
-        alive = self.alive
+        alive, fusible = self.alive, self.space.keys() - {*self.nonfusible}
         for trial, verdict in verdicts.items():
-            if not alive.get(trial) or not (isinstance(verdict, Copy) or verdict in ("go", "stop")):
-                text = f"decide says {verdict!r} of trial {trial}"
-                raise ValueError(f"{text}; say 'go', 'stop' or tune.Copy(...) of trials at a rung that have not ended")
-            if not isinstance(verdict, Copy):
-                continue
-            source, fusible = verdict.source, self.space.keys() - {*self.nonfusible}
-            is_behind = len(alive.get(source, ())) < len(alive[trial])
-            if not copies or is_behind or isinstance(verdicts.get(source), Copy) or verdict.changes.keys() - fusible:
-                text = f"decide has trial {trial} copy trial {source} and change {', '.join(verdict.changes)}; with copies = True"
-                raise ValueError(
-                    f"{text}, let it copy one that is at its rung and copies none, and change fusible names"
+            is_valid = verdict in ("go", "stop") and bool(alive.get(trial))
+            if isinstance(verdict, Copy) and copies and alive.get(trial):
+                is_ahead = len(alive.get(verdict.source, ())) >= len(alive[trial])
+                is_kept = is_ahead and not isinstance(verdicts.get(verdict.source), Copy)
+                is_valid = (
+                    is_kept and verdict.changes.keys() <= fusible and len(self.groups((trial, verdict.source))) == 1
                 )
-            if len(self.groups((trial, source))) > 1:
-                raise ValueError(f"decide has trial {trial} copy trial {source}, which is of another group")
+            if not is_valid:
+                cure = "say 'go', 'stop' or, if copies is True, tune.Copy of another at its rung and in its group that copies none"
+                raise ValueError(f"decide says {verdict!r} of trial {trial}; {cure}, of trials that are at a rung")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class _Journal:
 class StudyFolder:
     """Writes members when they change: first new states, then the index that names them; then it removes old states.
 
-    A folder is restored only if it was written by a population of the same non-fusible names.
+    A folder is restored into a population of the same non-fusible names.
     """
 
     def __init__(self, folder: Any):
@@ -97,9 +97,6 @@ class StudyFolder:
             return None
         with open(self._path(_INDEX), "rb") as file, damaged_if_it_raises(file.name):
             index = json.loads(file.read())
-        before, now = index["about"]["nonfusible"], [*population.nonfusible]
-        if before != now:
-            raise ValueError(f"{self._folder} holds members whose nonfusible is {before}, not {now}; pass the same")
         population.restore(index["members"], index["last"])
         for saved in index["groups"]:
             for block in saved["blocks"]:

@@ -11,6 +11,9 @@ from torch import Tensor
 import hfta_func as hfta
 from hfta_func.tune.array import Array, Build, Trainer, moved
 
+Size = int | Literal["auto"]
+"""Number of members of the largest array."""
+
 
 class Block(NamedTuple):
     """A stacked state, and the numbers of its members in order."""
@@ -22,10 +25,9 @@ class Block(NamedTuple):
 class Group:
     """Members that can share an array, because their values of all non-fusible names are equal."""
 
-    def __init__(self, build: Build, fixed: Mapping[str, Any], limit: int | Literal["auto"]):
+    def __init__(self, build: Build, fixed: Mapping[str, Any], limit: Size):
         self.fixed = dict(fixed)
-        self.limit: int | Literal["auto"] = limit
-        """The largest array."""
+        self.limit = limit
         self.configs: dict[int, Mapping[str, Any]] = {}
         """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []

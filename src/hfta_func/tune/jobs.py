@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import hfta_func as hfta
 from hfta_func.tune.groups import Group
-from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.executor import Executor
 
 
 class Job(NamedTuple):
@@ -94,8 +94,3 @@ class Jobs:
         """Forget the arrays that train."""
         self.under_way.clear()
         self.executor.forget()
-
-    def fall_back(self) -> None:
-        """Forget the arrays that train, and train in this process from now on."""
-        self.stop()
-        self.executor = Inline()

@@ -35,12 +35,9 @@ class Member:
 
     def value(self, metric: str, epoch: int = -1) -> float:
         """A metric of an epoch, by default the last one; NaN without any epoch."""
-        if not self.metrics:
-            return math.nan
-        metrics = self.metrics[epoch]
-        if metric not in metrics:
-            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(metrics)}")
-        return metrics[metric]
+        if self.metrics and metric not in self.metrics[epoch]:
+            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(self.metrics[epoch])}")
+        return self.metrics[epoch][metric] if self.metrics else math.nan
 
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
@@ -55,8 +52,6 @@ def rows_of(table: Any) -> list[Mapping[str, Any]]:
 def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
     """Raise a ValueError unless all numbers are those of members that are alive."""
     for number in numbers:
-        if not 0 <= number < len(members):
-            raise ValueError(f"there is no member {number}; the population has had {len(members)}")
         if (status := members[number].status) != "alive":
             alive = [member.number for member in members if member.status == "alive"]
             raise ValueError(f"member {number} is {status}, and its state is gone; those alive are {alive}")

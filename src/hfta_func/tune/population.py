@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -15,7 +15,7 @@ from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.groups import Group, group_key
+from hfta_func.tune.groups import Group, Size, group_key
 from hfta_func.tune.jobs import Job, Jobs
 from hfta_func.tune.member import Member, check_alive, counted, rows_of, tuples
 from hfta_func.workers.executor import Executor, Inline
@@ -37,20 +37,19 @@ class Population:
         self,
         build: Build,
         nonfusible: Sequence[str],
-        max_models: int | Literal["auto"],
+        max_models: Size,
         seed: int,
-        table: Any = (),
-        executor: Executor | None = None,
+        table: Any,
+        executor: Executor | None,
     ):
         if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
         self._build, self._seed = build, seed
-        self._limit: int | Literal["auto"] = max_models
+        self._limit = max_models
         self._groups: dict[tuple[Any, ...], Group] = {}
         self.last: tuple[int, ...] = ()
-        self._errors: dict[int, Exception] = {}
         self.interrupted = False
         self.jobs = Jobs(executor or Inline())
         self.add(table)
@@ -68,13 +67,14 @@ class Population:
         for name in self.nonfusible:
             if rows and not any(name in row for row in rows):
                 raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
-        first = len(self.members)
         added = self.extend(rows)
         groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
+        errors: dict[int, Exception] = {}
         for group in groups:
-            self._fail(group.make(number for number in added if number in group.configs))
-        if added and all(self.members[number].status == "failed" for number in added):
-            raise self._errors[first]
+            errors |= group.make(number for number in added if number in group.configs)
+        self._fail(errors)
+        if added and len(errors) == len(added):
+            raise errors[added[0]]
         return added
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -105,7 +105,6 @@ class Population:
         for number, error in errors.items():
             member = self.members[number]
             member.status, member.error = "failed", f"{type(error).__name__}: {error}"
-            self._errors[number] = error.with_traceback(None)
             self.group_of(member).drop([number])
 
     @property

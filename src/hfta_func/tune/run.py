@@ -10,10 +10,10 @@ from tqdm.auto import tqdm
 
 import hfta_func as hfta
 from hfta_func._types import Direction
-from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
+from hfta_func.tune.groups import Size
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, Space, configurations
@@ -26,14 +26,9 @@ if TYPE_CHECKING:
 
 
 def population(
-    build: Build,
-    table: Any = (),
-    *,
-    nonfusible: Sequence[str] = (),
-    max_models: int | Literal["auto"] = "auto",
-    seed: int = 0,
+    build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
     executor: Executor | None = None,
-) -> Population:
+) -> Population:  # fmt: skip
     """A population of models that train as arrays.
 
     Args:
@@ -92,7 +87,7 @@ def run(
     timeout: float | None = None,
     keep: int | Literal["best", "all"] = "best",
     batch: int | None = None,
-    max_models: int | Literal["auto"] = "auto",
+    max_models: Size = "auto",
     seeds: int = 1,
     storage: Any = None,
     name: str | None = None,
@@ -187,13 +182,10 @@ def run(
     limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
     most = configurations(sampler, space, enqueue, limit)
     with contextlib.ExitStack() as stack:
-        # Until there is a study to return, Ctrl-C waits.
-        setting_up = stack.enter_context(contextlib.ExitStack())
-        pressed = setting_up.enter_context(ctrl_c())
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
-        members = Population(build, nonfusible, max_models, seed, executor=executor)
-        stack.callback(members.jobs.fall_back)
+        members = Population(build, nonfusible, max_models, seed, (), executor)
+        stack.callback(members.jobs.stop)
         folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
         if folder is not None and storage is None:
             storage, name = folder.storage, "study"
@@ -212,8 +204,6 @@ def run(
             session.enqueue(params)
         bar = stack.enter_context(tqdm(total=search.total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
-            setting_up.close()
-            members.interrupted = pressed()
             _train(search, bar, callbacks)
             save()
         except KeyboardInterrupt:

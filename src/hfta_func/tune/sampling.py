@@ -30,7 +30,7 @@ class SamplerSession:
         self,
         space: Space,
         directions: Sequence[str],
-        sampler: optuna.samplers.BaseSampler | None,
+        sampler: Any,
         seed: int,
         storage: Any = None,
         name: str | None = None,

@@ -20,6 +20,11 @@ class _Halving(Scheduler):
     first: int
     waits = True
 
+    def __post_init__(self) -> None:
+        check_counts(first=self.first)
+        if not self.eta > 1:
+            raise ValueError(f"eta is {self.eta}; it must be greater than 1")
+
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         rungs, rung = [], float(self.first)
         while rung < epochs:
@@ -174,8 +179,7 @@ def halving(eta: float = 3, first: int = 1) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         first: Epochs to the first rung.
     """
-    check_counts(first=first)
-    return _Halving(_ratio(eta), first)
+    return _Halving(eta, first)
 
 
 def hyperband(eta: float = 3, skip_last: int = 0) -> Scheduler:
@@ -189,7 +193,7 @@ def hyperband(eta: float = 3, skip_last: int = 0) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         skip_last: Number of the last rungs that are left out of every bracket; brackets without other rungs are left out.
     """
-    return _Hyperband(_ratio(eta), 1, skip_last)
+    return _Hyperband(eta, 1, skip_last)
 
 
 def asynchronous_halving(eta: float = 3, first: int = 1) -> Scheduler:
@@ -202,8 +206,7 @@ def asynchronous_halving(eta: float = 3, first: int = 1) -> Scheduler:
         eta: Number of trials for each that goes on, and the ratio of the epochs of two successive rungs.
         first: Epochs to the first rung.
     """
-    check_counts(first=first)
-    return _Asynchronous(_ratio(eta), first)
+    return _Asynchronous(eta, first)
 
 
 def median_stopping(every: int = 1, warmup: int = 0, startup: int = 5) -> Scheduler:
@@ -236,9 +239,3 @@ def population_based(
     if not (0 < share <= 0.5 and 0 <= resample <= 1):
         raise ValueError(f"share is {share} and resample is {resample}; pass at most 0.5, and a probability")
     return PopulationBased(every, share, factors, resample)
-
-
-def _ratio(eta: float) -> float:
-    if not eta > 1:
-        raise ValueError(f"eta is {eta}; it must be greater than 1")
-    return eta

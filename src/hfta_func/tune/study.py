@@ -123,12 +123,10 @@ class Study:
 
     def state(self, trial: int) -> Any:
         """The state of a trial, one member per seed; of complete trials, ``keep`` of :func:`run` says which have one."""
-        status, members = self.trials[trial].status, self.trials[trial].members
+        members = self.trials[trial].members
         if not {*members} <= {*self.population.alive}:
-            cure = (
-                "train with keep='all', or a larger number" if status == "complete" else "only complete trials keep it"
-            )
-            raise ValueError(f"trial {trial} is {status}, and its state is gone; {cure}")
+            text = f"trial {trial} is {self.trials[trial].status}, and its state is gone"
+            raise ValueError(f"{text}; train with keep='all', or a larger number, which keeps those of complete trials")
         return hfta.concat([self.population.state(member) for member in members])
 
     def export(self, trial: int, seed: int = 0) -> nn.Module:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -19,8 +20,8 @@ class Executor(Protocol):
 
     Attributes:
         count: Number of calls that run at the same time.
-        limits: The largest array of each worker; empty if the workers are alike.
         shares: Whether the workers run on this machine and read files that this process maps into its memory.
+        deaths: Number of workers that have died.
 
     Example:
         >>> import functools
@@ -28,7 +29,7 @@ class Executor(Protocol):
         ...     count = 1
         ...     def __init__(self):
         ...         self.calls = []
-        ...     def submit(self, function, limit=0, /, **arguments):
+        ...     def submit(self, function, /, **arguments):
         ...         self.calls.append(functools.partial(function, **arguments))
         ...         return len(self.calls) - 1
         ...     def wait(self, timeout=None):
@@ -44,20 +45,14 @@ class Executor(Protocol):
     """
 
     count: int
-    limits: tuple[int, ...] = ()
     shares: bool = False
+    deaths: int = 0
 
-    @property
-    def deaths(self) -> int:
-        """Number of workers that have died."""
-        return 0
-
-    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
-        """Have a function called; returns the number of the call.
+    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
+        """Have a function called with these arguments; returns the number of the call.
 
         Args:
             function: The function; the same object is the same function in later calls.
-            limit: One of ``limits``: the kind of worker that makes the call; 0 for any.
             arguments: The function's arguments.
         """
         ...
@@ -80,10 +75,6 @@ class Executor(Protocol):
         """Drop a function that is not called any more, or all functions and calls."""
         ...
 
-    def busy(self) -> Mapping[int, tuple[str, float]]:
-        """By number of each call that runs, the name of its worker and the time when it began."""
-        return {}
-
 
 class Inline(Executor):
     """An :class:`Executor` that calls functions in this process, one after another."""
@@ -91,21 +82,20 @@ class Inline(Executor):
     count = 1
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self._calls: dict[int, Callable[[], Any]] = {}
         self._numbers = itertools.count()
 
-    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
         """See :class:`Executor`."""
-        number = next(self._numbers)
-        self._calls[number] = function, arguments
+        self._calls[number := next(self._numbers)] = functools.partial(function, **arguments)
         return number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """See :class:`Executor`."""
         number = min(self._calls)
-        function, arguments = self._calls.pop(number)
+        call = self._calls.pop(number)
         try:
-            return number, function(**arguments)
+            return number, call()
         except Exception as error:
             return number, error
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -45,14 +43,10 @@ class Worker(Protocol):
 
 @dataclasses.dataclass
 class _Call:
-    """A call that waits, or is made by a ``worker`` since a time."""
-
     function: tuple[int, Callable[..., Any], bytes]
     arguments: bytes
-    limit: int
     deaths: int = 0
     worker: str = ""
-    since: float = 0.0
 
 
 class Pool(Executor):
@@ -62,25 +56,19 @@ class Pool(Executor):
     times in a row is given up.
     """
 
-    def __init__(
-        self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = (), tries: int = TRIES
-    ):
-        self.count, self.limits, self.shares = len(workers), tuple(limits), share
+    def __init__(self, workers: Sequence[Worker], *, share: bool = False, tries: int = TRIES):
+        self.count, self.shares, self.deaths = len(workers), share, 0
         self._workers, self._tries = workers, tries
         self._folder: Folder | None = None
         # By its id, the number, object and bytes of each function; the object is kept so that no other one gets its id.
         self._functions: dict[int, tuple[int, Callable[..., Any], bytes]] = {}
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._waiting: list[int] = []
-        self._changed = threading.Condition()
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        # By name of the worker; and number of living workers by limit.
-        self._seconds, self._deaths = collections.Counter[str](), collections.Counter[str]()
-        self._alive = collections.Counter[int]()
-        self._closed, self._failed = False, None
-        places = zip(workers, self.limits or [0] * len(workers), strict=True)
-        self._threads = [threading.Thread(target=self._serve, args=place, daemon=True) for place in places]
+        self._changed = threading.Condition()
+        self._alive, self._closed, self._failed = 0, False, None
+        self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in workers]
         for thread in self._threads:
             thread.start()
 
@@ -92,25 +80,23 @@ class Pool(Executor):
 
     def close(self) -> None:
         """End all workers."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         for worker in self._workers:
+            self._waiting.put(None)
             worker.kill()
         for thread in self._threads:
             thread.join(10)
         self.forget()
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
-        """Wait until one worker of each limit is ready, or ``everyone``; returns whether they are, and raises what failed."""
-
-        def is_known() -> bool:
-            if self._failed is not None:
-                raise self._failed
-            return self._alive.total() >= self.count if everyone else {*(self.limits or [0])} <= {*+self._alive}
-
+        """Wait until one worker is ready, or ``everyone``; returns whether they are, and raises what failed."""
         with self._changed:
-            return self._changed.wait_for(is_known, timeout)
+            is_known = self._changed.wait_for(
+                lambda: self._failed is not None or self._alive >= (self.count if everyone else 1), timeout
+            )
+        if self._failed is not None:
+            raise self._failed
+        return is_known
 
     def prepare(self, function: Callable[..., Any]) -> None:
         """Turn a function into bytes, which the first :meth:`submit` does otherwise; raises a TypeError if it cannot."""
@@ -127,7 +113,7 @@ class Pool(Executor):
                 f"uses it, or move it to a module that they can import"
             ) from error
 
-    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
         """See :class:`~hfta_func.workers.executor.Executor`.
 
         Raises:
@@ -137,23 +123,13 @@ class Pool(Executor):
         if self._closed:
             raise WorkerError("these workers have been closed; make new ones")
         self.prepare(function)
-        number, call = next(self._numbers), _Call(self._functions[id(function)], dumps(arguments), limit)
-        with self._changed:
-            self._calls[number] = call
-            self._waiting.append(number)
-            self._changed.notify_all()
+        number = next(self._numbers)
+        self._calls[number] = _Call(self._functions[id(function)], dumps(arguments))
+        self._waiting.put(number)
         return number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
-        """See :class:`~hfta_func.workers.executor.Executor`.
-
-        Args:
-            timeout: Seconds to wait at most.
-
-        Raises:
-            WorkerError: if a worker cannot be started.
-            queue.Empty: if there is no answer in time.
-        """
+        """See :class:`~hfta_func.workers.executor.Executor`; raises a WorkerError if a worker cannot be started."""
         while True:
             number, answer = self._answers.get(timeout=timeout)
             if number < 0:
@@ -163,39 +139,25 @@ class Pool(Executor):
 
     def forget(self, function: Callable[..., Any] | None = None) -> None:
         """See :class:`~hfta_func.workers.executor.Executor`; calls that run go on, and their answers are dropped."""
-        with self._changed:
-            if function is not None:
-                self._functions.pop(id(function), None)
-                return
-            for kept in (self._waiting, self._calls, self._functions):
-                kept.clear()
-            folder, self._folder = self._folder, None
+        if function is not None:
+            self._functions.pop(id(function), None)
+            return
+        self._calls.clear()
+        self._functions.clear()
+        folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
 
-    def busy(self) -> dict[int, tuple[str, float]]:
-        """See :class:`~hfta_func.workers.executor.Executor`."""
-        return {number: (call.worker, call.since) for number, call in [*self._calls.items()] if call.worker}
-
-    def record(self) -> dict[str, tuple[float, int]]:
-        """By name of each worker that has made calls, its seconds at work and its number of deaths."""
-        return {worker: (seconds, self._deaths[worker]) for worker, seconds in [*self._seconds.items()]}
-
-    @property
-    def deaths(self) -> int:
-        """See :class:`~hfta_func.workers.executor.Executor`."""
-        return self._deaths.total()
-
-    def _serve(self, worker: Worker, limit: int) -> None:
+    def _serve(self, worker: Worker) -> None:
         """The program of a worker's thread."""
         try:
             while not self._closed:
                 worker.start()
-                self._add_alive(limit, 1)
+                self._add_alive(1)
                 known: set[int] = set()
-                while (number := self._next(limit)) is not None and self._made(worker, number, known):
+                while (number := self._waiting.get()) is not None and self._made(worker, number, known):
                     pass
-                self._add_alive(limit, -1)
+                self._add_alive(-1)
         except Exception as error:
             # Even if other workers can go on: the cause, such as another version, is one to be mended.
             failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {one_line_error(error)}")
@@ -203,67 +165,48 @@ class Pool(Executor):
                 _log.error("%s cannot go on: %s", worker.name, failed)
                 self._failed = failed
                 self._answers.put((-1, failed))
-                self._add_alive(limit, 0)
+                self._add_alive(0)
         finally:
             worker.close()
 
-    def _add_alive(self, limit: int, change: int) -> None:
+    def _add_alive(self, change: int) -> None:
         with self._changed:
-            self._alive[limit] += change
+            self._alive += change
             self._changed.notify_all()
-
-    def _next(self, limit: int) -> int | None:
-        """The first call for a worker with a limit, or for a smaller one if no such worker lives; None at the end."""
-        with self._changed:
-            while not self._closed:
-                for number in self._waiting:
-                    wanted = self._calls[number].limit
-                    if wanted in (0, limit) or (wanted < limit and not self._alive[wanted]):
-                        self._waiting.remove(number)
-                        return number
-                self._changed.wait()
-            return None
 
     def _made(self, worker: Worker, number: int, known: set[int]) -> bool:
         """Have a worker make a call, which knows some functions; returns whether it lives."""
-        with self._changed:
-            if (call := self._calls.get(number)) is None:
-                return True
-            live = frozenset(function for function, *_ in self._functions.values())
-            call.worker, call.since = worker.name, time.time()
+        if (call := self._calls.get(number)) is None:
+            # It was forgotten.
+            return True
         function, _, content = call.function
-        _log.info("%s begins call %d", worker.name, number)
-        answer, cause = None, ""
+        live = frozenset(kept for kept, *_ in [*self._functions.values()])
+        call.worker = worker.name
         try:
             answer = loads(worker.call(function, live, None if function in known else content, call.arguments))
         except Exception as error:
             # The worker's state is unknown: fail the call so that its caller does not hang.
             cause = str(error) if isinstance(error, Died) else one_line_error(error)
-        with self._changed:
-            self._seconds[worker.name] += time.time() - call.since  # pyright: ignore[reportArgumentType]
+        else:
+            known &= live
+            known |= {function} if not isinstance(answer, Exception) else set()
             call.worker = ""
-            if not cause:
-                known &= live
-                known |= {function} if not isinstance(answer, Exception) else set()
-                self._answers.put((number, answer))
-                return True
-            if self._closed:
-                return False
-            self._deaths[worker.name] += 1
-            call.deaths += 1
-            is_repeated = call.deaths < self._tries
-            if is_repeated and number in self._calls:
-                # The next free worker repeats it, before other calls.
-                self._waiting.insert(0, number)
-                self._changed.notify_all()
-        _log.warning("%s died (%s); its call is %s", worker.name, cause, "repeated" if is_repeated else "given up")
-        if not is_repeated:
-            often = "once" if self._tries == 1 else f"{self._tries} times in a row"
-            text = (
-                f"its workers died {often}, last {worker.name} {cause}; what it printed says why, or the system's log if "
-                f"the system has ended it: use fewer workers, or smaller arrays"
-            )
-            self._answers.put((number, WorkerError(text)))
+            self._answers.put((number, answer))
+            return True
+        if self._closed:
+            return False
+        self.deaths += 1
+        call.deaths, call.worker = call.deaths + 1, ""
+        if call.deaths < self._tries:
+            self._waiting.put(number)
+            _log.warning("%s died (%s); its call is repeated", worker.name, cause)
+            return False
+        often = "once" if self._tries == 1 else f"{self._tries} times in a row"
+        text = (
+            f"its workers died {often}, last {worker.name} {cause}; what it printed says why, or the system's log if "
+            f"the system has ended it: use fewer workers, or smaller arrays"
+        )
+        self._answers.put((number, WorkerError(text)))
         return False
 
 

@@ -156,15 +156,9 @@ class Process:
     def __init__(
         self, number: int, processors: list[int], gpu: str = "", *, low_priority: bool = False, quiet: bool = False
     ):
-        self.name = f"worker {number}"
+        self.name, self.pid = f"worker {number}", 0
         self._gpu, self._order = gpu, (processors, low_priority, quiet)
         self._process: _Popen | None = None
-        self._connection: Any = None
-
-    @property
-    def pid(self) -> int:
-        """Its process id, 0 before it has started."""
-        return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
@@ -181,6 +175,7 @@ class Process:
                 with other:
                     arguments = other, environment, dumps(settings()), *self._order
                     self._process = _Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
+                self.pid = self._process.pid
                 self.call()
                 return
             except (Died, EOFError, OSError) as error:

@@ -7,18 +7,14 @@ import dataclasses
 import io
 import os
 import pickle
-import shutil
-import tempfile
 from typing import IO, Any
 
 import cloudpickle
 import torch
 from torch import Tensor
 
-_SHARED = 1 << 12
-"""Tensors of at least this many bytes are shared, and not copied into every process."""
-_BLOCK, _PAGE = 1 << 24, 1 << 12
-"""Bytes of a file of small tensors, and what tensors begin at a multiple of."""
+_SHARED = _PAGE = 1 << 12
+"""Tensors of at least this many bytes are shared, and not copied into every process; all begin at a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +37,15 @@ class TensorRef:
 
 
 class Folder:
-    """Tensors in memory that processes share, in files without a name that are gone when this process ends."""
+    """Tensors in memory that processes share: a file without a name, which is gone when this process ends."""
 
     def __init__(self) -> None:
-        self._files: list[IO[bytes]] = []
-        self._place, self._end, self._size = "", 0, 0
+        self._file, self._end = open(os.memfd_create("hfta_func"), "wb", buffering=0), 0
         self._refs: dict[Any, tuple[TensorRef, Tensor]] = {}
 
     def close(self) -> None:
-        """Close the files; processes that have mapped them keep them."""
-        for file in self._files:
-            file.close()
+        """Close the file; processes that have mapped it keep it."""
+        self._file.close()
 
     def put(self, tensor: Tensor) -> TensorRef:
         """Write a tensor, unless it has been written."""
@@ -62,21 +56,11 @@ class Folder:
         return self._refs[key][0]
 
     def write(self, tensor: Tensor) -> TensorRef:
-        """Write a tensor, to memory if the system has a folder there with room."""
-        folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
-        # The system kills a process that writes a file in memory where there is no room.
-        free = [folder for folder in folders if shutil.disk_usage(folder).free > 2 * tensor.nbytes]
-        if not free:
-            raise OSError(
-                f"there is no room for {tensor.nbytes} bytes that processes share; free some in {folders[-1]}"
-            )
-        if free[0] != self._place or self._end + tensor.nbytes > self._size:
-            self._place, self._end, self._size = free[0], 0, max(_BLOCK, tensor.nbytes)
-            self._files.append(tempfile.TemporaryFile(dir=self._place, buffering=0))
-            self._files[-1].truncate(self._size)
+        """Write a tensor."""
         low, high = self._end, self._end + tensor.nbytes
         self._end = -(-high // _PAGE) * _PAGE
-        content = f"/proc/{os.getpid()}/fd/{self._files[-1].fileno()}", low, high
+        self._file.truncate(self._end)
+        content = f"/proc/{os.getpid()}/fd/{self._file.fileno()}", low, high
         TensorRef(content, tensor.dtype, tensor.shape, "cpu").tensor().copy_(tensor.detach())
         return TensorRef(content, tensor.dtype, tensor.shape, tensor.device.type)
 

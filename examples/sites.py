@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import math
 import queue
@@ -12,12 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from hfta_func import make_eval_step, num_models, stack_params
-from hfta_func._tree import leaves, tree_map
-from hfta_func._types import require
 from hfta_func.cluster import ray_actors
 from hfta_func.errors import WorkerError
 from hfta_func.models import Stacked
@@ -78,7 +78,7 @@ class Scores(list[Score]):
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per score."""
-        return require("pandas", "plot").DataFrame([*self], columns=[*Score._fields])
+        return importlib.import_module("pandas").DataFrame([*self], columns=[*Score._fields])
 
 
 def evaluate(
@@ -121,8 +121,8 @@ def evaluate(
     Example:
         .. code-block:: python
 
-            sites = [cluster.Site("a", load_a, {"hospital-a": 1}), cluster.Site("b", load_b, {"hospital-b": 1})]
-            scores = cluster.evaluate(models, sites, correct, metrics=["correct"], min_count=20)
+            sites = [Site("a", load_a, {"hospital-a": 1}), Site("b", load_b, {"hospital-b": 1})]
+            scores = evaluate(models, sites, correct, metrics=["correct"], min_count=20)
             print(scores.frame())
     """
     _check(sites, metrics, groups, min_count, level)
@@ -171,7 +171,7 @@ class _Visit:
 
     def __call__(self, load: Callable[[], Any]) -> Any:
         try:
-            return self._scores(tree_map(torch.as_tensor, load()))
+            return self._scores(optree.tree_map(torch.as_tensor, load()))
         except _Refusal as error:
             return f"failed: {error}"
         except Exception as error:
@@ -179,7 +179,7 @@ class _Visit:
             return f"failed: {type(error).__name__}"
 
     def _scores(self, data: Any) -> dict[str, Any]:
-        sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves(data)}
+        sizes = {len(leaf) if leaf.dim() else 0 for leaf in optree.tree_leaves(data)}
         if len(sizes) != 1:
             raise _Refusal("load returned leaves of unequal numbers of rows")
         (rows,) = sizes
@@ -210,7 +210,7 @@ class _Visit:
     def _measured(self, data: Any, start: int, rows: int) -> dict[str, Tensor]:
         """The metrics of the batch that begins at row ``start``."""
         stop = min(rows, start + self.batch_size)
-        measured = self.step(self.stacked, tree_map(lambda leaf: leaf[start:stop], data))
+        measured = self.step(self.stacked, optree.tree_map(lambda leaf: leaf[start:stop], data))
         if set(measured) != set(self.metrics):
             raise _Refusal(f"metric_fn returned {sorted(measured)}, but {sorted(self.metrics)} were declared")
         for name, values in measured.items():
@@ -234,7 +234,7 @@ class _Refusal(Exception):
 
 
 def _all_rows(data: Any) -> Tensor:
-    return torch.ones(len(leaves(data)[0]), dtype=torch.bool)
+    return torch.ones(len(optree.tree_leaves(data)[0]), dtype=torch.bool)
 
 
 def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
@@ -253,7 +253,7 @@ def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
 def _check(sites: Any, metrics: Any, groups: Any, min_count: int, level: float) -> None:
     names = [site.name for site in sites]
     if not names or len({*names}) < len(names):
-        raise ValueError(f"sites are {names}; pass a list of cluster.Site, each with a name of its own")
+        raise ValueError(f"sites are {names}; pass a list of Site, each with a name of its own")
     if isinstance(metrics, str) or not metrics or len({*metrics}) < len(metrics):
         raise ValueError(f"metrics is {metrics!r}; pass a list of the names that metric_fn returns, each once")
     if groups is not None and not groups:
