@@ -247,7 +247,7 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
         (broken_scheduler(lambda c: everyone(c, "wait")), "law 'verdicts are valid', .*decide says 'wait' of trial"),
         (
             broken_scheduler(lambda c: {99: "go"}),
-            "law 'verdicts are valid'.*decide names trial 99, which is not in the cohort",
+            "law 'verdicts are valid'.*decide says 'go' of trial 99; say 'go', 'stop' or",
         ),
         (
             broken_scheduler(lambda c: everyone(c, "stop")),
@@ -255,15 +255,15 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
         ),
         (
             broken_scheduler(lambda c: everyone(c, tune.Copy(max(everyone(c, 0)), {})) if everyone(c, 0) else {}),
-            r"law 'verdicts are valid'.* copy trial \d, which copies another one itself",
+            r"law 'verdicts are valid'.*decide says Copy\(source=\d, changes=.*that copies none",
         ),
         (
             broken_scheduler(lambda c: {trial: tune.Copy(50, {}) for trial, found in c.alive.items() if found}),
-            "law 'verdicts are valid'.* copy trial 50, which is not at rung 1; choose one that is",
+            "law 'verdicts are valid'.*decide says Copy\\(source=50",
         ),
         (
             broken_scheduler(scheduler.Pull().decide, copies=False),
-            "law 'verdicts are valid'.*but the scheduler's attribute copies is False; set it to True",
+            "law 'verdicts are valid'.*if copies is True, tune.Copy",
         ),
     ],
 )

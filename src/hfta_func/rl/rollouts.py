@@ -186,6 +186,8 @@ def per_member(number: PerModel, like: Tensor) -> Tensor:
     """A number, or one per member, to multiply values ``[M, ...]`` by."""
     dtype = like.dtype if like.is_floating_point() else torch.float32
     vector = torch.as_tensor(number, dtype=dtype, device=like.device)
+    if vector.dim() and vector.shape != like.shape[:1]:
+        raise BatchError(f"got {vector.numel()} numbers for {len(like)} members; give one number, or one per member")
     return per_model(vector, like) if vector.dim() else vector
 
 

@@ -97,10 +97,10 @@ def _summary(study: Study) -> str:
     """The best trials, those that have reached more rungs first, and the first one that failed."""
     ranked = [trial for trial in study.trials if trial.values and trial.status != "failed"]
     ranked.sort(key=lambda trial: (-len(trial.values), -study.score(trial.values[-1][0])))
-    rows = [study.rows()[trial.number] for trial in ranked[:_ROWS]]
+    rows = [{name: value for name, value in study.rows()[one.number].items() if name != "seconds"} for one in ranked]
     shown = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     lines = [f"{len(study.trials)} trials"]
-    lines += [text_table([[*rows[0]], *shown], ">" * len(rows[0]))] if rows else []
+    lines += [text_table([[*rows[0]], *shown[:_ROWS]], ">" * len(rows[0]))] if rows else []
     failed = [trial for trial in study.trials if trial.status == "failed"]
     return "\n".join(lines + [f"{len(failed)} failed, the first with {trial.error}" for trial in failed[:1]])
 

@@ -86,7 +86,7 @@ class Cohort(NamedTuple):
                     is_kept and verdict.changes.keys() <= fusible and len(self.groups((trial, verdict.source))) == 1
                 )
             if not is_valid:
-                cure = "say 'go', 'stop' or, if copies is True, tune.Copy of another at its rung and in its group that copies none"
+                cure = "say 'go', 'stop' or, if copies is True, tune.Copy of one of its group, at its rung, that copies none"
                 raise ValueError(f"decide says {verdict!r} of trial {trial}; {cure}, of trials that are at a rung")
 
 
