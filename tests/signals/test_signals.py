@@ -183,29 +183,6 @@ def pipeline(fast, slow):
     return signals.join(fast, signals.normalise(slow, 2.0))
 
 
-@pytest.mark.parametrize("sizes", [(0.7, 0.7), (5.0, 5.0), (0.008, 3.0), (100.0, 100.0)])
-def test_chunks_give_the_same_as_the_whole(sizes):
-    fast, slow = (
-        made(rate, 25.3 + 0.1 * (rate == 500), start=100.0, channels=1, gaps=0.02, seed=int(rate), length=rate / 5)[0]
-        for rate in (500.0, 125.0)
-    )
-    expected, generator = pipeline(fast, slow), numpy.random.default_rng(1)
-    cuts, at = [], 100.0
-    while at < 125.3:
-        cuts.append(at)
-        at += round(generator.uniform(*sizes) / 0.008) * 0.008 or 0.008
-    chunks = [
-        tuple(signal.between(begin, end) for signal in (fast, slow))
-        for begin, end in zip(cuts, [*cuts[1:], 200.0], strict=True)
-    ]
-    parts = list(signals.stream(pipeline, iter(chunks), block=2.0, context=0.5))
-    assert len(parts) > 10 and parts[0].start == 100.0 and abs(parts[3].start - 106) < 1e-9
-    assert 0.1 < expected.valid.float().mean() < 0.97
-    torch.testing.assert_close(
-        numpy.concatenate([plain(part) for part in parts]), plain(expected), rtol=1e-9, atol=1e-9, equal_nan=True
-    )
-
-
 def test_columns_of_tables_are_read_in_order():
     frame = pandas.DataFrame({"time": [2.0, 0.0, 1.0], "value": [3.0, 1.0, 2.0]}, index=[7, 8, 9]).sort_values("time")
     assert signals.from_timestamps(frame["time"], frame["value"], 1).values.tolist() == [[1.0, 2.0, 3.0]]
@@ -297,20 +274,6 @@ BAD = {
     "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values cannot be .*it is a table"),
     "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
     "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
-    "kinds": (
-        lambda: [*signals.stream(abs, [FINE, Signal(torch.ones(2, 2), 2, 4)], block=9)],
-        "chunks have rates and channels",
-    ),
-    "chunks": (
-        lambda: list(signals.stream(lambda part: part, [FINE, FINE], block=1)),
-        "a chunk begins at 0 s, but 4 s was expected",
-    ),
-    "no chunk": (lambda: list(signals.stream(lambda part: part, [], block=1)), "there is no chunk"),
-    "block": (
-        lambda: list(signals.stream(lambda part: part, [FINE], block=0.7)),
-        "block is 0.7 s, which is 1.4 samples",
-    ),
-    "blocks": (lambda: list(signals.stream(lambda part: part, [FINE], block=0)), "block is 0 and context 0.0 s"),
 }
 
 

@@ -386,9 +386,8 @@ def test_members_that_are_gone() -> None:
         build, {"lr": [0.1, 0.2], "momentum": [0.0, 0.5], "width": [4, 6]}, nonfusible=["width"]
     )
     population.keep([1])
-    assert repr(population) == "<Population of 2 members (1 dropped, 1 alive)>"
     for ask in (lambda: population.keep([0]), lambda: population.state(0), lambda: population.export(0)):
-        with pytest.raises(ValueError, match=r"member 0 is dropped, and its state is gone; those alive are \[1\]"):
+        with pytest.raises(ValueError, match=r"member 0 is dropped, and its state is gone; population.alive"):
             ask()
     assert population.alive == [1]
 

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from hfta_func import optim
 from hfta_func.callbacks import while_active
 from hfta_func.errors import StackError
+from hfta_func.integrations import lightning_steps
 from hfta_func.integrations.lightning_optimizers import optimizer_of
-from hfta_func.integrations.lightning_steps import (
-    TrainerFacts,
-    batch_hooks,
-    loss_of,
-    metrics_of,
-    record_into,
-    share_hparams,
-)
+from hfta_func.integrations.lightning_steps import TrainerFacts
 from hfta_func.models.stack import build, stack_params, unstack_params
 from hfta_func.optim._base import check_choice
 from hfta_func.run.data import ArrayLoader
@@ -49,11 +43,7 @@ _CLIPS = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}
 
 
 def lightning(
-    module: Callable[..., nn.Module],
-    *,
-    seeds: int | Sequence[int] | Tensor,
-    options: Mapping[str, Any] | None = None,
-    **arguments: Any,
+    module: Callable[..., nn.Module], *, seeds: Any, options: Mapping[str, Any] | None = None, **arguments: Any
 ) -> LightningArray:
     """M LightningModules of one class, trained together as M Trainers would train them one after the other.
 
@@ -105,10 +95,6 @@ class LightningArray:
     def __init__(self, module: Any, seeds: Any, options: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.seeds, columns = columns_of(seeds, arguments)
         rows = ({name: column[member] for name, column in columns.items()} for member in range(len(self.seeds)))
-        if isinstance(module, nn.Module) or not callable(module):
-            raise StackError(
-                f"got a {type(module).__qualname__}; pass its class, so that every seed gets weights of its own"
-            )
 
         def factory(**row: Any) -> Any:
             # What setup and configure_model draw follows what the module has drawn.
@@ -181,10 +167,10 @@ class LightningArray:
         updates = [each // accumulate_grad_batches for each in batches]
         for member, each, count in zip(members, batches, updates, strict=False):
             if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
-                raise StackError(
-                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches; "
-                    f"choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
+                text = (
+                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
                 )
+                raise StackError(f"{text}; choose a batch size or a Subset of rows that gives a multiple of it")
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)
@@ -198,16 +184,18 @@ class LightningArray:
             member.on_fit_start()
             member.on_train_start()
         models = self.models()
-        hparams = share_hparams(models)
+        hparams = lightning_steps.share_hparams(models)
         step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
         step_options.setdefault("batch_dims", 0 if is_dealt else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
-        about = rows_of, batch_hooks(datamodule, self._base)
-        self.step = make_train_step(models[0], functools.partial(loss_of, *about), optimizer, **step_options)
+        about = rows_of, lightning_steps.batch_hooks(datamodule, self._base)
+        self.step = make_train_step(
+            models[0], functools.partial(lightning_steps.loss_of, *about), optimizer, **step_options
+        )
         params = stack_params(models, share_frozen=self.step.options.share_frozen)
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
-            options["evaluate"] = functools.partial(metrics_of, *about), validation
+            options["evaluate"] = functools.partial(lightning_steps.metrics_of, *about), validation
         hooks = [self._after_epoch] if any(map(self._has, _AFTER_EPOCHS)) else []
         given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
         options["callbacks"] = [while_active, *hooks, *map(_callback_of, given), *followers]
@@ -260,9 +248,6 @@ class LightningArray:
         train = source.train_dataloader() if train is None else train
         if validation is None and (datamodule is not None or self._has("val_dataloader")):
             validation = source.val_dataloader()
-        for loaders in (train, validation):
-            if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and hasattr(loaders[0], "dataset")):
-                raise StackError("got several dataloaders; pass one for training and one for validation")
         return train, validation
 
     def _after_epoch(self, state: TrainState, history: History) -> None:
@@ -277,7 +262,7 @@ class LightningArray:
             facts = self._members[numbers[index]].trainer
             facts.current_epoch = len(history) - 1
             model.trainer = TrainerFacts(**vars(facts), callback_metrics=metrics)
-            record_into(model, values)
+            lightning_steps.record_into(model, values)
             for hook in _AFTER_EPOCHS:
                 getattr(model, hook)()
             for path, leaf in model.state_dict().items():

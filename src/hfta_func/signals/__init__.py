@@ -13,4 +13,3 @@ from hfta_func.signals.processing import normalise as normalise
 from hfta_func.signals.processing import resample as resample
 from hfta_func.signals.signal import Signal as Signal
 from hfta_func.signals.signal import from_timestamps as from_timestamps
-from hfta_func.signals.streaming import stream as stream

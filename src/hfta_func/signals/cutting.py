@@ -58,8 +58,6 @@ def windows(
     """
     persons = [signals] if isinstance(signals, Signal) else [*signals]
     events = [events] if isinstance(signals, Signal) else events
-    if not persons:
-        raise BatchError("there must be a signal, or a list of them with at least one person's")
     events = [None] * len(persons) if events is None else [*events]
     if len(events) != len(persons):
         raise BatchError(f"{len(events)} events for {len(persons)} persons; give one pair (times, labels) each")
@@ -98,10 +96,8 @@ def _without_gaps(signal: Signal, size: int, step: int) -> Tensor:
     begins = torch.arange(0, max(0, len(signal) - size + 1), step, device=signal.values.device)
     begins = begins[torch.searchsorted(signal.gaps, begins) == torch.searchsorted(signal.gaps, begins + size)]
     if not len(begins):
-        raise BatchError(
-            f"{signal!r} has no whole window of {size / signal.rate:g} s without a gap; leave the person out, fill gaps, or "
-            f"cut shorter windows"
-        )
+        text = f"{signal!r} has no whole window of {size / signal.rate:g} s without a gap"
+        raise BatchError(f"{text}; leave the person out, fill gaps, or cut shorter windows")
     return begins
 
 
@@ -116,9 +112,8 @@ def _labelled(signal: Signal, events: Any, begins: Tensor, size: int) -> tuple[T
     outside = ~((at >= signal.start - 1e-3 / signal.rate) & (at < signal.end))
     if bool(outside.any()):
         event = int(outside.nonzero()[0])
-        raise BatchError(
-            f"event {event} is at {at[event].item():g} s, outside of {signal!r}; give seconds by the signal's own clock"
-        )
+        text = f"event {event} is at {at[event].item():g} s, outside of {signal!r}"
+        raise BatchError(f"{text}; give seconds by the signal's own clock")
     # An event between two samples concerns the later one.
     first = ((at - signal.start) * signal.rate - 1e-3).ceil().long()
     holding, ending = (torch.searchsorted(first, sample, right=True) - 1 for sample in (begins, begins + size - 1))

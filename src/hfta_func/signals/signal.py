@@ -51,7 +51,7 @@ class Signal:
             raise BatchError(f"values is {[*values.shape]}; a signal needs samples [T], or [C, T] for several channels")
         if valid is not None and (valid.dtype != torch.bool or valid.shape != values.shape[1:]):
             raise BatchError(
-                f"valid is {[*valid.shape]} of {valid.dtype}; give [{values.shape[1]}] booleans, one per sample"
+                f"valid is {[*valid.shape]} of {valid.dtype}; give one boolean per sample, {len(values.T)}"
             )
         if not (math.isfinite(rate) and rate > 0 and math.isfinite(start)):
             raise BatchError(f"rate is {rate!r} and start {start!r}; give finite numbers, and a positive rate")
@@ -123,10 +123,8 @@ class Signal:
         """A duration in samples, at least one; a BatchError if it isn't a whole number of them."""
         count = round(seconds * self.rate) if math.isfinite(seconds) else 0
         if count < 1 or abs(count - seconds * self.rate) > 1e-6 * max(1, count):
-            raise BatchError(
-                f"{name} is {seconds:g} s, which is {seconds * self.rate:g} samples at {self.rate:g} Hz; give a whole number "
-                f"of samples, at least one, such as {max(1, count) / self.rate:g} s"
-            )
+            text = f"{name} is {seconds:g} s, which is {seconds * self.rate:g} samples at {self.rate:g} Hz"
+            raise BatchError(f"{text}; give a whole number of samples, such as {max(1, count) / self.rate:g} s")
         return count
 
 
@@ -168,10 +166,8 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
     drift = ((times[begins + lengths - 1] - times[0]) * rate - (at + lengths - 1)).abs()
     missing = at[1:] - (at + lengths)[:-1]
     if len(skips) * 2 > len(times) - 1 or float(drift.max()) > 0.75 or bool((missing < 0).any()):
-        raise BatchError(
-            f"times of samples say {1 / float(times.diff().median()):.6g} Hz, but rate is {rate:g}; give the "
-            f"rate of the times, and resample afterwards"
-        )
+        said = f"times of samples say {1 / float(times.diff().median()):.6g} Hz, but rate is {rate:g}"
+        raise BatchError(f"{said}; give the rate of the times, and resample afterwards")
     if not len(skips):
         return values.made(values.values, values.gaps, start=times[0].item())
     zeros = values.values.new_zeros(len(values.values), int(missing.max()))
@@ -195,10 +191,8 @@ def as_tensor(values: Any, name: str, **options: Any) -> Tensor:
             raise TypeError("it is a table")
         return torch.as_tensor(array, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BatchError(
-            f"{name} cannot be read as real numbers ({error}); give a tensor or an array: of dates their seconds, of names "
-            f"their numbers, numpy.unique(names, return_inverse=True)[1], and of a table frame.to_numpy().T"
-        ) from None
+        cure = "give a tensor or an array: of dates their seconds, of names their numbers, and of a table frame.to_numpy().T"
+        raise BatchError(f"{name} cannot be read as real numbers ({error}); {cure}") from None
 
 
 def numbers(mask: Tensor) -> Tensor:

@@ -129,10 +129,8 @@ class ArrayEstimator(base.BaseEstimator):
         names = _column(groups, inputs)
         unknown = sorted({*names.tolist()} - {*self.groups_.tolist()})
         if unknown:
-            raise HyperparameterError(
-                f"group {unknown[0]!r} has no model, {self.groups_.tolist()} have; fit with its rows, or predict without "
-                f"groups, which takes the mean of all models"
-            )
+            cure = "fit with its rows, or predict without groups, which takes the mean of all models"
+            raise HyperparameterError(f"group {unknown[0]!r} has no model, {self.groups_.tolist()} have; {cure}")
         # All groups at once: shorter ones repeat their first row.
         present, which = numpy.unique(names, return_inverse=True)
         order, counts = torch.tensor(which.argsort(kind="stable")), torch.tensor(numpy.bincount(which))
@@ -289,18 +287,10 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
         options = {"evaluate": (experiment.metric, (inputs, targets), held_out), "restore_best": "val_loss"}
         options |= {"compact": True, "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)]}
-    experiment.fit(
-        *((inputs, targets), first.batch_size),
-        epochs=first.epochs,
-        rows=rows,
-        batches_per_epoch=first.batches_per_epoch,
-        progress=False,
-        **options,
-    )
-    state = experiment.state
-    return Fitted(
-        experiment.model, hfta.models.Stacked(state.params, hfta.step.stacked(state).buffers), experiment.history
-    )
+    options |= dict(epochs=first.epochs, batches_per_epoch=first.batches_per_epoch, progress=False)
+    experiment.fit((inputs, targets), first.batch_size, rows=rows, **options)
+    params = hfta.models.Stacked(experiment.state.params, hfta.step.stacked(experiment.state).buffers)
+    return Fitted(experiment.model, params, experiment.history)
 
 
 def _seed(random_state: Any) -> int:
@@ -314,10 +304,8 @@ def _held_out(rows: Tensor, seed: int, share: float) -> tuple[Tensor, Tensor]:
     """Rows to train on, and rows to stop by, drawn by the seed."""
     count = max(1, round(share * len(rows)))
     if not 0 < share < 1 or count >= len(rows):
-        raise HyperparameterError(
-            f"hold_out is {share} of {len(rows)} rows; give a share between 0 and 1 that leaves each model rows to train on, "
-            f"or patience=None"
-        )
+        cure = "give a share between 0 and 1 that leaves each model rows to train on, or patience=None"
+        raise HyperparameterError(f"hold_out is {share} of {len(rows)} rows; {cure}")
     rows = rows[hfta.random.permutation(hfta.random.fold_in(hfta.random.keys([seed]), _HOLD_OUT), len(rows))[0]]
     return rows[count:], rows[:count]
 
@@ -325,10 +313,7 @@ def _held_out(rows: Tensor, seed: int, share: float) -> tuple[Tensor, Tensor]:
 def _check_outputs(model: nn.Module, inputs: Tensor, outputs: int) -> None:
     """Raise a HyperparameterError unless a model returns ``[N, outputs]``."""
     with torch.no_grad():
-        result = copy.deepcopy(model).to(inputs.device).eval()(inputs)
-    shape = [*result.shape] if isinstance(result, Tensor) else f"a {type(result).__qualname__}"
+        shape = [*copy.deepcopy(model).to(inputs.device).eval()(inputs).shape]
     if shape != [len(inputs), outputs]:
-        raise HyperparameterError(
-            f"the model returns {shape} for {len(inputs)} samples; it must return [{len(inputs)}, {outputs}], one column per "
-            f"class or target, so let make_model(shape, outputs) use its second argument"
-        )
+        text = f"the model returns {shape} for {len(inputs)} samples, not [{len(inputs)}, {outputs}]"
+        raise HyperparameterError(f"{text}; let make_model(shape, outputs) use its second argument")

@@ -91,8 +91,6 @@ class ArraySearchCV(selection.GridSearchCV):
         """Search; ``groups`` is what the splitter keeps together."""
         grid = self.param_grid
         settings: list[dict[str, Any]] = [*(selection.ParameterGrid(grid) if isinstance(grid, Mapping) else grid)]
-        if not settings:
-            raise HyperparameterError("param_grid has no setting; give lists of values by name, or a list of settings")
         splits = _splits(self.estimator, X, numpy.asarray(y), groups, self.cv)
         scores = _scores(self.estimator, settings, X, y, splits, self.scoring)
         rows = [{"test_scores": score, "fit_time": 0.0, "score_time": 0.0} for score in scores.flatten()]
@@ -111,10 +109,8 @@ class ArraySearchCV(selection.GridSearchCV):
 def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any = None) -> list[tuple[Any, Any]]:
     """Train and test rows of the folds, numbers in ``part``."""
     if not isinstance(estimator, ArrayEstimator):
-        raise HyperparameterError(
-            f"the estimator is a {type(estimator).__qualname__}; pass an ArrayClassifier or ArrayRegressor, or use "
-            f"scikit-learn's own function"
-        )
+        cure = "pass an ArrayClassifier or ArrayRegressor, or use scikit-learn's own function"
+        raise HyperparameterError(f"the estimator is a {type(estimator).__qualname__}; {cure}")
     part = slice(None) if part is None else part
     splitter = selection.check_cv(cv, y[part], classifier=base.is_classifier(estimator))
     groups = None if groups is None else validation.column_or_1d(groups)[part]
@@ -122,12 +118,7 @@ def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any = No
 
 
 def _scores(
-    estimator: Any,
-    settings: Iterable[Mapping[str, Any]],
-    X: Any,
-    y: Any,
-    splits: Sequence[tuple[Any, Any]],
-    scoring: Any,
+    estimator: Any, settings: Iterable[Mapping[str, Any]], X: Any, y: Any, splits: Sequence[Any], scoring: Any
 ) -> Any:
     """The scores ``[settings, folds]`` of one member each."""
     first = base.clone(estimator)

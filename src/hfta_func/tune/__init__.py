@@ -12,7 +12,6 @@ from hfta_func.tune.cohorts import Scheduler as Scheduler
 from hfta_func.tune.cohorts import Verdict as Verdict
 from hfta_func.tune.member import Member as Member
 from hfta_func.tune.population import Population as Population
-from hfta_func.tune.run import population as population
 from hfta_func.tune.run import run as run
 from hfta_func.tune.schedulers import asynchronous_halving as asynchronous_halving
 from hfta_func.tune.schedulers import halving as halving
@@ -21,3 +20,5 @@ from hfta_func.tune.schedulers import median_stopping as median_stopping
 from hfta_func.tune.schedulers import population_based as population_based
 from hfta_func.tune.study import Study as Study
 from hfta_func.tune.study import Trial as Trial
+
+population = Population

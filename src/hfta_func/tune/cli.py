@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hfta_func._types import text_table
@@ -40,13 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "Train many models of the same architecture as one array."
     parser = argparse.ArgumentParser(prog="hfta-func", description=text)
     commands = parser.add_subparsers(required=True, metavar="command")
-
-    def command(name: str, func: Any, text: str) -> Callable[..., Any]:
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(command=func)
-        return made.add_argument
-
-    add = command("tune", _tune, "Search the space of a file; the same command goes on with what is missing.")
+    text = "Search the space of a file; the same command goes on with what is missing."
+    tune = commands.add_parser("tune", help=text, description=text)
+    cache = commands.add_parser("cache", help="Show the compiled graphs that are kept on disk.")
+    tune.set_defaults(command=_tune)
+    cache.set_defaults(command=_cache)
+    cache.add_argument("--clear", action="store_true")
+    add = tune.add_argument
     add("file", help="Python file with build, space, metric and, if need be, further arguments of tune.run")
     add("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
     add("--epochs", type=int, help="epochs of a trial that is not stopped")
@@ -59,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--storage", help="Optuna's storage, such as sqlite:///study.db")
     add("--folder", help="the study's folder (default: <file>.study)")
     add("--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard")
-    command("cache", _cache, "Show the compiled graphs that are kept on disk.")("--clear", action="store_true")
     return parser
 
 

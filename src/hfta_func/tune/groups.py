@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -175,3 +176,14 @@ def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any
     """A key that is equal for equal names and equal non-fusible values; unlike in Python, 1 and True differ."""
     fixed = {name: (type(config[name]), config[name]) for name in nonfusible if name in config}
     return frozenset(config), *fixed.items()
+
+
+def with_keys(state: Any, other: Any) -> Any:
+    """The state with the keys of another: all noise of what members carry is their own, too."""
+
+    def kept(path: optree.PyTreeAccessor, leaf: Tensor, key: Tensor) -> Tensor:
+        return key if path.codify().endswith((".keys", "['keys']")) and key.dtype == torch.int64 else leaf
+
+    # Steps with more than one model may have states of their own.
+    carry = {"carry": optree.tree_map_with_accessor(kept, state.carry, other.carry)} if hasattr(state, "carry") else {}
+    return state._replace(keys=other.keys, **carry)

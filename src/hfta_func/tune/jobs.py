@@ -20,10 +20,7 @@ class Job(NamedTuple):
     epochs: int  # to train
     timeout: float | None  # seconds after which it ends with the epoch
     calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
-    metrics: dict[int, list[dict[str, float]]]
-    seconds: dict[int, float]
-    states: list[tuple[tuple[int, ...], Any]]
-    errors: dict[int, Exception]
+    results: list[tuple[tuple[int, ...], Any]]  # members and what they have become: a Segment, or the error of one
     interrupted: bool = False
 
 
@@ -48,7 +45,7 @@ class Jobs:
         self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, timeout: float | None
     ) -> None:
         """Have an array trained, for some seconds at most."""
-        job = Job(group, numbers, starts, epochs, timeout, {}, {}, {}, [], {})
+        job = Job(group, numbers, starts, epochs, timeout, {}, [])
         self._call(job, numbers)
         self.under_way.append(job)
 
@@ -62,20 +59,14 @@ class Jobs:
             call, answer = self.executor.wait()
             job = next(job for job in self.under_way if call in job.calls)
             numbers = job.calls.pop(call)
-            if isinstance(answer, Exception):
-                if len(numbers) == 1:
-                    job.errors[numbers[0]] = answer
-                else:
-                    self._halve(job, numbers, answer)
+            if isinstance(answer, Exception) and len(numbers) > 1:
+                self._halve(job, numbers, answer)
             else:
-                for index, number in enumerate(numbers):
-                    job.metrics[number] = [{name: row[index] for name, row in each.items()} for each in answer.epochs]
-                    job.seconds[number] = answer.seconds / len(numbers)
-                job.states.append((numbers, answer.state))
-                if answer.interrupted:
-                    # Ctrl-C ends both halves of an array.
-                    self.stop()
-                    return job._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
+                job.results.append((numbers, answer))
+            if getattr(answer, "interrupted", False):
+                # Ctrl-C ends both halves of an array.
+                self.stop()
+                return job._replace(results=[], interrupted=True)
             if not job.calls:
                 self.under_way = [other for other in self.under_way if other is not job]
                 return job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,14 +52,9 @@ def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
     """Raise a ValueError unless all numbers are those of members that are alive."""
     for number in numbers:
         if (status := members[number].status) != "alive":
-            alive = [member.number for member in members if member.status == "alive"]
-            raise ValueError(f"member {number} is {status}, and its state is gone; those alive are {alive}")
-
-
-def counted(what: str, statuses: Sequence[str]) -> str:
-    """The number of all and of each status: ``"4 members (3 alive, 1 dropped)"``."""
-    parts = ", ".join(f"{count} {status}" for status, count in collections.Counter(statuses).items())
-    return f"{len(statuses)} {what}" + (f" ({parts})" if parts else "")
+            raise ValueError(
+                f"member {number} is {status}, and its state is gone; population.alive are those that train"
+            )
 
 
 def tuples(value: Any) -> Any:

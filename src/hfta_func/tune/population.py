@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import optree
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.groups import Group, Size, group_key
+from hfta_func.tune.groups import Group, Size, group_key, with_keys
 from hfta_func.tune.jobs import Job, Jobs
-from hfta_func.tune.member import Member, check_alive, counted, rows_of, tuples
+from hfta_func.tune.member import Member, check_alive, rows_of, tuples
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -25,23 +23,55 @@ if TYPE_CHECKING:
 
 
 class Population:
-    """Members that train as arrays; made by :func:`~hfta_func.tune.population`.
+    """Members that train as arrays, also as ``tune.population``.
+
+    Args:
+        build: ``build(fixed, members) -> Array``. ``fixed`` has the values of the non-fusible names, which all members of an
+            array share; ``members`` has a list with one value per member for every other name, and for ``"seed"``.
+        table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
+            gets ``seed``.
+        nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
+        max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
+        seed: The seed of members whose configuration names none.
+        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.workers.WorkerPool`; or this
+            process.
+
+    Raises:
+        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
+            not positive.
+        StateError: if ``build`` returns another number of members than it was asked for.
 
     Attributes:
         members: All members by number, with those that were dropped or failed.
         nonfusible: The names whose values are equal for all members of an array.
         interrupted: Whether Ctrl-C ended the last :meth:`fit`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import hfta_func as hfta
+        >>> from hfta_func import tune
+        >>> x = torch.randn(64, 4)
+        >>> def build(fixed, members):
+        ...     factory = lambda: nn.Sequential(nn.Linear(4, fixed["width"]), nn.ReLU(), nn.Linear(fixed["width"], 1))
+        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+        ...     seeds = members["seed"]
+        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=members["lr"]))
+        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
+        >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
+        >>> members = tune.population(build, table, nonfusible=["width"], max_models=8)
+        >>> members.fit(epochs=2)
+        >>> best = members.keep(top=0.5, by="loss", direction="minimize")
+        >>> members.fit(epochs=2)
+        >>> [members.members[number].epoch for number in best]
+        [4, 4]
     """
 
     def __init__(
-        self,
-        build: Build,
-        nonfusible: Sequence[str],
-        max_models: Size,
-        seed: int,
-        table: Any,
-        executor: Executor | None,
-    ):
+        self, build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
+        executor: Executor | None = None,
+    ):  # fmt: skip
         if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
@@ -58,7 +88,7 @@ class Population:
         """Add members.
 
         Args:
-            table: Configurations, as for :func:`~hfta_func.tune.population`.
+            table: Configurations, as those of the population.
 
         Returns:
             Their numbers.
@@ -84,9 +114,6 @@ class Population:
             self.group_of(member).configs[member.number] = member.config
         self.members += new
         return [member.number for member in new]
-
-    def __repr__(self) -> str:
-        return f"<Population of {counted('members', [member.status for member in self.members])}>"
 
     @property
     def groups(self) -> list[Group]:
@@ -120,9 +147,6 @@ class Population:
             while not self.interrupted and self.advance(targets):
                 pass
         except KeyboardInterrupt:
-            # In this process, the first Ctrl-C ends the array and only the second one raises.
-            if isinstance(self.jobs.executor, Inline):
-                raise
             self.interrupted = True
 
     def advance(self, targets: Mapping[int, int], seconds: float | None = None) -> list[int]:
@@ -183,15 +207,17 @@ class Population:
 
     def _record(self, trained: Job) -> None:
         self.interrupted = trained.interrupted
-        alive = {number for number in trained.numbers if self.members[number].status == "alive"}
-        for numbers, state in trained.states:
-            trained.group.take_back(numbers, state, alive)
-        for number in alive & trained.metrics.keys():
-            member = self.members[number]
-            member.metrics += trained.metrics[number]
-            member.epoch += len(trained.metrics[number])
-            member.seconds += trained.seconds[number]
-        self._fail({number: error for number, error in trained.errors.items() if number in alive})
+        for numbers, result in trained.results:
+            alive = {number for number in numbers if self.members[number].status == "alive"}
+            if isinstance(result, Exception):
+                self._fail(dict.fromkeys(alive, result))
+                continue
+            trained.group.take_back(numbers, result.state, alive)
+            for index, member in enumerate(self.members[number] for number in numbers):
+                if member.number in alive:
+                    member.metrics += [{name: row[index] for name, row in each.items()} for each in result.epochs]
+                    member.epoch += len(result.epochs)
+                    member.seconds += result.seconds / len(numbers)
 
     def keep(
         self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
@@ -211,8 +237,6 @@ class Population:
         if (members is None) == (top is None or by is None):
             raise ValueError("pass the members to keep, or top= and by=")
         if top is not None and by is not None:
-            if not top > 0:
-                raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
             members = self.ranked(by, direction)[: math.ceil(top * len(self.alive)) if top < 1 else int(top)]
         staying = [*(members or ())]
         check_alive(self.members, staying)
@@ -255,7 +279,7 @@ class Population:
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
             group.make([*copies, *sources])
-            state = _with_keys(group.gather(sources), group.gather(copies))
+            state = with_keys(group.gather(sources), group.gather(copies))
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
             group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
             for row, (copy, source) in enumerate(zip(copies, sources, strict=True)):
@@ -321,14 +345,3 @@ class Population:
                 for epoch, metrics in enumerate(member.metrics, start=1)
             ]
         )
-
-
-def _with_keys(state: Any, other: Any) -> Any:
-    """The state with the keys of another: all noise of what members carry is their own, too."""
-
-    def kept(path: optree.PyTreeAccessor, leaf: Tensor, key: Tensor) -> Tensor:
-        return key if path.codify().endswith((".keys", "['keys']")) and key.dtype == torch.int64 else leaf
-
-    # Steps with more than one model may have states of their own.
-    carry = {"carry": optree.tree_map_with_accessor(kept, state.carry, other.carry)} if hasattr(state, "carry") else {}
-    return state._replace(keys=other.keys, **carry)

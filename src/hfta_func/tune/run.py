@@ -1,4 +1,4 @@
-"""The entry points: ``run`` searches a space, and ``population`` is for searches that users write."""
+"""The entry point: ``run`` searches a space."""
 
 from __future__ import annotations
 
@@ -23,52 +23,6 @@ from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
     import optuna
-
-
-def population(
-    build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
-    executor: Executor | None = None,
-) -> Population:  # fmt: skip
-    """A population of models that train as arrays.
-
-    Args:
-        build: ``build(fixed, members) -> Array``. ``fixed`` has the values of the non-fusible names, which all members of an
-            array share; ``members`` has a list with one value per member for every other name, and for ``"seed"``.
-        table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
-            gets ``seed``.
-        nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
-        max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
-        seed: The seed of members whose configuration names none.
-        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.workers.WorkerPool`; or this
-            process.
-
-    Raises:
-        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
-            not positive.
-        StateError: if ``build`` returns another number of members than it was asked for.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> import hfta_func as hfta
-        >>> from hfta_func import tune
-        >>> x = torch.randn(64, 4)
-        >>> def build(fixed, members):
-        ...     factory = lambda: nn.Sequential(nn.Linear(4, fixed["width"]), nn.ReLU(), nn.Linear(fixed["width"], 1))
-        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
-        ...     seeds = members["seed"]
-        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=members["lr"]))
-        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
-        >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
-        >>> members = tune.population(build, table, nonfusible=["width"], max_models=8)
-        >>> members.fit(epochs=2)
-        >>> best = members.keep(top=0.5, by="loss", direction="minimize")
-        >>> members.fit(epochs=2)
-        >>> [members.members[number].epoch for number in best]
-        [4, 4]
-    """
-    return Population(build, nonfusible, max_models, seed, table, executor)
 
 
 def run(
@@ -101,7 +55,7 @@ def run(
     """Search a space; trials with the same non-fusible values train as arrays, and stopped trials make room for new ones.
 
     Args:
-        build: ``build(fixed, members) -> Array``, as for :func:`~hfta_func.tune.population`.
+        build: ``build(fixed, members) -> Array``, as for :class:`~hfta_func.tune.Population`.
         space: Optuna's distributions by name; or a function of a trial of Optuna's that suggests values, of which trials may
             have different ones. Members of an array have the same names.
         metric: The metric of the step or of ``evaluate`` that is compared; or several metrics, without a scheduler.
@@ -184,7 +138,7 @@ def run(
     with contextlib.ExitStack() as stack:
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
-        members = Population(build, nonfusible, max_models, seed, (), executor)
+        members = Population(build, nonfusible=nonfusible, max_models=max_models, seed=seed, executor=executor)
         stack.callback(members.jobs.stop)
         folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
         if folder is not None and storage is None:

@@ -11,7 +11,6 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, require
-from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession
@@ -69,7 +68,8 @@ class Study:
     def __repr__(self) -> str:
         best = self.ranked()[:1] if len(self.metrics) == 1 else []
         shown = [f"; best is trial {trial.number}, {self.metrics[0]} {trial.values[-1][0]:.4g}" for trial in best]
-        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}{''.join(shown)}>"
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items() if count)
+        return f"<Study of {len(self.trials)} trials ({counts}){''.join(shown)}>"
 
     @property
     def counts(self) -> dict[str, int]:

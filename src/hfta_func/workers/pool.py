@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -21,21 +21,19 @@ from hfta_func.workers.wire import Folder, dumps, loads, one_line_error
 _log = logging.getLogger("hfta_func.workers")
 
 
-class Worker(Protocol):
-    """One worker, which a thread of the pool starts and calls."""
+class Worker:
+    """One worker, which a thread of the pool starts and calls, and any thread kills.
+
+    ``start()`` starts it, or starts it anew, without any function, or raises a WorkerError; ``call(...)`` is
+    :meth:`FunctionServer.call` there, or raises :class:`Died`.
+    """
 
     name: str
-
-    def start(self) -> None:
-        """Start, or start anew, without any function; raises a WorkerError if it cannot."""
-        ...
-
-    def call(self, *message: Any) -> bytes:
-        """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
-        ...
+    start: Callable[[], None]
+    call: Callable[..., bytes]
 
     def kill(self) -> None:
-        """End at once; called by any thread."""
+        """End at once."""
 
     def close(self) -> None:
         """Release its resources, when it is not used any more."""
@@ -108,10 +106,8 @@ class Pool(Executor):
             self._functions[id(function)] = next(self._numbers), function, dumps(function, self._folder)
         except Exception as error:
             name = getattr(function, "label", getattr(function, "__qualname__", type(function).__qualname__))
-            raise TypeError(
-                f"{name} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the function that "
-                f"uses it, or move it to a module that they can import"
-            ) from error
+            cure = "make what it uses inside the function that uses it, or move it to a module that they can import"
+            raise TypeError(f"{name} cannot be sent to workers ({one_line_error(error)}); {cure}") from error
 
     def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
         """See :class:`~hfta_func.workers.executor.Executor`.
@@ -202,10 +198,8 @@ class Pool(Executor):
             _log.warning("%s died (%s); its call is repeated", worker.name, cause)
             return False
         often = "once" if self._tries == 1 else f"{self._tries} times in a row"
-        text = (
-            f"its workers died {often}, last {worker.name} {cause}; what it printed says why, or the system's log if "
-            f"the system has ended it: use fewer workers, or smaller arrays"
-        )
+        text = f"its workers died {often}, last {worker.name} {cause}; what it printed says why"
+        text += ", or the system's log if the system has ended it: use fewer workers, or smaller arrays"
         self._answers.put((number, WorkerError(text)))
         return False
 

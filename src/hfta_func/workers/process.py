@@ -12,7 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from multiprocessing import connection, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing import connection, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
@@ -162,9 +162,6 @@ class Process:
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
-        # Ctrl-C is for the calling process alone. The tracker, if it is not running, undoes this.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
         environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         cause = ""
@@ -180,10 +177,8 @@ class Process:
                 return
             except (Died, EOFError, OSError) as error:
                 cause = str(error) if isinstance(error, Died) else one_line_error(error)
-        raise WorkerError(
-            f"{self.name} died {TRIES} times in a row while it started, last {cause}; what it printed says why, or the "
-            f"system's log if the system has ended it"
-        )
+        text = f"{self.name} died {TRIES} times in a row while it started, last {cause}"
+        raise WorkerError(f"{text}; what it printed says why, or the system's log if the system has ended it")
 
     def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the process ends before it answers."""
@@ -217,8 +212,8 @@ def serve(
     calls: Any, environment: dict[str, str], settings: bytes, processors: list[int], low_priority: bool, quiet: bool
 ) -> None:
     """The program of a worker process: make one call after another until the process that makes them ends."""
+    # Ctrl-C is for the calling process alone.
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The collection of garbage leaves the server's objects, and their shared memory, alone.
     gc.freeze()
