@@ -148,19 +148,17 @@ FILES_IN = {
         "experiment",
         "plan",
     ],
-    "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
+    "rl": ["environment", "classic", "rollouts", "buffers", "gymnasium_envs"],
     "integrations": ["lightning_steps", "lightning_optimizers"],
     "workers": ["wire", "process", "executor", "pool"],
-    "signals": ["signal", "processing", "cutting", "streaming"],
+    "signals": ["signal", "processing", "cutting"],
     "sklearn": ["estimators", "search"],
-    "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
+    "cluster": ["ray_actors", "torchrun_ranks", "trainable"],
     "tune": [
         *(
             "array",
             "groups",
             "folder",
-            "member",
-            "jobs",
             "population",
             "cohorts",
             "sampling",
@@ -168,7 +166,7 @@ FILES_IN = {
             "schedulers",
             "study",
         ),
-        *("callbacks", "search", "status", "run", "cli"),
+        *("callbacks", "search", "run", "cli"),
     ],
 }
 LAST = {

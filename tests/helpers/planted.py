@@ -755,20 +755,6 @@ PLANTED = [
         "test_averaging.py::test_a_grid_has_the_average_of_all_after_as_many_rounds_as_dimensions",
     ),
     Planted(
-        "a metric that was not declared leaves its site",
-        *("cluster/sites.py", "if set(measured) != set(self.metrics):", "if set(measured) < set(self.metrics):"),
-        "test_sites.py::test_what_was_not_declared_stays_at_the_site",
-    ),
-    Planted(
-        "two groups tell about the row in which they differ",
-        *(
-            "cluster/sites.py",
-            "any(0 < int((selected ^ other).sum()) < self.min_count for other in masks.values())",
-            "False",
-        ),
-        "test_sites.py::test_small_groups_are_refused",
-    ),
-    Planted(
         "an ensemble predicts in train mode",
         *("step/prediction.py", "bind(model, forward, training=training, ", "bind(model, forward, "),
         "test_ensemble.py::test_predictions_are_those_of_the_members",
@@ -868,11 +854,6 @@ PLANTED = [
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(
-        "small workers get arrays that only large ones hold",
-        *("workers/pool.py", "if wanted in (0, limit) or", "if True or"),
-        "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
-    ),
-    Planted(
         "a call whose worker fails in another way than by dying is lost",
         *(
             "workers/pool.py",
@@ -882,34 +863,14 @@ PLANTED = [
         "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
     ),
     Planted(
-        "the arrays of workers that are gone wait for ever",
-        *("workers/pool.py", "and not self._alive[wanted]", "and False"),
-        "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
-    ),
-    Planted(
         "Ctrl-C inside a segment waits for its end",
         *("run/executor_trainer.py", "if ended or hooks.stopped() or", "if ended or"),
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(
-        "Ctrl-C while a study is set up is forgotten",
-        *("tune/run.py", "members.interrupted = pressed()", "pressed()"),
-        "test_tune.py::test_ctrl_c_while_a_study_is_set_up_ends_it",
-    ),
-    Planted(
         "TensorBoard shows epochs of a study that was broken off twice",
-        *("tune/callbacks.py", '"ab" if before else "wb"', '"ab"'),
+        *("tune/callbacks.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
         "test_watching.py::test_tensorboard_has_a_run_per_trial",
-    ),
-    Planted(
-        "the tables of a study are written at its end alone",
-        *("tune/cli.py", "[lambda study: study.write(folder), _Counts", "[_Counts"),
-        "test_cli.py::test_ctrl_c_saves_and_the_same_command_goes_on",
-    ),
-    Planted(
-        "metrics count the same epochs again",
-        *("tune/callbacks.py", "total - shown.get(key, 0), {", "total, {"),
-        "test_cluster.py::test_prometheus_gets_what_a_study_does",
     ),
     Planted(
         "an object store without room ends the worker",

@@ -205,7 +205,10 @@ FINE, GAPS = Signal(torch.arange(8.0), 2), Signal(torch.full((8,), torch.nan), 2
 BAD = {
     "values": (lambda: Signal(torch.ones(2, 3, 4), 1), r"values is \[2, 3, 4\]; a signal needs samples \[T\]"),
     "empty": (lambda: Signal([], 1), r"values is \[1, 0\]"),
-    "valid": (lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]), r"valid is \[2\] of torch.float32; give \[2\] booleans"),
+    "valid": (
+        lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]),
+        r"valid is \[2\] of torch.float32; give one boolean per sample, 2",
+    ),
     "rate": (lambda: Signal([1.0], 0), "rate is 0 and start 0.0; give finite numbers, and a positive rate"),
     "unsorted": (
         lambda: signals.from_timestamps([0, 2, 1], [1, 2, 3], 1),
@@ -251,7 +254,6 @@ BAD = {
         "no window of .* has one label throughout",
     ),
     "events": (lambda: signals.windows([FINE, FINE], 1, 1, [([0], [1])]), "1 events for 2 persons"),
-    "nobody": (lambda: signals.windows([], 1, 1), "there must be a signal"),
     "apart": (
         lambda: signals.join([FINE], [Signal([1.0], 1, start=9)]),
         "person 0: signals have no time in common: 0 to 4 s, 9 to 10 s",

@@ -170,7 +170,8 @@ class LightningArray:
                 text = (
                     f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
                 )
-                raise StackError(f"{text}; choose a batch size or a Subset of rows that gives a multiple of it")
+                cure = "choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
+                raise StackError(f"{text}; {cure}")
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)

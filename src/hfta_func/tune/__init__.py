@@ -10,7 +10,7 @@ from hfta_func.tune.cohorts import Cohort as Cohort
 from hfta_func.tune.cohorts import Copy as Copy
 from hfta_func.tune.cohorts import Scheduler as Scheduler
 from hfta_func.tune.cohorts import Verdict as Verdict
-from hfta_func.tune.member import Member as Member
+from hfta_func.tune.groups import Member as Member
 from hfta_func.tune.population import Population as Population
 from hfta_func.tune.run import run as run
 from hfta_func.tune.schedulers import asynchronous_halving as asynchronous_halving

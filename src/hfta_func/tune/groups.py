@@ -1,7 +1,10 @@
-"""Members of one architecture: their states, and the number that trains together."""
+"""Members, groups of those that can share arrays, and arrays that train, here or in workers."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
@@ -11,9 +14,64 @@ from torch import Tensor
 
 import hfta_func as hfta
 from hfta_func.tune.array import Array, Build, Trainer, moved
+from hfta_func.workers.executor import Executor
 
 Size = int | Literal["auto"]
 """Number of members of the largest array."""
+
+
+@dataclasses.dataclass
+class Member:
+    """One member of a population.
+
+    Args:
+        number: Its number in the population.
+        config: Its configuration, with its seed.
+        epoch: Number of epochs that it has trained.
+        metrics: The metrics of each epoch.
+        seconds: Its share of the time of the arrays that it trained in.
+        status: ``"alive"``, ``"dropped"`` or ``"failed"``.
+        error: Why it failed.
+        parents: The members that it copied, as pairs of epoch and number.
+    """
+
+    number: int
+    config: dict[str, Any]
+    epoch: int = 0
+    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    status: Literal["alive", "dropped", "failed"] = "alive"
+    error: str | None = None
+    parents: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def value(self, metric: str, epoch: int = -1) -> float:
+        """A metric of an epoch, by default the last one; NaN without any epoch."""
+        if self.metrics and metric not in self.metrics[epoch]:
+            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(self.metrics[epoch])}")
+        return self.metrics[epoch][metric] if self.metrics else math.nan
+
+
+def rows_of(table: Any) -> list[Mapping[str, Any]]:
+    """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
+    table = table.to_dict("records") if hasattr(table, "to_dict") else table
+    if isinstance(table, Mapping):
+        table = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    # Numbers of NumPy become those of Python, which JSON can hold.
+    return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
+
+
+def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
+    """Raise a ValueError unless all numbers are those of members that are alive."""
+    for number in numbers:
+        if (status := members[number].status) != "alive":
+            raise ValueError(
+                f"member {number} is {status}, and its state is gone; population.alive are those that train"
+            )
+
+
+def tuples(value: Any) -> Any:
+    """A value that was written as JSON, which has lists for tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 class Block(NamedTuple):
@@ -187,3 +245,79 @@ def with_keys(state: Any, other: Any) -> Any:
     # Steps with more than one model may have states of their own.
     carry = {"carry": optree.tree_map_with_accessor(kept, state.carry, other.carry)} if hasattr(state, "carry") else {}
     return state._replace(keys=other.keys, **carry)
+
+
+class Job(NamedTuple):
+    """An array that trains, and its result so far."""
+
+    group: Group
+    numbers: tuple[int, ...]  # of its members
+    starts: Mapping[int, int]  # the epochs that they start from
+    epochs: int  # to train
+    timeout: float | None  # seconds after which it ends with the epoch
+    calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
+    results: list[tuple[tuple[int, ...], Any]]  # members and what they have become: a Segment, or the error of one
+    interrupted: bool = False
+
+
+class Jobs:
+    """All arrays that train, by one executor."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.under_way: list[Job] = []
+
+    @property
+    def free(self) -> int:
+        """The number of free workers."""
+        return self.executor.count - sum(len(job.calls) for job in self.under_way)
+
+    @property
+    def members(self) -> set[int]:
+        """The members that train."""
+        return {number for job in self.under_way for number in job.numbers}
+
+    def start(
+        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, timeout: float | None
+    ) -> None:
+        """Have an array trained, for some seconds at most."""
+        job = Job(group, numbers, starts, epochs, timeout, {}, [])
+        self._call(job, numbers)
+        self.under_way.append(job)
+
+    def _call(self, job: Job, numbers: Sequence[int]) -> None:
+        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.timeout)
+        job.calls[self.executor.submit(job.group.trainer, **arguments)] = tuple(numbers)
+
+    def wait(self) -> Job:
+        """Wait until any array has trained."""
+        while True:
+            call, answer = self.executor.wait()
+            job = next(job for job in self.under_way if call in job.calls)
+            numbers = job.calls.pop(call)
+            if isinstance(answer, Exception) and len(numbers) > 1:
+                self._halve(job, numbers, answer)
+            else:
+                job.results.append((numbers, answer))
+            if getattr(answer, "interrupted", False):
+                # Ctrl-C ends both halves of an array.
+                self.stop()
+                return job._replace(results=[], interrupted=True)
+            if not job.calls:
+                self.under_way = [other for other in self.under_way if other is not job]
+                return job
+
+    def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
+        half = -(-len(numbers) // 2)
+        if hfta.run.is_out_of_memory(error):
+            text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
+            warnings.warn(text, stacklevel=2)
+            job.group.limit = half
+        error.__traceback__ = None
+        for part in (numbers[:half], numbers[half:]):
+            self._call(job, part)
+
+    def stop(self) -> None:
+        """Forget the arrays that train."""
+        self.under_way.clear()
+        self.executor.forget()

@@ -13,9 +13,7 @@ from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.groups import Group, Size, group_key, with_keys
-from hfta_func.tune.jobs import Job, Jobs
-from hfta_func.tune.member import Member, check_alive, rows_of, tuples
+from hfta_func.tune.groups import Group, Job, Jobs, Member, Size, check_alive, group_key, rows_of, tuples, with_keys
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hfta_func.tune.cohorts import Copy, Verdict
-from hfta_func.tune.member import Member
+from hfta_func.tune.groups import Member
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.sampling import STATES
 from hfta_func.tune.study import Study, Trial
