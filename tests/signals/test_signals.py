@@ -207,7 +207,7 @@ BAD = {
     "empty": (lambda: Signal([], 1), r"values is \[1, 0\]"),
     "valid": (
         lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]),
-        r"valid is \[2\] of torch.float32; give one boolean per sample, 2",
+        r"valid is \[2\] of torch.float32; give one boolean",
     ),
     "rate": (lambda: Signal([1.0], 0), "rate is 0 and start 0.0; give finite numbers, and a positive rate"),
     "unsorted": (

@@ -14,7 +14,7 @@ import torch
 from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, settings
+from hfta_func.workers.process import Died, FunctionServer, Worker, settings
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
@@ -45,8 +45,8 @@ class Actor(FunctionServer):
         return _versions(), os.getpid(), os.uname().nodename
 
 
-class _Remote:
-    """A :class:`~hfta_func.workers.pool.Worker` that is an actor; if it dies, another one starts on any node with room."""
+class _Remote(Worker):
+    """A worker that is an actor; if it dies, another one starts on any node with room."""
 
     def __init__(self, number: int, options: Mapping[str, Any], refs: dict[int, Any], arguments: tuple[Any, ...]):
         self.name, self.pid = f"worker {number}", 0

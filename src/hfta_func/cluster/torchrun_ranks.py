@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hfta_func.errors import WorkerError
-from hfta_func.workers.pool import Pool, Worker
-from hfta_func.workers.process import Died, FunctionServer, settings
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import Died, FunctionServer, Worker, settings
 from hfta_func.workers.wire import dumps, loads, one_line_error
 
 T = TypeVar("T")

@@ -86,7 +86,7 @@ class Group:
 
     def __init__(self, build: Build, fixed: Mapping[str, Any], limit: Size):
         self.fixed = dict(fixed)
-        self.limit = limit
+        self.limit: Size = limit
         self.configs: dict[int, Mapping[str, Any]] = {}
         """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []

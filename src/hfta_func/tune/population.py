@@ -75,7 +75,7 @@ class Population:
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
         self._build, self._seed = build, seed
-        self._limit = max_models
+        self._limit: Size = max_models
         self._groups: dict[tuple[Any, ...], Group] = {}
         self.last: tuple[int, ...] = ()
         self.interrupted = False

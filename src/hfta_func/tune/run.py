@@ -126,7 +126,9 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
-    given = dict(space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs)
+    given: dict[str, Any] = dict(
+        space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs
+    )
     given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
     options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout)
     if workers is not None and executor is not None:

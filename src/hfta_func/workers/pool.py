@@ -15,28 +15,10 @@ import torch
 
 from hfta_func.errors import WorkerError
 from hfta_func.workers.executor import Executor
-from hfta_func.workers.process import TRIES, Died, Process, cores
+from hfta_func.workers.process import TRIES, Died, Process, Worker, cores
 from hfta_func.workers.wire import Folder, dumps, loads, one_line_error
 
 _log = logging.getLogger("hfta_func.workers")
-
-
-class Worker:
-    """One worker, which a thread of the pool starts and calls, and any thread kills.
-
-    ``start()`` starts it, or starts it anew, without any function, or raises a WorkerError; ``call(...)`` is
-    :meth:`FunctionServer.call` there, or raises :class:`Died`.
-    """
-
-    name: str
-    start: Callable[[], None]
-    call: Callable[..., bytes]
-
-    def kill(self) -> None:
-        """End at once."""
-
-    def close(self) -> None:
-        """Release its resources, when it is not used any more."""
 
 
 @dataclasses.dataclass

@@ -146,8 +146,28 @@ class _Popen(popen_forkserver.Popen):
         self.pid = forkserver.read_signed(self.sentinel)
 
 
-class Process:
-    """A worker process of this machine, as a :class:`~hfta_func.workers.pool.Worker` of a pool.
+class Worker:
+    """One worker of a pool, which one of its threads starts and calls."""
+
+    name: str
+
+    def start(self) -> None:
+        """Start, or start anew, without any function; raises a WorkerError if it cannot."""
+        raise NotImplementedError
+
+    def call(self, *message: Any) -> bytes:
+        """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End at once; called by any thread."""
+
+    def close(self) -> None:
+        """Release its resources, when it is not used any more."""
+
+
+class Process(Worker):
+    """A worker process of this machine.
 
     It may use these processors, which it yields with ``low_priority``, and sees one ``gpu`` alone if there is one; what it
     prints is dropped if it is ``quiet``.
