@@ -529,28 +529,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
 
 
-@pytest.mark.filterwarnings("ignore:PedAnovaImportanceEvaluator computes")
-def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None:
-    """Of a storage as of memory, for each of several objectives."""
-    url = f"sqlite:///{tmp_path}/study.db"
-    options = STUDY | {"metric": ["error", "loss"], "trials": 12, "epochs": 2, "max_models": 16}
-    study = tune.run(build, SPACE, storage=url, name="study", **options)
-    shown = optuna.load_study(storage=url, study_name="study")
-    assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
-    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.optuna.best_trials]
-    assert all(not trial.intermediate_values for trial in shown.trials)
-    for place in range(2):
-        found, expected = (
-            optuna.importance.get_param_importances(
-                one,
-                target=lambda trial: trial.values[place],  # noqa: B023
-                evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
-            )
-            for one in (shown, study.optuna)
-        )
-        assert set(found) == set(SPACE) and found == pytest.approx(expected)
-
-
 @pytest.mark.exhaustive
 def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
     """The study ends, and goes on once it is free."""

@@ -75,18 +75,6 @@ def test_batches_of_any_kind(dims: Any) -> None:
     assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
 
 
-@pytest.mark.exhaustive
-def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
-    lr = [0.01, 0.01, 0.01, 0.01, 1e300]
-    step, state = arrayed(lr)
-    found, expected = (hfta.fit(step, state, loader(), epochs=3, progress=False, workers=count) for count in (2, None))
-    assert found.history.failures and {failure.member for failure in found.history.failures} == {4}
-    assert found.history.failures == expected.history.failures
-    step, state = arrayed(lr, nonfinite="raise")
-    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 4: the "):
-        hfta.fit(step, state, loader(), epochs=3, progress=False, workers=2)
-
-
 def test_an_error_of_the_user_s_code_comes_through() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         raise LookupError("no such thing")

@@ -89,5 +89,6 @@ class StudyOptions:
         name = getattr(space, "__qualname__", type(space).__qualname__)
         described = f"the function {name}" if callable(space) else {key: describe(kind) for key, kind in space.items()}
         values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed")}
-        names = {"metric": self.metrics, "direction": self.directions, "scheduler": repr(self.scheduler)}
+        # Storages of earlier versions have a rank.
+        names = {"metric": self.metrics, "direction": self.directions, "scheduler": repr(self.scheduler), "rank": "mean"}
         return {"space": described, **names, **values}
