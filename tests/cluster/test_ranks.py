@@ -78,5 +78,5 @@ def test_ranks_find_the_same_and_a_rank_that_dies_loses_nothing(tmp_path: pathli
 
 
 def test_a_program_that_torchrun_did_not_start_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="was not started by torchrun; start it with"):
+    with pytest.raises(RuntimeError, match="was not started by torchrun; use torchrun"):
         cluster.torchrun(lambda executor: None)

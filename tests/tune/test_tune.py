@@ -372,7 +372,7 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
     again.load(tmp_path)
     assert [repr(group.fixed["kind"]) for group in again.groups] == ["1", "True"]
     population.fit(1)
-    with pytest.raises(ValueError, match="'kind' has 1 values; give a fusible name one for each of 1 pairs"):
+    with pytest.raises(ValueError, match="'kind' has 1 values; give fusible names one for each of 1 pairs"):
         population.copy([(0, 0)], kind=[1])
     with pytest.raises(ValueError, match="'lr' has 2 values; give"):
         population.copy([(0, 0)], lr=[0.1, 0.2])
@@ -416,7 +416,7 @@ BAD = {
     "direction": ({"direction": "up"}, "must be a list of `minimize` or `maximize`"),
     "two directions": ({"direction": ("minimize", "maximize")}, "number of objectives must match"),
     "trials": ({"trials": -1}, "trials is -1, and this scheduler has no number of its own"),
-    "no trials": ({"trials": 0}, "trials is 0, and this scheduler has no number of its own; pass how many to try"),
+    "no trials": ({"trials": 0}, "trials is 0, and this scheduler has no number of its own; pass at least 1"),
     "batch": ({"batch": -1}, "batch is -1; give an integer of at least 1"),
     "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
     "epochs": ({"epochs": 0}, "epochs is 0; give an integer of at least 1"),

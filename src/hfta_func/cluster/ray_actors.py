@@ -162,10 +162,9 @@ def ray(
     try:
         if not pool.ready(timeout):
             free = _named(module.available_resources())
-            raise WorkerError(
-                f"no worker that needs {_named(required)} has started in {timeout:g} s; of the cluster's "
-                f"{_named(available)}, {free} is free: end what holds the rest, or pass a larger timeout"
-            )
+            text = f"no worker that needs {_named(required)} has started in {timeout:g} s; of the cluster's"
+            cure = "end what holds the rest, or pass a larger timeout"
+            raise WorkerError(f"{text} {_named(available)}, {free} is free: {cure}")
     except BaseException:
         pool.close()
         raise
@@ -196,10 +195,8 @@ def _connect(module: Any, address: str | None) -> None:
         module.init(address=address, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
-        raise WorkerError(
-            f"{where} cannot be used ({one_line_error(error)}); check that it runs, with Ray {module.__version__} and "
-            f"the same version of Python as here"
-        ) from error
+        cure = f"check that it runs, with Ray {module.__version__} and the same version of Python as here"
+        raise WorkerError(f"{where} cannot be used ({one_line_error(error)}); {cure}") from error
 
 
 @contextlib.contextmanager

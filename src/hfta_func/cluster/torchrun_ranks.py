@@ -27,10 +27,8 @@ class _OtherRank(Worker):
 
     def start(self) -> None:
         if self._is_gone:
-            raise WorkerError(
-                f"{self.name} has gone, and torchrun starts all ranks anew or none; what was trained before is in the files "
-                f"of resume=, from which the same command goes on"
-            )
+            text = f"{self.name} has gone, and torchrun starts all ranks anew or none"
+            raise WorkerError(f"{text}; the same command goes on from the files of resume=")
         self._asked(dumps(settings()))
 
     def call(self, *message: Any) -> bytes:
@@ -92,9 +90,7 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
             cluster.torchrun(main)
     """
     if not dist.is_torchelastic_launched() and not dist.is_initialized():
-        raise RuntimeError(
-            "the program was not started by torchrun; start it with torchrun --nproc-per-node 2 program.py"
-        )
+        raise RuntimeError("the program was not started by torchrun; use torchrun --nproc-per-node 2 program.py")
     starts = not dist.is_initialized()
     if starts:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))

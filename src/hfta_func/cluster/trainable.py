@@ -44,10 +44,8 @@ def trainable(build: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], 
             members = {name: value for name, value in config.items() if isinstance(value, list)}
             sizes = {name: len(value) for name, value in members.items()}
             if not sizes or len({*sizes.values()}) > 1 or 0 in sizes.values():
-                raise ValueError(
-                    f"the config has lists of lengths {sizes}; give each name that members differ in a list of one value per "
-                    f"member"
-                )
+                cure = "give each name that members differ in a list of one value per member"
+                raise ValueError(f"the config has lists of lengths {sizes}; {cure}")
             self._array = build({name: value for name, value in config.items() if name not in members}, members)
             self._state = self._array.state
             self._done = 0

@@ -268,9 +268,7 @@ class LightningArray:
                 getattr(model, hook)()
             for path, leaf in model.state_dict().items():
                 if not torch.equal(leaf, before[path]):
-                    raise StackError(
-                        f"a hook of {self._name} after an epoch writes '{path}'; give fit a callback for it"
-                    )
+                    raise StackError(f"a hook of {self._name} after an epoch writes '{path}'; use a callback of fit")
             for name, (value, _) in values.items():
                 column = logged.setdefault(name, torch.full((len(history.seeds),), torch.nan, dtype=torch.float64))
                 column[numbers[index]] = value

@@ -39,9 +39,7 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
     (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
     if on_plateau:
         if (interval, frequency) != ("epoch", 1):
-            raise StackError(
-                f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1"
-            )
+            raise StackError(f"ReduceLROnPlateau has interval={interval!r}, frequency={frequency}; use 'epoch', 1")
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")

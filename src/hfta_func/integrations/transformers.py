@@ -157,9 +157,7 @@ def _check(trainers: Sequence[Any]) -> None:
         raise StackError(f"num_train_epochs is {settings[0]['num_train_epochs']}; give a whole number")
     smoothing = [each["label_smoothing_factor"] for each in settings]
     if 0 in smoothing and any(smoothing):
-        raise HyperparameterError(
-            "label_smoothing_factor is 0 for some; give all a factor above 0, such as 1e-12, or none"
-        )
+        raise HyperparameterError("label_smoothing_factor is 0 for some; give all one above 0, such as 1e-12, or none")
     if len({id(trainer.model) for trainer in trainers}) < len(trainers):
         raise StackError("several Trainers hold one model; give each its own, such as copy.deepcopy(model)")
     for member, trainer in enumerate(trainers):
@@ -287,10 +285,8 @@ class _Batches:
         rows = {leaf.shape[:1] for leaf in leaves}
         if name not in values or not is_masked or side != "right" or leaves[0].dim() != 2 or len(rows) > 1:
             shapes = " and ".join(str(list(leaf.shape)) for leaf in leaves[:2])
-            raise BatchError(
-                f"'{name}' of members' batches is {shapes}; have the data collator pad to one length, with an attention_mask "
-                f"and on the right, and give all datasets one length"
-            )
+            cure = "have the data collator pad to one length, with an attention_mask and on the right"
+            raise BatchError(f"'{name}' of members' batches is {shapes}; {cure}, and give all datasets one length")
         width = max(leaf.shape[1] for leaf in leaves)
         return [nn.functional.pad(leaf, (0, width - leaf.shape[1]), value=values[name]) for leaf in leaves]
 

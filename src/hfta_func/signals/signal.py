@@ -50,9 +50,7 @@ class Signal:
         if values.dim() != 2 or not values.numel():
             raise BatchError(f"values is {[*values.shape]}; a signal needs samples [T], or [C, T] for several channels")
         if valid is not None and (valid.dtype != torch.bool or valid.shape != values.shape[1:]):
-            raise BatchError(
-                f"valid is {[*valid.shape]} of {valid.dtype}; give one boolean per sample, {len(values.T)}"
-            )
+            raise BatchError(f"valid is {[*valid.shape]} of {valid.dtype}; give one boolean per sample")
         if not (math.isfinite(rate) and rate > 0 and math.isfinite(start)):
             raise BatchError(f"rate is {rate!r} and start {start!r}; give finite numbers, and a positive rate")
         # A sum is cheaper than a mask, and NaN wherever a sample is.
@@ -97,9 +95,7 @@ class Signal:
         """
         low, high = self.place(begin), self.place(end)
         if low >= high:
-            raise BatchError(
-                f"there is no sample from {begin:g} until {end:g} s in {self!r}; choose times inside of it"
-            )
+            raise BatchError(f"there is no sample from {begin:g} until {end:g} s in {self!r}; choose times in it")
         return self.samples(low, high)
 
     def place(self, time: float) -> int:

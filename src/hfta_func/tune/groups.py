@@ -64,9 +64,7 @@ def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
     """Raise a ValueError unless all numbers are those of members that are alive."""
     for number in numbers:
         if (status := members[number].status) != "alive":
-            raise ValueError(
-                f"member {number} is {status}, and its state is gone; population.alive are those that train"
-            )
+            raise ValueError(f"member {number} is {status}, and its state is gone; choose one of population.alive")
 
 
 def tuples(value: Any) -> Any:

@@ -78,9 +78,7 @@ class StudyOptions:
             parts = [sum(parts)]
         cohorts = [cohort for part in parts for cohort in scheduler.cohorts(part, self.epochs)]
         if not any(cohort.trials > 0 for cohort in cohorts):
-            raise ValueError(
-                f"trials is {self.trials}, and this scheduler has no number of its own; pass how many to try"
-            )
+            raise ValueError(f"trials is {self.trials}, and this scheduler has no number of its own; pass at least 1")
         return parts, cohorts
 
     def about(self) -> dict[str, Any]:
@@ -90,5 +88,10 @@ class StudyOptions:
         described = f"the function {name}" if callable(space) else {key: describe(kind) for key, kind in space.items()}
         values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed")}
         # Storages of earlier versions have a rank.
-        names = {"metric": self.metrics, "direction": self.directions, "scheduler": repr(self.scheduler), "rank": "mean"}
+        names = {
+            "metric": self.metrics,
+            "direction": self.directions,
+            "scheduler": repr(self.scheduler),
+            "rank": "mean",
+        }
         return {"space": described, **names, **values}

@@ -266,7 +266,7 @@ class Population:
         for name, values in changes.items():
             if len(values) != len(pairs) or name in self.nonfusible:
                 raise ValueError(
-                    f"'{name}' has {len(values)} values; give a fusible name one for each of {len(pairs)} pairs"
+                    f"'{name}' has {len(values)} values; give fusible names one for each of {len(pairs)} pairs"
                 )
         by_group: dict[Group, list[int]] = {}
         for index, (copy, source) in enumerate((self.members[a], self.members[b]) for a, b in pairs):
