@@ -533,7 +533,7 @@ PLANTED = [
     Planted(
         "errors of workers name members by their places in the part",
         *("run/trainer.py", "members[int(match[1])]", "int(match[1])"),
-        "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
+        "test_pool.py::test_errors_and_failures_name_the_member",
     ),
     Planted(
         "an ensemble draws the same noise at every call",
