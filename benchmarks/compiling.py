@@ -21,6 +21,7 @@ from benchmarks._measure import ROOT, seconds, table
 from benchmarks.modes import MODES
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 from hfta_func.run import kept
+from hfta_func.step.records import reached_by
 
 WAYS = ("kept", "later process", "array compiled", "stock vmap compiled")
 """A graph as ``hfta.compile`` keeps it, its first step in another process, and modes whose first call compiles."""
@@ -46,7 +47,7 @@ def _kept(job: Any, makes: bool) -> Callable[[Any], Any]:
     step, state = job.array()
     if makes:
         kept.make(step, (state, job.batches[0]), "graph")
-    graph = kept.load("graph", kept.reached_by(step).tensors)
+    graph = kept.load("graph", reached_by(step).tensors)
     assert graph is not None, "nothing is kept"
     return lambda batch: graph(state, batch)
 

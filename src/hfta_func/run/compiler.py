@@ -18,6 +18,7 @@ from hfta_func._torch import quick_compiler
 from hfta_func._tree import leaves, tree_map
 from hfta_func.run import kept
 from hfta_func.run.kept import graph, options
+from hfta_func.step.records import reached_by
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import SETTINGS, Process, cores, settle
 from hfta_func.workers.wire import loads, one_line_error
@@ -107,7 +108,7 @@ def compile_step(order: bytes) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             kept.make(ordered["step"], tree_map(_Like.tensor, ordered["inputs"]), ordered["name"])
             start = time.perf_counter()
-            if kept.load(ordered["name"], kept.reached_by(ordered["step"]).tensors) is not None:
+            if kept.load(ordered["name"], reached_by(ordered["step"]).tensors) is not None:
                 return {"kept": True, "seconds": time.perf_counter() - start}
     # Not "cpu" if anything is elsewhere.
     device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
