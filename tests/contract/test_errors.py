@@ -185,7 +185,7 @@ DIFFERENT = {
         changed(activation=lambda x: -x),
         [
             "'activation' is <lambda> (line ",
-            "but in model 0 it is <lambda> (test_errors.py:",
+            "but in model 0 it is <lambda> (line ",
             "every setting",
         ],
     ),

@@ -67,7 +67,7 @@ def check_same_structure(
                 where, one, first_one = different
                 free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
                 if isinstance(one, Tensor):
-                    free = "; register it as a parameter or a buffer, which may differ"
+                    free = "; register it as a parameter or a buffer, which may differ, and modules in an nn.ModuleList"
                 raise StackError(
                     f"model {member}: '{where}' is {_shown(one)} but in model 0 it is {_shown(first_one)}; models in one "
                     f"array must share every setting, but for floats that are attributes of a module (self.lr){free}"
