@@ -142,21 +142,24 @@ DIFFERENT = {
         changed(activation=lambda x: x),
         changed(activation=lambda x: -x),
         [
-            "'activation' is <lambda> (test_errors.py:",
-            "but in model 0 it is <lambda> (test_errors.py:",
+            "'activation' is <lambda> (line ",
+            "but in model 0 it is <lambda> (line ",
             "every setting",
         ],
     ),
     "plain tensor in a container": (
         changed(constant={"shift": [torch.ones(2), torch.zeros(2)]}),
         changed(constant={"shift": [torch.ones(2), torch.ones(2)]}),
-        ["'constant['shift'][1][0]' is 1.0 but in model 0 it is 0.0", "register it as a parameter or a buffer"],
+        [
+            "'constant['shift'][1]' is tensor([1., 1.]) but in model 0 it is tensor([0., 0.])",
+            "register it as a parameter or a buffer",
+        ],
     ),
     "plain tensor of another dtype": (
         changed(constant=torch.ones(2)),
         changed(constant=torch.ones(2).double()),
         [
-            "'constant' is a constant [2] of torch.float64 on cpu but in model 0 it is a constant [2] of torch.float32",
+            "'constant' is tensor([1., 1.], dtype=torch.float64) but in model 0 it is tensor([1., 1.])",
             "every setting",
         ],
     ),
@@ -168,7 +171,7 @@ DIFFERENT = {
     "hooks": (
         Net,
         net_with(lambda net: net.body[2].register_forward_hook(lambda module, args, output: None)),
-        ["'body.2._forward_hooks' is ['<lambda>'] but in model 0 it is []", "share every setting"],
+        ["'body.2._forward_hooks' is 1 but in model 0 it is 0", "share every setting"],
     ),
     "setting of a model of length zero": (
         lambda: Sized(1),

@@ -130,7 +130,8 @@ def has_global_hooks() -> bool:
 
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:
     """Whether a hook runs before or after each step of an optimizer, or of all optimizers."""
-    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all))
+    every = [hook for hooks in _hooks_of_all for hook in hooks.values() if not hook.__module__.startswith("hfta_func.")]
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, every))
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
 from hfta_func.calls.body import contents
 from hfta_func.errors import StackError
 from hfta_func.models.scalar_attributes import may_differ
@@ -67,7 +67,7 @@ def check_same_structure(
                 where, one, first_one = different
                 free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
                 if isinstance(one, Tensor):
-                    free = "; register it as a parameter or a buffer, which may differ"
+                    free = "; register it as a parameter or a buffer, which may differ, and modules in an nn.ModuleList"
                 raise StackError(
                     f"model {member}: '{where}' is {_shown(one)} but in model 0 it is {_shown(first_one)}; models in one "
                     f"array must share every setting, but for floats that are attributes of a module (self.lr){free}"
@@ -168,7 +168,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.layout == torch.strided and not value.requires_grad and not value.is_meta
+        return value.layout == torch.strided and value.grad_fn is None and not value.is_meta
     return type(value).__name__ == "ndarray"
 
 
@@ -183,6 +183,8 @@ def _parts(value: Any) -> dict[str, Any]:
     """What a container or a function holds, by what it adds to a path."""
     if isinstance(value, list | tuple):
         return {f"[{number}]": part for number, part in enumerate(value)}
+    if isinstance(value, nn.Module):
+        return {f".{name}": part for name, part in (tensors_of(value) | dict(value.named_children())).items()}
     if isinstance(value, Mapping):
         return {f"[{key!r}]": part for key, part in value.items() if isinstance(key, str | int)}
     if isinstance(value, functools.partial):
