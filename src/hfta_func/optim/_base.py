@@ -283,7 +283,11 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     """One number or row of numbers per member, ``float64[count, ...]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
-        return {inner: vector(f"{name}.{inner}", value, count, device) for inner, value in spec.knobs.items()}
+        labels = [name, *[*spec.knobs][1:]]
+        return {
+            inner: vector(label, spec.knobs[inner], count, device)
+            for inner, label in zip(spec.knobs, labels, strict=True)
+        }
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
         return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)
