@@ -344,7 +344,7 @@ def test_models_without_the_state_are_refused_without_their_numbers():
     members = three()
     state, _ = train(members, SEEDS, batches(1))
     message = (
-        r"'1.negative_slope' is a number of each member's own, .* state's hparams .* pass \*hfta.step.stacked\(state\)"
+        r"'1.negative_slope' is a number of each member's own, .* state's hparams.* pass \*hfta.step.stacked\(state\)"
     )
     evaluate = hfta.make_eval_step(members[0], loss_fn)
     step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))

@@ -379,16 +379,6 @@ def draw(func: Callable[[], Tensor]) -> Tensor:
     return hfta.vmap(member)(hfta.random.keys([1, 2]))
 
 
-def test_complex_draws_have_variance_one() -> None:
-    drawn = draw(lambda: torch.randn(20000, dtype=torch.complex64))
-    assert drawn.dtype == torch.complex64
-    for part in (drawn.real, drawn.imag):
-        torch.testing.assert_close(part.var(1), torch.full((2,), 0.5), rtol=0.05, atol=0)
-    drawn = draw(lambda: torch.rand_like(torch.zeros(20000), dtype=torch.complex128))
-    for part in (drawn.real, drawn.imag):
-        torch.testing.assert_close(part.mean(1), torch.full((2,), 0.5, dtype=torch.float64), rtol=0.02, atol=0)
-
-
 def test_plain_vmap_runs_beside_a_step() -> None:
     step = hfta.make_train_step(linear(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
     state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1])

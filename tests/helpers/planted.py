@@ -70,11 +70,6 @@ PLANTED = [
         "test_step.py::test_noise_is_that_of_seed_and_step",
     ),
     Planted(
-        "what is written through a view is lost",
-        *("rules/vmap.py", "if known.models_first or not copies.is_written():", "if True:"),
-        "test_promises.py::test_promise",
-    ),
-    Planted(
         "the first call writes the parameters of its caller",
         *("step/members.py", "            params = copied(params)", "            pass"),
         "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",

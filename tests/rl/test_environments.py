@@ -212,20 +212,6 @@ def test_environments_of_few_digits_and_of_none():
         assert rl.start(rl.Pendulum(dtype=dtype), hfta.random.keys([0, 1]), 3).observation.dtype == dtype
 
 
-class Reads(rl.CartPole):
-    def step(self, state, action, key):
-        if (action == 1).all():
-            action = action * 1
-        return super().step(state, action, key)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_environment_that_reads_is_named(count):
-    keys = hfta.random.keys(range(count))
-    with pytest.raises(hfta.errors.TraceError, match=r"test_environments.py"):
-        rl.start(Reads(), keys, 1)
-
-
 @pytest.mark.parametrize(
     "part, change, error, message",
     [

@@ -119,6 +119,8 @@ class Layers:
             getattr(module, name).__class__ = StackedParameter
         self._watched: list[tuple[dict[str, Any], Any, list[Any]]] = []
         for layer in tree.modules():
+            if "training" not in vars(layer):  # A compiled one, which passes it on.
+                continue
             # Twice, because of one name alone a getter returns no tuple.
             get = operator.itemgetter("training", "training", *_plain(layer))
             self._watched.append((vars(layer), get, [vars(layer)[kind] for kind in (*_HOOKS, *_BACKWARD, *_TENSORS)]))
