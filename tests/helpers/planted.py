@@ -532,12 +532,12 @@ PLANTED = [
     ),
     Planted(
         "an ensemble draws the same noise at every call",
-        *("step/ensemble.py", "_write(self.calls, self.calls + 1)", "pass"),
+        *("step/ensemble.py", "write(self.calls, self.calls + 1)", "pass"),
         "test_ensemble.py::test_noise_is_the_members_own",
     ),
     Planted(
         "an ensemble keeps the running statistics that it began with",
-        *("step/ensemble.py", "_write(buffer, buffers[path])", "pass"),
+        *("step/ensemble.py", "write(buffer, buffers[path])", "pass"),
         "test_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
     ),
     Planted(
@@ -766,11 +766,6 @@ PLANTED = [
         "batch normalisation is made again to other bits",
         *("rules/norm_batch.py", "None, None, True, 0.0, eps, cudnn)", "None, None, True, 0.0, 2 * eps, cudnn)"),
         "test_save.py::test_bits_are_the_same",
-    ),
-    Planted(
-        "tensors beside views that are copies stay in memory while the model runs",
-        *("_torch/dispatcher.py", "alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
-        "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
     ),
     Planted(
         "a forward may write a shared base unnoticed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,11 @@ def grad_and_aux(
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    parts = result if isinstance(result, tuple) else (result, {})
+    if len(parts) != 2 or not isinstance(parts[1], Mapping):
+        kinds = ", ".join(type(part).__qualname__ for part in parts)
+        raise LossError(f"the loss function returned ({kinds}); return a scalar tensor, or (loss, dict of metrics)")
+    loss, metrics = parts
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
     if loss.dim() != 0:
