@@ -190,8 +190,8 @@ def run_apart(
 ) -> Any:
     """``forward(*args, **kwargs)``, which uses the tensors of ``part``, as a function of all tensors that it reads.
 
-    ``around(run, leaves, before)`` calls ``run(*leaves)`` and returns its results. ``before()`` is then what they are in place
-    of: the leaves of the first argument, buffers, and how many call sites have drawn nothing, the part's own included.
+    ``around(run, leaves, before)`` calls ``run(*leaves)`` and returns its results. ``before()`` is then what was in their
+    place: the leaves of the first argument, buffers, and how many call sites have drawn nothing, the part's own included.
     """
     mode, fixed = _mode(), _fixed()
     padding, site, position, reached = mode.padding, mode.site, getattr(mode.padding, "position", 0), []
