@@ -181,6 +181,12 @@ def _fixed() -> Fixed:
     return frozenset() if running is None else running[2]
 
 
+def _may_write(part: nn.Module, path: str, fixed: Fixed) -> bool:
+    """Whether calls write a buffer."""
+    owner, _, name = path.rpartition(".")
+    return name != PRESENT and (id(part.get_submodule(owner)), name) not in fixed
+
+
 def run_apart(
     part: nn.Module,
     forward: Callable[..., Any],
@@ -193,30 +199,27 @@ def run_apart(
     ``around(run, leaves, before)`` calls ``run(*leaves)`` and returns its results. ``before()`` is then what was in their
     place: the leaves of the first argument, buffers, and how many call sites have drawn nothing, the part's own included.
     """
-    mode, fixed = _mode(), _fixed()
-    padding, site, position, reached = mode.padding, mode.site, getattr(mode.padding, "position", 0), []
-    tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    mode, fixed, reached = _mode(), _fixed(), []
+    padding, site, position = mode.padding, mode.site, getattr(mode.padding, "position", 0)
+    buffers = dict(part.named_buffers())
+    tensors = {**dict(part.named_parameters()), **buffers}
     # The part writes into copies, because it may run again.
-    copied = {
-        f"{path}.{name}".lstrip("."): buffer
-        for path, module in part.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name != PRESENT and (id(module), name) not in fixed and not mode.is_number(buffer)
-    }
-    copied = {path: buffer for path, buffer in copied.items() if path in tensors}
-    given = mode.key, mode.skipped, getattr(padding, "size", None), tensors, args, kwargs
-    leaves, spec = pytree.tree_flatten(given)
-    numbers = [position for position, leaf in enumerate(leaves) if mode.is_number(leaf)]
+    written = [path for path in buffers if _may_write(part, path, fixed) and not mode.is_number(buffers[path])]
+    size = getattr(padding, "size", None)
+    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, size, tensors, args, kwargs))
+    numbers = [number for number, leaf in enumerate(leaves) if mode.is_number(leaf)]
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         key, skipped, size, tensors, args, kwargs = pytree.tree_unflatten([*leaves], spec)
-        tensors |= {path: tensors[path].clone() for path in copied}
+        # Unseen by selective checkpoints, for which a written tensor is none to keep.
+        with _torch.unobserved():
+            tensors |= {path: tensors[path].clone() for path in written}
         used = {**tensors}
-        with mode.again(key, site, [leaves[position] for position in numbers]) as inner:
+        with mode.again(key, site, [leaves[number] for number in numbers]) as inner:
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
             with _torch.reparametrized(part, used, tie_weights=True):
                 output = forward(*args, **kwargs)
-        after = {path: tensor for path, tensor in used.items() if path in copied or tensor is not tensors[path]}
+        after = {path: tensor for path, tensor in used.items() if path in written or tensor is not tensors[path]}
         outputs, out_spec = pytree.tree_flatten((output, after, inner.skipped))
         reached[:] = out_spec, [*after], inner.site, getattr(inner.padding, "position", 0)
         return tuple(outputs)
@@ -232,10 +235,10 @@ def run_apart(
         outputs = around(run, tuple(leaves), before)
     finally:
         mode.padding = padding
-    out_spec, _, mode.site, position = reached
+    out_spec, _, mode.site, next_position = reached
     output, after, mode.skipped = pytree.tree_unflatten([*outputs], out_spec)
     if padding is not None:
-        padding.position = position
+        padding.position = next_position
     replaced = {id(tensors[path]): tensor for path, tensor in after.items()}
     for module in part.modules():
         module._buffers |= {name: replaced[id(old)] for name, old in module._buffers.items() if id(old) in replaced}
