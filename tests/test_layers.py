@@ -81,6 +81,7 @@ FILES_IN = {
             "padding",
             "stack",
             "remat",
+            "blocks",
         ),
         *("attributes", "padding_check", "skeleton", "functional", "adapters"),
     ],

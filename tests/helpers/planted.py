@@ -1098,7 +1098,7 @@ PLANTED = [
     ),
     Planted(
         "members that lack a block count its draws",
-        *("models/blocks.py", "        mode.skipped = joined[-1]\n", "        pass\n"),
+        *("models/remat.py", "    output, after, mode.skipped = ", "    output, after, _ = "),
         "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
     ),
     Planted(

@@ -106,6 +106,26 @@ def test_members_are_their_models_alone(order, mode):
     assert_alone(models, trained(models, hfta.padded([*models, *models_of([(6, 3)], mode)])))
 
 
+def test_blocks_run_for_the_members_that_have_them():
+    models = models_of(ORDERS["any order"], "quiet")
+    model = hfta.padded(models)
+    step, (_, state) = hfta.make_eval_step(model, loss, batch_dims=None), prepared(models, model)
+    for _ in range(2):
+        Counted.rows.clear()
+        losses = step(state, X)["loss"]
+    assert sorted(Counted.rows) == [1, 2, 3]
+    assert_trees_close({"loss": losses}, {"loss": torch.stack([loss(one.eval(), X) for one in models]).detach()}, 1e-10)
+
+
+def test_blocks_that_use_what_all_members_have_run_for_all():
+    models = models_of(ORDERS["any order"], "from elsewhere")
+    model = hfta.padded(models)
+    Counted.rows.clear()
+    found = trained(models, model)
+    assert Counted.rows[-3:] == [4, 4, 4]
+    assert_alone(models, found)
+
+
 def test_replays_are_for_members_of_the_same_sizes(monkeypatch):
     monkeypatch.setattr(replay, "_STEPS", 0)
     models = models_of(ORDERS["any order"], "noise")

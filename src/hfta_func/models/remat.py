@@ -23,6 +23,7 @@ from hfta_func.calls import made
 from hfta_func.calls.autodiff import only_vmap
 from hfta_func.calls.recompute import unrecalled
 from hfta_func.calls.routing import routed
+from hfta_func.models.sizes import PRESENT
 
 
 def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
@@ -144,72 +145,104 @@ def _run_twice(
     part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Any:
     """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
-    if any(getattr(module, "max_norm", None) is not None for module in part.modules()):
-        # A look-up table that shortens its rows as it is read does so once.
+    if shortens_rows(part):
         return forward(*args, **kwargs)
-    mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
-    site, out_spec, is_making = mode.site, None, made.is_making()
-    padding, position = mode.padding, getattr(mode.padding, "position", 0)
+    # Noise from keys repeats by itself; PyTorch's generator must be set back.
+    options = options if _mode().key is None else {**options, "preserve_rng_state": False}
+    is_making, has_run = made.is_making(), False
+
+    def around(run: Callable[..., Any], leaves: tuple[Any, ...], before: Any) -> Sequence[Any]:
+        def once(*leaves: Any) -> Any:
+            nonlocal has_run
+            # A backward pass may run in another thread.
+            making = made.making(leaves) if is_making and has_run else contextlib.nullcontext()
+            with making, unrecalled(), checkpoints_of(part, fixed):
+                outputs = run(*leaves)
+            has_run = True
+            return outputs
+
+        return _outside_vmap(once, leaves, options)
+
+    fixed = _fixed()
+    return run_apart(part, forward, args, kwargs, around)
+
+
+def shortens_rows(part: nn.Module) -> bool:
+    """Whether a look-up table shortens its rows as it is read, which it does once and for all members."""
+    return any(getattr(module, "max_norm", None) is not None for module in part.modules())
+
+
+def _mode() -> routed:
+    return next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
+
+
+def _fixed() -> Fixed:
     running = _running.get()
-    fixed: Fixed = running[2] if running is not None else frozenset()
-    base, buffers = _buffers_of(part, fixed)
-    params = {**dict(part.named_parameters()), **base}
-    # The first run updates the buffers; later runs start from copies of their values before it.
-    buffers_before = {name: buffer.clone() for name, buffer in buffers.items()}
-    leaves, spec = pytree.tree_flatten(
-        (mode.key, mode.skipped, getattr(padding, "size", None), params, buffers_before, args, kwargs)
-    )
-    numbers = [position for position, leaf in enumerate(leaves) if mode.is_number(leaf)]
-    buffer_numbers = [name for name, buffer in buffers.items() if mode.is_number(buffer)]
+    return frozenset() if running is None else running[2]
+
+
+def _may_write(part: nn.Module, path: str, fixed: Fixed) -> bool:
+    """Whether calls write a buffer."""
+    owner, _, name = path.rpartition(".")
+    return name != PRESENT and (id(part.get_submodule(owner)), name) not in fixed
+
+
+def run_apart(
+    part: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    around: Callable[[Callable[..., tuple[Any, ...]], tuple[Any, ...], Callable[[], list[Any]]], Sequence[Any]],
+) -> Any:
+    """``forward(*args, **kwargs)``, which uses the tensors of ``part``, as a function of all tensors that it reads.
+
+    ``around(run, leaves, before)`` calls ``run(*leaves)`` and returns its results. ``before()`` is then what was in their
+    place: the leaves of the first argument, buffers, and how many call sites have drawn nothing, the part's own included.
+    """
+    mode, fixed, reached = _mode(), _fixed(), []
+    padding, site, position = mode.padding, mode.site, getattr(mode.padding, "position", 0)
+    buffers = dict(part.named_buffers())
+    tensors = {**dict(part.named_parameters()), **buffers}
+    # The part writes into copies, because it may run again.
+    written = [path for path in buffers if _may_write(part, path, fixed) and not mode.is_number(buffers[path])]
+    size = getattr(padding, "size", None)
+    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, size, tensors, args, kwargs))
+    numbers = [number for number, leaf in enumerate(leaves) if mode.is_number(leaf)]
 
     def run(*leaves: Any) -> tuple[Any, ...]:
-        nonlocal out_spec
-        key, skipped, size, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
-        # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
-        run_buffers = buffers if out_spec is None else _copies(buffers_before)
-        tensors = {**params, **run_buffers}
-        # A backward pass may run in another thread.
-        making = made.making(leaves) if is_making and out_spec is not None else contextlib.nullcontext()
-        given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
-        with making, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
+        key, skipped, size, tensors, args, kwargs = pytree.tree_unflatten([*leaves], spec)
+        # Unseen by selective checkpoints, for which a written tensor is none to keep.
+        with _torch.unobserved():
+            tensors |= {path: tensors[path].clone() for path in written}
+        used = {**tensors}
+        with mode.again(key, site, [leaves[number] for number in numbers]) as inner:
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
-            with _torch.reparametrized(part, tensors, tie_weights=True):
+            with _torch.reparametrized(part, used, tie_weights=True):
                 output = forward(*args, **kwargs)
-        held = {**run_buffers, **{name: params[name] for name in base}}
-        replaced = {name: tensors[name] for name, buffer in held.items() if tensors[name] is not buffer}
-        reached = getattr(inner.padding, "position", 0)
-        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped, reached))
+        after = {path: tensor for path, tensor in used.items() if path in written or tensor is not tensors[path]}
+        outputs, out_spec = pytree.tree_flatten((output, after, inner.skipped))
+        reached[:] = out_spec, [*after], inner.site, getattr(inner.padding, "position", 0)
         return tuple(outputs)
 
-    # Noise from keys repeats by itself; PyTorch's generator must be set back.
-    if mode.key is not None:
-        options = {**options, "preserve_rng_state": False}
-    # Functions that the mode of a run passes on reach this mode, too.
+    def before() -> list[Any]:
+        passed = reached[2] - site if mode.key is not None else 0
+        skipped = torch.tensor(passed) + (0 if mode.skipped is None else mode.skipped) if passed else mode.skipped
+        return [*pytree.tree_leaves(args[0]), *(tensors[path] for path in reached[1]), skipped]
+
+    # Functions that the mode of the part passes on reach this mode, too.
     mode.padding = None
-    outputs = _outside_vmap(run, tuple(leaves), options)
-    assert out_spec is not None
-    output, replaced, mode.site, mode.skipped, reached = pytree.tree_unflatten(outputs, out_spec)
+    try:
+        outputs = around(run, tuple(leaves), before)
+    finally:
+        mode.padding = padding
+    out_spec, _, mode.site, next_position = reached
+    output, after, mode.skipped = pytree.tree_unflatten([*outputs], out_spec)
     if padding is not None:
-        mode.padding, padding.position = padding, reached
-    for name, buffer in replaced.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(part.get_submodule(owner), attribute, buffer)
+        padding.position = next_position
+    replaced = {id(tensors[path]): tensor for path, tensor in after.items()}
+    for module in part.modules():
+        module._buffers |= {name: replaced[id(old)] for name, old in module._buffers.items() if id(old) in replaced}
     return output
-
-
-def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Unseen by selective checkpoints, which expect the operators of the first run.
-    with _torch.unobserved():
-        return {name: buffer.clone() for name, buffer in buffers.items()}
-
-
-def _buffers_of(part: nn.Module, fixed: Fixed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers of a part by name: the fixed ones, and the others."""
-    split: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
-    for name, buffer in part.named_buffers():
-        owner, _, attribute = name.rpartition(".")
-        split[(id(part.get_submodule(owner)), attribute) not in fixed][name] = buffer
-    return split
 
 
 def _outside_vmap(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, known_values, run_uncompiled
-from hfta_func._tree import tree_map
+from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
+from hfta_func.models.blocks import pass_over_blocks
 from hfta_func.models.copies import copied_module, mark
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
@@ -56,11 +54,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     check_no_backward_hooks(model)
     numbers_of_python(copied)
     for path, module in copied.named_modules():
-        owner = copied.get_submodule(path.rpartition(".")[0])
-        if hasattr(module, "padded_present") and not hasattr(owner, "padded_chains"):
-            module.forward = types.MethodType(_optional_block, module)
-        elif hasattr(module, "padded_chains"):
-            module.forward = types.MethodType(_blocks_in_chains, module)
+        pass_over_blocks(module, copied.get_submodule(path.rpartition(".")[0]))
         if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
             if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
                 module.momentum = 1.0
@@ -102,40 +96,3 @@ def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) <= position:
         kwargs[name] = bool(kwargs.get(name))
     return type(module).forward(module, *args, **kwargs)
-
-
-def _optional_block(module: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block of a padded model that members may lack."""
-    forward = _blocks_in_chains if hasattr(module, "padded_chains") else type(module).forward
-    return _if_present(module, lambda x: forward(module, x, *args, **kwargs), given)
-
-
-def _blocks_in_chains(module: Any, given: Any) -> Any:
-    """The forward of a sequence some of whose blocks members may lack; a row of these is passed over at once."""
-    for names in module.padded_chains:
-        blocks = [getattr(module, name) for name in names]
-        run = functools.partial(_in_turn, blocks)
-        given = _if_present(blocks[0], run, given) if hasattr(blocks[0], "padded_present") else run(given)
-    return given
-
-
-def _in_turn(blocks: Sequence[nn.Module], x: Any) -> Any:
-    for block in blocks:
-        x = block(x)
-    return x
-
-
-def _if_present(block: Any, run: Callable[[Any], Any], given: Any) -> Any:
-    """What ``run`` makes of ``given`` for members that have a block, and ``given`` itself for others."""
-    present = block.padded_present
-    if all(known_values(present) or [False]):
-        return run(given)
-    # Without its input, a missing block has no part in the gradient, whatever it computes.
-    output = run(tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given))
-    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new.shape)), output, given)
-
-
-def _fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor in another shape, without its last units or with zeros behind them."""
-    lengths = [new - old for old, new in zip(x.shape, shape, strict=True)]
-    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x

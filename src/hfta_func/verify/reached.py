@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import has_global_hooks
+from hfta_func.models.padding import Padding
 
 _IMPORTS = opcode.opmap["IMPORT_NAME"]
 _CONTENT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
@@ -157,6 +158,10 @@ class Reached:
             self._note(sorted(value, key=repr))
             self._watch(value)
             return ()
+        if isinstance(value, Padding):
+            # It holds a model of every size, which nobody writes.
+            self._note(value.signatures)
+            return (value.masks,)
         if id(value) in self._parts:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())

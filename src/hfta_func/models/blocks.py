@@ -1,0 +1,127 @@
+"""Blocks of a padded model that only some members have.
+
+Where it is known which members these are, the block runs for them alone; a compiler does not know it, and runs it for all.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfta_func import _torch
+from hfta_func._tree import tree_map
+from hfta_func.models.remat import run_apart, shortens_rows
+
+_for_all: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Blocks that use tensors from elsewhere, which have a part for every member."""
+
+
+def pass_over_blocks(module: nn.Module, owner: nn.Module) -> None:
+    """Make a module of a padded model pass over the blocks that members lack."""
+    if hasattr(module, "padded_present") and not hasattr(owner, "padded_chains"):
+        module.forward = types.MethodType(_optional_block, module)
+    elif hasattr(module, "padded_chains"):
+        module.forward = types.MethodType(_blocks_in_chains, module)
+
+
+def _optional_block(module: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block that members may lack: their result is its first argument."""
+    forward = _blocks_in_chains if hasattr(module, "padded_chains") else type(module).forward
+    return _if_present([module], lambda *args, **kwargs: forward(module, *args, **kwargs), (given, *args), kwargs)
+
+
+def _blocks_in_chains(module: Any, given: Any) -> Any:
+    """The forward of a sequence some of whose blocks members may lack; a row of these is passed over at once."""
+    for names in module.padded_chains:
+        blocks = [getattr(module, name) for name in names]
+
+        def run(x: Any, blocks: Sequence[nn.Module] = blocks) -> Any:
+            for block in blocks:
+                x = block(x)
+            return x
+
+        given = _if_present(blocks, run, (given,), {}) if hasattr(blocks[0], "padded_present") else run(given)
+    return given
+
+
+def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``run`` makes of its arguments for members that have the blocks, and the first argument itself for others."""
+    present = blocks[0].padded_present
+    has = _torch.known_values(present)
+    if has is not None and all(has):
+        return run(*args, **kwargs)
+    is_innermost = _torch.is_batched(present) and _torch.level_of(present) == _torch.depth()
+    part = nn.ModuleList(blocks)
+    if has is not None and is_innermost and _for_all.isdisjoint(blocks) and not shortens_rows(part):
+        try:
+            return run_apart(part, run, args, kwargs, _Some(has))
+        except (RuntimeError, ValueError):
+            # What is wrong in any case, the run for all raises again.
+            _for_all.update(blocks)
+    # Without its input, a missing block has no part in the gradient, whatever it computes.
+    output = run(tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), args[0]), *args[1:], **kwargs)
+    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new.shape)), output, args[0])
+
+
+class _Some:
+    """Some members of the level of ``vmap`` that is running; where none are chosen, the first stands for all."""
+
+    def __init__(self, has: list[bool]):
+        self._members = [member for member, one in enumerate(has) if one]
+        self._others = [member for member, one in enumerate(has) if not one]
+        self._order = [*self._members, *self._others]
+        self._are_first = bool(self._members) and self._order == [*range(len(has))]
+        # What the others have of tensors with a gradient, whose parts are then views: one derivative joins those of both.
+        self._rests: dict[int, Tensor] = {}
+
+    def __call__(self, run: Callable[..., Any], leaves: tuple[Any, ...], before: Callable[[], list[Any]]) -> list[Any]:
+        """``run(*leaves)`` in a level over these members, in the place of that over all; others have what was before."""
+        interpreter, count = _torch.current_interpreter(), len(self._members or [0])
+        level = interpreter.level()
+        plain, dims = _torch.unwrap_leaves(leaves, level)
+        fronts = tuple(None if dim is None else 0 for dim in dims)
+        mapped = _torch.restore_vmap(run, fronts, count, interpreter.randomness())
+        with interpreter.lower():
+            new, new_dims = mapped(*(self._part(x, dim) for x, dim in zip(plain, dims, strict=True)))
+        old, old_dims = _torch.unwrap_leaves(before(), level)
+        with interpreter.lower():
+            joined = [self._joined(*each, count) for each in zip(new, new_dims, old, old_dims, strict=True)]
+        return [_torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x for x in joined]
+
+    def _part(self, x: Any, dim: int | None) -> Any:
+        """``[M, ...] -> [members, ...]``."""
+        if dim is None:
+            return x
+        if not (self._are_first and x.requires_grad):
+            return x.movedim(dim, 0).index_select(0, torch.tensor(self._members or [0]))
+        part, self._rests[id(x)] = x.movedim(dim, 0).split([len(self._members), len(self._others)])
+        return part
+
+    def _joined(self, new: Any, dim: int | None, old: Any, old_dim: int | None, count: int) -> Any:
+        """``[members, ...], [M, ...] -> [M, ...]``: the results of these members beside what the others have."""
+        if not isinstance(old, Tensor):
+            return new
+        new = _in_front(torch.zeros_like(old) if new is None else new, dim, count)
+        if len(new) != count:
+            raise RuntimeError("the result has parts of all members")
+        if (others := self._rests.get(id(old))) is None:
+            others = _in_front(old, old_dim, len(self._order)).index_select(0, torch.tensor(self._others))
+        others = _fitted(others, (len(others), *new.shape[1:]))
+        both = torch.cat([new, others]) if self._members else others
+        return both if self._are_first else both.index_select(0, torch.tensor(self._order).argsort())
+
+
+def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
+    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in another shape, without its last units or with zeros behind them."""
+    lengths = [new - old for old, new in zip(x.shape, shape, strict=True)]
+    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x
