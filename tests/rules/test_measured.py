@@ -109,7 +109,7 @@ def test_close_to_the_tables_choice_is_not_enough(machine: Machine) -> None:
 def test_measuring_takes_a_small_share_of_the_time_and_no_case_twice(machine: Machine, tmp_path: pathlib.Path) -> None:
     machine.costs = {GROUPED: 2e-3, PRODUCT: 1e-3, LOOP: 3e-3}
     sizes, numbers = range(16, 22), [0]
-    for _ in range(8):
+    for _ in range(12):
         machine.process()
         for size in sizes:
             machine.chosen(size)

@@ -17,19 +17,11 @@ def program(dtype: torch.dtype) -> Any:
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, axes: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows ``[M,N,D]`` with scale and shift ``[M,D]``, and mean and 1 / deviation ``[M,N,2]``; ``axes`` is the number of axes D."""
-    x, scale, shift = x.contiguous(), scale.contiguous(), shift.contiguous()
-    y, stats = torch.empty_like(x), x.new_empty((*x.shape[:-axes], 2))
-    pointers = (one.data_ptr() for one in (x, scale, shift))
-    program(x.dtype).layer_norm(
-        *_sizes(x, scale, axes),
-        *pointers,
-        struct.pack("d", eps),
-        y.data_ptr(),
-        stats.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return y, stats
+    """Rows ``[M,N,D]`` with scale and shift ``[M,D]``, and mean and 1 / deviation ``[M,N,2]``; D is ``axes`` axes."""
+    given = x.contiguous(), scale.contiguous(), shift.contiguous()
+    made = torch.empty_like(given[0]), x.new_empty((*x.shape[:-axes], 2))
+    _run("layer_norm", x, scale, axes, *given, struct.pack("d", eps), *made)
+    return made
 
 
 def layer_norm_backward(
@@ -38,11 +30,12 @@ def layer_norm_backward(
     """The gradients of rows, scale and shift."""
     given = [one.contiguous() for one in (grad, x, scale, stats)]
     made = torch.empty_like(given[1]), torch.empty_like(given[2]), torch.empty_like(given[2])
-    pointers = (one.data_ptr() for one in (*given, *made))
-    program(x.dtype).layer_norm_backward(*_sizes(x, scale, axes), *pointers, torch.get_num_threads())
+    _run("layer_norm_backward", x, scale, axes, *given, *made)
     return made
 
 
-def _sizes(x: Tensor, scale: Tensor, axes: int) -> tuple[int, int, int]:
+def _run(name: str, x: Tensor, scale: Tensor, axes: int, *arguments: Tensor | bytes) -> None:
     models, width = scale.shape[:-axes].numel(), scale.shape[-axes:].numel()
-    return models, x.numel() // max(1, models * width), width
+    sizes = models, x.numel() // max(1, models * width), width
+    pointers = (one if isinstance(one, bytes) else one.data_ptr() for one in arguments)
+    getattr(program(x.dtype), name)(*sizes, *pointers, torch.get_num_threads())

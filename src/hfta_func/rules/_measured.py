@@ -2,8 +2,8 @@
 
 A case is settled once in a process: by its file, by a run that is resumed or the process that started this one, or by a
 measurement in one of the first eager calls. Measuring may take a share of the time since it began, each case included. A
-record of a step settles what it takes, as does a file of a run; what nobody has measured until then is the table's for the rest
-of the process, and measured in the next one. What takes more than the share of the first second is the table's for good.
+record of a step settles what it takes, as does a file of a run; what nobody has measured until then is the table's for the
+rest of the process, and measured in the next one. What takes more than the share of the first second is the table's for good.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hfta_func import _torch
 from hfta_func._kernels import norm
 from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
-from hfta_func.calls.recompute import cheap, recalls
+from hfta_func.calls.recompute import cheap
 from hfta_func.rules._affine import Vectors, affine, parted
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._lowering import member_shape
@@ -25,28 +25,6 @@ from hfta_func.rules._operator import Operator, runs_programs
 from hfta_func.rules._registry import Call, Result, register
 
 _native_layer_norm_backward = _torch.operator("native_layer_norm_backward")
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, list[int], float], outputs: tuple[Tensor, Tensor]) -> None:
-    ctx.shape = inputs[1]
-    ctx.mark_non_differentiable(outputs[1])
-    ctx.save_for_backward(*outputs)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-    """The gradient of rows that are normalised already, divided by their deviation: the input is not kept."""
-    rows, rstd = ctx.saved_tensors
-    stats = torch.zeros_like(rstd), torch.ones_like(rstd)
-    mask = [True, False, False]
-    grad_x = _native_layer_norm_backward(grad.contiguous(), rows, ctx.shape, *stats, None, None, mask)[0]
-    return grad_x * rstd if torch.is_grad_enabled() else grad_x.mul_(rstd), None, None
-
-
-_rows = Operator(
-    "normalised(Tensor x, int[] shape, float eps) -> (Tensor, Tensor)",
-    lambda x, shape, eps: torch.ops.aten.native_layer_norm.default(x, shape, None, None, eps)[::2],
-    *(_setup, _backward),
-)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
@@ -96,28 +74,18 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
     x_dim, _, *dims = call.first_dims(4)
+    x = models_first(x, x_dim)
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
-        x = models_first(x, x_dim)
-        if recalls() is None and torch.get_num_threads() <= len(x) and runs_programs(x, norm):
-            return _with_scale(x, *each(models_first, (weight, bias), dims), len(shape), eps)[0], 0
+        if torch.get_num_threads() <= len(x) and runs_programs(x, norm):
+            vectors = each(models_first, (weight, bias), dims)
+            return cheap(lambda *args: _with_scale(*args)[0], x, *vectors, len(shape), eps), 0
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
         scale, shift = each(align, (weight, bias), dims, x.dim() - 1)
-        rows = torch.layer_norm(x, shape, None, None, eps) if recalls() is None else _rows(x, shape, eps)[0]
-        return cheap(torch.addcmul, shift, rows, scale), 0
-    outputs, out_dims = _layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
-    return outputs[0], out_dims[0]
-
-
-def _layer_norm(
-    call: Call, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Result:
-    """Layer normalisation that also returns the statistics of each row."""
+        return cheap(torch.addcmul, shift, cheap(torch.layer_norm, x, shape, None, None, eps), scale), 0
     # [M,N,D] -> [M,N,D]; [M,N,D] or [N,D], [M,D] -> [M,1,D] -> [M,N,D]
-    x_dim, _, *dims = call.dims[:4]
     inner, outer = parted((weight, bias), dims, x, shape)
-    y, mean, rstd = torch.ops.aten.native_layer_norm.default(models_first(x, x_dim), shape, *inner, eps)
-    stat_dim = None if x_dim is None else 0
-    return (affine(y, *each(align, outer, dims, _rank(x, x_dim))), mean, rstd), (0, stat_dim, stat_dim)
+    y = torch.layer_norm(x, shape, *inner, eps)
+    return affine(y, *each(align, outer, dims, _rank(x, x_dim))), 0
 
 
 @register("rms_norm", "norm")
