@@ -158,14 +158,15 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
 
 
 @functools.cache
-def load_file(path: Path, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
-    """The functions of a file in C for a type of numbers; None if there are none for it, or they cannot be compiled.
+def load_file(module: str, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
+    """The functions of the file in C beside a module, for a type of numbers; None if it has none, or they cannot be compiled.
 
     ``functions`` are their names, each with the types of its arguments: ``"p"`` for pointers and ``"n"`` for numbers.
     """
     if dtype not in _KINDS:
         return None
-    library = load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{path.read_text()}", flags)
+    text = Path(module).with_suffix(".c").read_text()
+    library = load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{text}", flags)
     for function in functions.split() if library is not None else ():
         name, _, types = function.partition(":")
         getattr(library, name).argtypes = [_ARGUMENTS[letter] for letter in types]

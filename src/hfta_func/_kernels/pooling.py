@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from hfta_func._kernels import native
 
 def program(dtype: torch.dtype) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
-    return native.load_file(Path(__file__).with_suffix(".c"), dtype, "max_pool:ppppn max_pool_backward:nnnpppn")
+    return native.load_file(__file__, dtype, "max_pool:ppppn max_pool_backward:nnnpppn")
 
 
 def max_pool(

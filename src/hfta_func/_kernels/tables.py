@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from hfta_func._kernels import native
 
 def program(dtype: torch.dtype) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
-    return native.load_file(Path(__file__).with_suffix(".c"), dtype, "move_rows:nnnpnpnpnpnpnnn")
+    return native.load_file(__file__, dtype, "move_rows:nnnpnpnpnpnpnnn")
 
 
 def move_rows(

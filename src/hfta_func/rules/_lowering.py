@@ -193,11 +193,6 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     return is_fused and case.num_models * math.prod(recurrent or ()) * 4 > 2**18
 
 
-def _is_large(case: Case) -> bool:
-    # A compiler fuses scale and shift by itself, and takes long to compile a loop over members.
-    return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**17
-
-
 _BATCHED = Row(always, "batched", "one batched product a time step")
 _LOOP_ON_XLA = Row(
     lambda case: case.device == "xla",
@@ -235,11 +230,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
             Row(always, "folded", "members join the rows"),
         ),
     ),
-    "layer_norm": (
-        Row(lambda case: all(case.shared[1:]), "folded", "shared scale and shift: all members' rows in one kernel"),
-        Row(_is_large, "loop", "512 KB or more: a kernel per member scales and shifts in one pass"),
-        Row(always, "folded", "all members' rows at once, then scale and shift"),
-    ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
@@ -261,7 +251,7 @@ LOWERINGS["convolution"] += ("wide",)
 """Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
 
 TIMED = frozenset(
-    {"convolution", "convolution_input_grad", "convolution_weight_grad", "layer_norm"}.union(
+    {"convolution", "convolution_input_grad", "convolution_weight_grad"}.union(
         f"{kind}.{rows}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for rows in ("input", "data")
     )
 )

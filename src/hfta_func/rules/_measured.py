@@ -1,8 +1,9 @@
 """Lowerings that are timed where they run, and kept on disk: one file for a processor, a number of threads and a version.
 
 A case is settled once in a process: by its file, by a run that is resumed or the process that started this one, or by a
-measurement in one of the first eager calls. Measuring may take a share of the time since it began. A record of a step settles
-what it takes, as does a file of a run; what nobody has measured until then is the table's for the rest of the process.
+measurement in one of the first eager calls. Measuring may take a share of the time since it began, each case included. A
+record of a step settles what it takes, as does a file of a run; what nobody has measured until then is the table's for the
+rest of the process, and measured in the next one. What takes more than the share of the first second is the table's for good.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Measured(NamedTuple):
 TABLE = Measured("", "")
 _settled: dict[tuple[int, str], Measured] = {}
 _given: dict[str, Measured] = {}
-_waiting: set[tuple[int, str]] = set()
+_waiting: dict[tuple[int, str], float] = {}
+"""The cases that had no time yet, and the seconds that each would take, as far as that is known."""
 closed: set[tuple[Any, ...]] = set()
 """The calls, see :func:`unmeasured`, that have nothing to time any more."""
 _began = 0.0
@@ -121,25 +123,31 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
         return True
     start = now()
     _began = _began or start
-    if _spent >= _SHARE * max(_LEAST, start - _began):
-        _waiting.add(key)
+    left = _SHARE * max(_LEAST, start - _began) - _spent
+    if left <= _waiting.setdefault(key, 0.0):
         return False
-    times = _times([default, *others], run)
-    _spent += now() - start
-    _waiting.discard(key)
-    fastest = min(times, key=lambda name: times[name])
-    gain = times[default] / times[fastest]
-    if gain > _CLEAR:
-        choice = Measured(fastest, f"measured here: {gain:.1f}x of {default}")
-    else:
-        choice = Measured(default, "measured here: no other is much faster")
+    begun = seconds()
+    times, needed = _times([default, *others], run, left)
+    _spent += seconds() - begun
+    if not times and needed < _SHARE * _LEAST:
+        _waiting[key] = needed
+        return False
+    del _waiting[key]
+    choice = TABLE
+    if times:
+        fastest = min(times, key=lambda name: times[name])
+        gain = times[default] / times[fastest]
+        if gain > _CLEAR:
+            choice = Measured(fastest, f"measured here: {gain:.1f}x of {default}")
+        else:
+            choice = Measured(default, "measured here: no other is much faster")
     _settle(key, choice)
     _keep(key, choice)
     return True
 
 
-def _times(names: list[str], run: Callable[[str], Any]) -> dict[str, float]:
-    """The seconds of each that is not hopeless."""
+def _times(names: list[str], run: Callable[[str], Any], left: float) -> tuple[dict[str, float], float]:
+    """The seconds of each that is not hopeless, none if timing all would take longer than ``left``; and how long it takes."""
 
     def timed(name: str) -> float:
         start = seconds()
@@ -147,14 +155,19 @@ def _times(names: list[str], run: Callable[[str], Any]) -> dict[str, float]:
         return seconds() - start
 
     # The system hands memory out slowly: once there is enough, no candidate waits for it.
-    run(names[0])
+    spent = timed(names[0])
+    first = timed(names[0]) if spent < left else spent
+    needed = spent + 2 * len(names) * first
     times: dict[str, float] = {}
-    for name in names:
-        first = timed(name)
+    for name in names if needed <= left else ():
+        first = timed(name) if times else first
         if first <= _HOPELESS * min(times.values(), default=float("inf")) + _PREPARATION:
             # What takes long varies less.
             times[name] = min(timed(name) for _ in range(2 if first < _PREPARATION else 1))
-    return times
+    # What would replace the table's choice has to win twice.
+    for name in {names[0], min(times, key=lambda name: times[name])} if len(times) > 1 else ():
+        times[name] = min(times[name], timed(name))
+    return times, needed
 
 
 def _settle(key: tuple[int, str], choice: Measured) -> None:
@@ -164,7 +177,7 @@ def _settle(key: tuple[int, str], choice: Measured) -> None:
 
 def choices() -> dict[str, Any]:
     """What is chosen in this process, which settles what waits to be measured, too; for :func:`adopt`."""
-    for key in _waiting - _settled.keys():
+    for key in _waiting.keys() - _settled.keys():
         _settle(key, TABLE)
     _waiting.clear()
     rows = {text: [*row] for (count, text), row in _settled.items() if count == threads()}

@@ -12,11 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from hfta_func._kernels.operators import DEFINITIONS, define_operator, with_backward
-from hfta_func._torch import has_tangents
+from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._measured import fingerprint
+
+
+def runs_programs(x: Tensor, kernels: Any) -> bool:
+    """Whether a module of :mod:`hfta_func._kernels` has programs for a tensor, and this call may use them."""
+    observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
+    return x.device.type == "cpu" and not observed and kernels.program(x.dtype) is not None
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hfta_func._kernels import tables
 from hfta_func._kernels.operators import members_in_front
-from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._layout import rows_of
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Operator, runs_programs
 
 _NOWHERE = -(2**62)
 """The row of padding where there is none; any other that is missing is refused."""
@@ -37,8 +36,7 @@ def sums(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, rows:
 
 def is_fast(x: Tensor) -> bool:
     """Whether there is a kernel, and this call may use it."""
-    observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
-    return x.device.type == "cpu" and not observed and tables.program(x.dtype) is not None
+    return runs_programs(x, tables)
 
 
 def _forward(x: Tensor, start: Any, source: Any, target: Any, weight: Any, rows: int, padding: int) -> Tensor:

@@ -136,7 +136,7 @@ def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
     one, impossible = convolution_of(case), _impossible(case, geometry)
     products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
     x, weight = (
-        models_first(x, dims[0]).narrow(1, 0, min(one.x[0], max(4, 2**26 // products))),
+        models_first(x, dims[0]).narrow(1, 0, min(one.x[0], max(4, 2**24 // products))),
         models_first(weight, dims[1]),
     )
 

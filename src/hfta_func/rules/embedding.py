@@ -83,7 +83,8 @@ def embedding_bag(
     is_sum = mode < 2 and per_sample_weights is None and padding_idx is None
     if is_sum and weight_dim is not None and _tables.is_fast(weight):
         nothing = indices.new_empty(0)
-        sums = _sums(models_first(weight, weight_dim), indices, offsets, mode == 1)
+        starts = offsets[:1] if call.dims[2] is None else offsets
+        sums = _sums(models_first(weight, weight_dim), indices, starts, mode == 1)
         return (sums, nothing, nothing, nothing), (0, None, None, None)
     # [M,V,D], [M,L], [M,B] -> [MV,D], [ML], [MB] -> [MB,D] -> [M,B,D]
     table, rows = weight, indices
@@ -108,12 +109,15 @@ def embedding_bag(
 
 
 def _sums(table: Tensor, indices: Tensor, offsets: Tensor, is_mean: bool) -> Tensor:
-    """Sums or means over bags without padding: ``[M,V,D], [M,L], [M,B] -> [M,B,D]``."""
-    positions = torch.arange(indices.shape[1], dtype=offsets.dtype).expand(indices.shape).contiguous()
-    bags = torch.searchsorted(offsets.contiguous(), positions, right=True) - 1
-    counts = torch.zeros(offsets.shape, dtype=table.dtype)
-    factors = counts.scatter_add_(1, bags, torch.ones_like(bags, dtype=table.dtype)).reciprocal().gather(1, bags)
-    return _tables.sums(table, indices.long(), bags, factors if is_mean else None, offsets.shape[1])
+    """Sums or means over bags without padding: ``[M,V,D], [M,L], [M|1,B] -> [M,B,D]``."""
+    count = indices.shape[1]
+    positions = torch.arange(count, dtype=offsets.dtype).expand(len(offsets), count).contiguous()
+    bags, factors = torch.searchsorted(offsets.contiguous(), positions, right=True) - 1, None
+    if is_mean:
+        counts = torch.zeros(offsets.shape, dtype=table.dtype)
+        factors = counts.scatter_add_(1, bags, torch.ones_like(bags, dtype=table.dtype)).reciprocal().gather(1, bags)
+        factors = factors.expand_as(indices)
+    return _tables.sums(table, indices.long(), bags.expand_as(indices), factors, offsets.shape[1])
 
 
 register("embedding_bag.padding_idx", "embedding")(embedding_bag)

@@ -14,35 +14,51 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.calls.recompute import cheap, recalls
+from hfta_func._kernels import norm
+from hfta_func._kernels.operators import members_in_front
+from hfta_func._torch import has_tangents
+from hfta_func.calls.recompute import cheap
 from hfta_func.rules._affine import Vectors, affine, parted
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._lowering import member_shape
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Operator, runs_programs
 from hfta_func.rules._registry import Call, Result, register
 
 _native_layer_norm_backward = _torch.operator("native_layer_norm_backward")
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, list[int], float], outputs: tuple[Tensor, Tensor]) -> None:
-    ctx.shape = inputs[1]
+def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    x, scale, _, ctx.axes, ctx.eps = inputs
     ctx.mark_non_differentiable(outputs[1])
-    ctx.save_for_backward(*outputs)
+    ctx.save_for_backward(x, scale, outputs[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-    """The gradient of rows that are normalised already, divided by their deviation: the input is not kept."""
-    rows, rstd = ctx.saved_tensors
-    stats = torch.zeros_like(rstd), torch.ones_like(rstd)
-    mask = [True, False, False]
-    grad_x = _native_layer_norm_backward(grad.contiguous(), rows, ctx.shape, *stats, None, None, mask)[0]
-    return grad_x * rstd if torch.is_grad_enabled() else grad_x.mul_(rstd), None, None
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    (x, scale, stats), axes = ctx.saved_tensors, ctx.axes
+    if not torch.is_grad_enabled() and not has_tangents():
+        return *_with_scale_backward(grad, x, scale, stats, axes), None, None
+    # In operators of PyTorch, which have derivatives.
+    shape, space = scale.shape[-axes:], range(scale.dim() - axes, x.dim() - axes)
+    aligned = scale.reshape(*scale.shape[:-axes], *(1 for _ in space), *shape)
+    mean, rstd = stats.reshape(*x.shape[:-axes], *(1,) * (axes - 1), 2).split(1, -1)
+    given = (grad * aligned).contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous()
+    dx = _native_layer_norm_backward(*given, None, None, [True, False, False])[0]
+    products = grad * torch.layer_norm(x, shape, eps=ctx.eps), grad
+    return dx, *(one.sum([*space]) if space else one for one in products), None, None
 
 
-_rows = Operator(
-    "normalised(Tensor x, int[] shape, float eps) -> (Tensor, Tensor)",
-    lambda x, shape, eps: torch.ops.aten.native_layer_norm.default(x, shape, None, None, eps)[::2],
-    *(_setup, _backward),
+_with_scale = Operator(
+    "layer_norm(Tensor x, Tensor scale, Tensor shift, int axes, float eps) -> (Tensor, Tensor)",
+    *(norm.layer_norm, _keep, _gradients),
+    fake=lambda x, scale, shift, axes, eps: (x.new_empty(x.shape), x.new_empty((*x.shape[:-axes], 2))),
+    batched=members_in_front(lambda *args: _with_scale(*args)),
+)
+_with_scale_backward = Operator(
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor scale, Tensor stats, int axes) -> (Tensor, Tensor, Tensor)",
+    # Whoever needs its derivative does not call it.
+    *(norm.layer_norm_backward, lambda *_: None, lambda *_: None),
+    fake=lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)),
+    batched=members_in_front(lambda *args: _with_scale_backward(*args)),
 )
 
 
@@ -58,26 +74,18 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
     x_dim, _, *dims = call.first_dims(4)
+    x = models_first(x, x_dim)
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
+        if torch.get_num_threads() <= len(x) and runs_programs(x, norm):
+            vectors = each(models_first, (weight, bias), dims)
+            return cheap(lambda *args: _with_scale(*args)[0], x, *vectors, len(shape), eps), 0
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
         scale, shift = each(align, (weight, bias), dims, x.dim() - 1)
-        x = models_first(x, x_dim)
-        rows = torch.layer_norm(x, shape, None, None, eps) if recalls() is None else _rows(x, shape, eps)[0]
-        return cheap(torch.addcmul, shift, rows, scale), 0
-    outputs, out_dims = _layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
-    return outputs[0], out_dims[0]
-
-
-def _layer_norm(
-    call: Call, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Result:
-    """Layer normalisation that also returns the statistics of each row."""
+        return cheap(torch.addcmul, shift, cheap(torch.layer_norm, x, shape, None, None, eps), scale), 0
     # [M,N,D] -> [M,N,D]; [M,N,D] or [N,D], [M,D] -> [M,1,D] -> [M,N,D]
-    x_dim, _, *dims = call.dims[:4]
     inner, outer = parted((weight, bias), dims, x, shape)
-    y, mean, rstd = torch.ops.aten.native_layer_norm.default(models_first(x, x_dim), shape, *inner, eps)
-    stat_dim = None if x_dim is None else 0
-    return (affine(y, *each(align, outer, dims, _rank(x, x_dim))), mean, rstd), (0, stat_dim, stat_dim)
+    y = torch.layer_norm(x, shape, *inner, eps)
+    return affine(y, *each(align, outer, dims, _rank(x, x_dim))), 0
 
 
 @register("rms_norm", "norm")

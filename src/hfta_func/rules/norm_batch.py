@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _torch
 from hfta_func.calls.recompute import recalls
 from hfta_func.errors import TraceError
 from hfta_func.rules._affine import Vectors, affine, parted
 from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._registry import Call, Result, register
-
-_native = _torch.operator("native_batch_norm")
 
 
 @register("batch_norm", "norm")
@@ -34,11 +31,7 @@ def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
     weight, bias, _, _, training, _, eps, cudnn = args
     if not training or (running := recalls()) is None:
         return (torch.batch_norm(x, *args),)
-    if x.device.type == "cpu" and x.dim() > 2 and x.requires_grad and weight is not None and x.dtype == weight.dtype:
-        with _torch.single_level_functions():
-            y = _InLessMemory.apply(x, *args[:-1])
-    else:
-        y = torch.batch_norm(x, *args)
+    y = torch.batch_norm(x, *args)
 
     # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
     def again(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -46,28 +39,6 @@ def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
 
     running.note(again, [x, weight, bias], y)
     return (y,)
-
-
-class _InLessMemory(_torch.SingleLevelFunction):
-    """Batch normalisation whose gradient is allocated once; PyTorch's kernel allocates it twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *args: Any) -> Tensor:
-        y, *stats = _native(x, weight, bias, *args)
-        ctx.save_for_backward(x, weight, *stats)
-        ctx.eps = args[-1]
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
-        given = weight, None, None, mean, invstd, True, ctx.eps, [False, True, True]
-        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward.default(grad, x, *given)
-        # ((x - mean) * invstd * dweight / -n - dbias / n + grad) * invstd * weight
-        count, ones = x.numel() // x.shape[1], (1,) * (x.dim() - 2)
-        vectors = mean, invstd * dweight / -count, dbias / count, invstd * weight
-        mean, slope, shift, scale = (vector.reshape(-1, *ones) for vector in vectors)
-        return (x - mean).mul_(slope).sub_(shift).add_(grad).mul_(scale), dweight, dbias, *(None,) * 5
 
 
 @register("instance_norm", "norm")

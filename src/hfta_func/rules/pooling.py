@@ -13,9 +13,9 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._kernels import pooling
 from hfta_func._kernels.operators import members_in_front
-from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
+from hfta_func._torch import has_tangents
 from hfta_func.rules._layout import each, fold, split
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Operator, runs_programs
 from hfta_func.rules._registry import Call, Result, register_each, register_looped
 
 
@@ -36,18 +36,17 @@ def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
 
 def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | None:
     """The options of a maximum that the kernel computes, each for two axes; None if PyTorch's does."""
-    is_plain = x.device.type == "cpu" and x.is_contiguous() and 0 < x.numel() < 2**31
-    observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
+    is_plain = x.is_contiguous() and 0 < x.numel() < 2**31
     defaults: tuple[Any, ...] = ([], [0], [1], False)
     taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
-    if "max_pool2d_with" not in operator.name() or not is_plain or observed or ceil_mode:
+    if "max_pool2d_with" not in operator.name() or not is_plain or ceil_mode or not runs_programs(x, pooling):
         return None
     windows = [[*option] * (2 // len(option)) for option in (taps, stride or taps, pad, dilation)]
     axes = list(zip(x.shape[-2:], *windows, strict=True))
     # What PyTorch refuses is left to it.
     is_valid = all(min(count, step, far) > 0 <= pad <= count // 2 for _, count, step, pad, far in axes)
     is_valid = is_valid and all(size + 2 * pad > far * (count - 1) for size, count, _, pad, far in axes)
-    return windows if is_valid and pooling.program(x.dtype) is not None else None
+    return windows if is_valid else None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
