@@ -203,7 +203,12 @@ class ArrayFunction:
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
         self.members.rehearse(given, batch, common)
-        return self._chunks(batch)(functools.partial(self._run, batch, common=common), given, plain(batch), **how)
+        run = functools.partial(self._run, batch, common=common)
+        calls = self.oracle.as_one_call(run)
+        results = self._chunks(batch)(calls or run, given, plain(batch), **how)
+        if calls is not None:
+            calls.end(len(given.keys))
+        return results
 
     def _chunks(self, batch: Tree) -> Chunks:
         return self.chunks

@@ -66,6 +66,7 @@ class Case(NamedTuple):
             with autocasting(device, None if judged else self.autocast, cached=True), keyed(self.keys[member]):
                 value, results = self.measure(model, member, cast)
             if self.trained:
+                results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         return results | {"buffer": {path: leaf.detach() for path, leaf in model.named_buffers()}}
 
@@ -110,6 +111,18 @@ class Case(NamedTuple):
                 part = padding.true(int(self.trees[1][SIZE][member]), part)
             parts[kind] = part
         return parts
+
+
+def _outside(model: nn.Module, value: Tensor) -> Params:
+    """Parameters that would get a gradient and are not the model's."""
+    inside, left, seen = {*map(id, model.parameters())}, [value.grad_fn], set[Any]()
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    leaves = [node.variable for node in seen if hasattr(node, "variable")]
+    return {str(i): x for i, x in enumerate(leaves) if isinstance(x, nn.Parameter) and id(x) not in inside}
 
 
 class keyed(routed):

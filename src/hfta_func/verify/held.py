@@ -13,13 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, is_wrapped, writes
-from hfta_func.calls.body import is_users_file
+from hfta_func._torch import (
+    MODULE_ATTRIBUTES,
+    batch_dim,
+    default_generators,
+    get_unwrapped,
+    is_wrapped,
+    out_of_sight,
+    pytree,
+    writes,
+)
+from hfta_func.calls.body import is_users_file, running_body
+from hfta_func.errors import StateError
 
 _CONTAINERS = (dict, list, set, collections.deque)
 _DEPTH = 5
 _FEW = 4096
 """Entries of a tensor that may count something; larger ones are data."""
+
+
+class MemberValues(Tensor):
+    """Values of the members ``[M, ...]`` that a call has left in Python: to be read after it, not in later calls."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What the function makes of an ordinary tensor."""
+        if running_body() is not None:
+            name = next((vars(arg).get("name") for arg in args if isinstance(arg, cls)), "a tensor")
+            raise StateError(
+                f"the loss or a hook reads {name}, which an earlier call has left in Python and which holds all members' "
+                f"values; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
+            )
+        with out_of_sight():
+            return func(*args, **(kwargs or {}))
 
 
 class Held:
@@ -71,6 +97,54 @@ class Held:
             cell.cell_contents = value
         return moved
 
+    def changed(self, earlier: Held | None) -> Held:
+        """The places that are not as they were, and those that calls have changed earlier."""
+        changed, at = Held([]), {(id(holder), key) for holder, key, _ in self._new()}
+        if earlier is not None:
+            at |= {(id(holder), None) for holder, *_ in (*earlier._contents, *earlier._cells, *earlier._tensors)}
+            at |= {(id(names), name) for names, name, _ in earlier._names}
+        holders = {holder for holder, _ in at}
+        changed._contents = [x for x in self._contents if id(x[0]) in holders or len(x[0]) != len(x[1])]
+        changed._names = [x for x in self._names if (id(x[0]), x[1]) in at]
+        changed._cells = [x for x in self._cells if id(x[0]) in holders]
+        changed._tensors = [x for x in self._tensors if writes(x[0]) != x[1] or id(x[0]) in holders]
+        return changed
+
+    def is_any(self) -> bool:
+        """Whether there is a place."""
+        return bool(self._contents or self._names or self._cells or self._tensors)
+
+    def again(self) -> Held:
+        """The same places as they are now, without generators."""
+        again = Held([])
+        again._contents = [(content, content.copy()) for content, _ in self._contents]
+        again._names = [(names, name, names.get(name)) for names, name, _ in self._names]
+        again._cells = [(cell, cell.cell_contents) for cell, _ in self._cells]
+        again._tensors = [(tensor, writes(tensor), tensor.detach().clone()) for tensor, *_ in self._tensors]
+        return again
+
+    def _new(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What calls have put there since: a container and a key, or a cell and the name of its content, and the value."""
+        for content, before in self._contents:
+            if isinstance(content, dict):
+                yield from [(content, key, x) for key, x in content.items() if before.get(key, self) is not x]
+            elif not isinstance(content, set):
+                is_longer = len(content) > len(before)
+                start = len(before) if is_longer else 0
+                yield from [
+                    (content, at, content[at])
+                    for at in range(start, len(content))
+                    if is_longer or content[at] is not before[at]
+                ]
+        yield from [(names, name, names[name]) for names, name, x in self._names if names.get(name, x) is not x]
+        yield from [(cell, "cell_contents", cell.cell_contents) for cell, x in self._cells if cell.cell_contents is not x]
+
+    def name_of(self, parameter: Tensor) -> str:
+        """What a parameter is called in the module that holds it."""
+        modules = [each for each in self._seen.values() if isinstance(each, nn.Module)]
+        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
+        return next((name for name, x in named if x is parameter), f"a parameter {[*parameter.shape]}")
+
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._generators.append((name, get, put, get()))
 
@@ -97,6 +171,8 @@ class Held:
             for module in value.modules():
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
                 self._names += [(vars(module), name, part) for name, part in names.items()]
+                self._contents.append((module._buffers, module._buffers.copy()))
+                names |= {"forward": module._forward_hooks, "before": module._forward_pre_hooks}
                 for part in names.values():
                     self._hold(part, depth + 1)
             return
@@ -122,6 +198,63 @@ class Held:
                 if not isinstance(content, types.ModuleType | type | types.BuiltinFunctionType):
                     self._names.append((func.__globals__, name, content))
                     yield content
+
+
+class OneCall:
+    """``run(members, ...)`` for groups of members, each of which finds what functions ``held`` as the first one does.
+
+    :meth:`end` makes ``[M, ...]`` of members' tensors that were left there, and of numbers that differ between groups.
+    """
+
+    def __init__(self, run: Callable[..., Any], held: Held):
+        self._run, self._held = run, held
+        self._groups: list[tuple[int, dict[Any, Any]]] = []
+
+    def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
+        """The results of a group."""
+        self._held.restore()
+        result = self._run(members, *args, **kwargs)
+        left = {(id(holder), key): (holder, key, pytree.tree_map(_whole, x)) for holder, key, x in self._held._new()}
+        self._groups.append((len(members[0]), left))
+        return result
+
+    def end(self, count: int) -> None:
+        """After the last group of ``count`` members."""
+        groups: list[tuple[int, dict[Any, Any]]] = []
+        while sum(size for size, _ in groups) < count:
+            # Those before were to find the fastest size.
+            groups.insert(0, self._groups.pop())
+        for place, (holder, key, value) in groups[-1][1].items():
+            parts = [(size, left[place][2]) for size, left in groups if place in left]
+            sizes, layouts = [size for size, _ in parts], {pytree.tree_structure(part) for _, part in parts}
+            if len(layouts) == 1:
+                value = pytree.tree_map(lambda *x, sizes=sizes: _joined(sizes, x), *[part for _, part in parts])
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, MemberValues):
+                    vars(leaf)["name"] = f"'{key}'" if isinstance(key, str) else f"an entry of a {type(holder).__name__}"
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = value
+            else:
+                holder[key] = value
+
+
+def _whole(leaf: Any) -> Any:
+    """The members' values of a tensor that has come out of ``vmap``."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, MemberValues) or not is_wrapped(leaf):
+        return leaf
+    values = get_unwrapped(leaf)
+    return leaf if is_wrapped(values) else values.detach().movedim(batch_dim(leaf), 0).as_subclass(MemberValues)
+
+
+def _joined(sizes: list[int], parts: Any) -> Any:
+    if len(parts) == 1 or not all(isinstance(x, Tensor | float | int) for x in parts):
+        return parts[-1]
+    tensors = [torch.as_tensor(x, dtype=torch.float64 if isinstance(x, float) else None).detach() for x in parts]
+    if not any(isinstance(x, MemberValues) for x in parts) and all(torch.equal(x, tensors[0]) for x in tensors):
+        return parts[-1]
+    pairs = zip(sizes, parts, tensors, strict=True)
+    tensors = [x if isinstance(part, MemberValues) else x.expand(size, *x.shape) for size, part, x in pairs]
+    return torch.cat(tensors).as_subclass(MemberValues) if len({x.shape[1:] for x in tensors}) == 1 else tuple(parts)
 
 
 def _globals(code: types.CodeType) -> set[str]:
