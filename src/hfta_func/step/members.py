@@ -147,6 +147,7 @@ class ArrayFunction:
     """
 
     training: bool | None = None
+    takes_gradients = False
 
     def __init__(
         self,
@@ -256,6 +257,7 @@ class ArrayFunction:
             scale=given.scale if isinstance(given.scale, Tensor) else None,
             autocast=options.autocast,
             training=self.training,
+            takes_gradients=self.takes_gradients,
             counts=self._bound.counts,
         )
 

@@ -209,6 +209,10 @@ class TrainStep(Compiled):
         self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
 
+    def warn_if_changed(self) -> None:
+        """Warn if the model that the step was made of has been changed since."""
+        self._gradients.warn_if_changed()
+
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
         """Losses and gradients, and what they mean for every member: the part of a step that reads no values."""
         outputs = self._gradients(state, batch)

@@ -194,10 +194,11 @@ class Trial:
             )
         if (outside := alone.pop("outside", {})) and not self._oracle.has_warned:
             self._oracle.has_warned = True
-            names = ", ".join(self.before.name_of(each) for each in outside.values())
+            first, *others = sorted(self.before.name_of(each) for each in outside.values())
+            more = f" and {len(others)} more" if others else ""
             warnings.warn(
-                f"the loss reaches {names}, which requires grad, is not the model's, and is not trained: make it a submodule "
-                f"of the model to train one for each member, or call requires_grad_(False) on it if it is frozen",
+                f"the loss depends on {first}{more}, which requires grad but is not the model's, so that it is not trained; "
+                f"make it a submodule of the model, or call requires_grad_(False) on it if it is to be frozen",
                 stacklevel=2,
             )
         return alone
