@@ -169,7 +169,7 @@ class ArrayFunction:
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._source[0]) if self.options.share_frozen else {}
+        return base_of(self._source[0], self.options.share_frozen)
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""

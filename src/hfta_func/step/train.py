@@ -174,7 +174,7 @@ class TrainStep(Compiled):
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.outline) if self.options.share_frozen else {}
+        return base_of(self.outline, self.options.share_frozen)
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
