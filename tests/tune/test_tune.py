@@ -387,7 +387,9 @@ def test_members_that_are_gone() -> None:
     )
     population.keep([1])
     for ask in (lambda: population.keep([0]), lambda: population.state(0), lambda: population.export(0)):
-        with pytest.raises(ValueError, match=r"member 0 is dropped, and its state is gone; choose one of population.alive"):
+        with pytest.raises(
+            ValueError, match=r"member 0 is dropped, and its state is gone; choose one of population.alive"
+        ):
             ask()
     assert population.alive == [1]
 

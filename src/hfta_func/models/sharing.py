@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import parts, places_of, tensors_of, writes
@@ -118,21 +117,13 @@ def _written(path: str) -> StateError:
     )
 
 
-def _entries(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a sparse tensor holds."""
-    if tensor.layout == torch.sparse_csr:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.coalesce().indices(), tensor.coalesce().values()
-
-
 def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, trained: bool = False) -> None:
     """Raise a StackError unless a model and model 0 have the same tensor, or equal values; the shapes must be equal."""
     if tensor is first:
         return
     if is_sparse(tensor):
-        pairs = zip(*map(_entries, (tensor, first)), strict=False)
-        if tensor.layout != first.layout or not all(torch.equal(part, other) for part, other in pairs):
-            raise StackError(f"model {member}: the sparse '{path}' is not that of model 0; give all models the same one")
+        if bool((tensor.to_sparse_coo() - first.to_sparse_coo()).coalesce().values().any()):
+            raise StackError(f"model {member}: the sparse '{path}' is not that of model 0; give all models one")
         return
     if len(parts(tensor)) > 1 and len(parts(tensor)) == len(parts(first)):
         for part, first_part in zip(parts(tensor), parts(first), strict=True):

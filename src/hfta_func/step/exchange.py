@@ -154,11 +154,9 @@ def warn_if_changed() -> None:
     for optimizer, before in [*_HANDED.items()]:
         if before != (rates := _rates(optimizer)):
             _HANDED[optimizer] = rates
-            warnings.warn(
-                f"the lr of an optimizer that from_torch was given has changed from {before} to {rates}, which has no effect "
-                f"on the array; change it with with_hyperparams, or pass from_torch a scheduler",
-                stacklevel=3,
-            )
+            why = f"the lr of an optimizer that from_torch was given has changed from {before} to {rates}"
+            cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
+            warnings.warn(f"{why}, {cure}", stacklevel=3)
 
 
 def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:

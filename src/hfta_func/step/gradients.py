@@ -66,14 +66,11 @@ class Gradients(ArrayFunction):
         """Warn if the model that the step was made of has been changed since, which the step does not see."""
         template = self._template()
         settings = self._settings if template is None else _settings(template)
-        changed = next((name for name, value in settings.items() if self._settings.get(name, self) != value), None)
-        if changed is not None:
+        if changed := [name for name, value in settings.items() if self._settings.get(name) != value]:
             self._settings = settings
-            warnings.warn(
-                f"the model was changed after make_train_step ({changed}), which has no effect on the step; make another step of "
-                f"the model and go on with its step.init(state.params, state.buffers, seeds=...)",
-                stacklevel=3,
-            )
+            why = f"the model was changed after make_train_step ({changed[0]}), which has no effect on the step"
+            cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
+            warnings.warn(f"{why}; {cure}", stacklevel=3)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -158,9 +155,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     """What a step takes from a model when it is made."""
     settings = {f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()}
     for path, module in model.named_modules():
-        where = f"'{path}'" if path else "all modules"
-        settings[f"train or eval mode of {where}"] = module.training
-        settings[f"hooks of {where}"] = [*module._forward_hooks, *module._forward_pre_hooks]
+        hooks = *module._forward_hooks, *module._forward_pre_hooks
+        settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks
     return settings
 
 

@@ -159,11 +159,6 @@ class JointStep(Compiled):
             write(state, after)
             return state, metrics
 
-    def warn_if_changed(self) -> None:
-        """Warn if a model that a step was made of has been changed since."""
-        for step in self._made_from[0].values():
-            step.warn_if_changed()
-
     def replayed(self, steps: int | None = None) -> JointStep:
         """The step, each of whose networks is replayed; see :meth:`TrainStep.replayed`.
 

@@ -205,10 +205,10 @@ class ArrayFunction:
         """The results of all members, in groups if they are to run so."""
         self.members.rehearse(given, batch, common)
         run = functools.partial(self._run, batch, common=common)
-        calls = self.oracle.as_one_call(run)
+        calls = self.oracle.as_one_call(run, len(given.keys))
         results = self._chunks(batch)(calls or run, given, plain(batch), **how)
         if calls is not None:
-            calls.end(len(given.keys))
+            calls.end()
         return results
 
     def _chunks(self, batch: Tree) -> Chunks:

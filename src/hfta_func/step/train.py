@@ -163,7 +163,7 @@ class TrainStep(Compiled):
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
-        self.oracle = self._gradients.oracle
+        self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
         self._many, self._loop = ManySteps(self), options.collect and Loop(self)
@@ -208,10 +208,6 @@ class TrainStep(Compiled):
         outputs, verdict = self.decide(state, batch)
         self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
-
-    def warn_if_changed(self) -> None:
-        """Warn if the model that the step was made of has been changed since."""
-        self._gradients.warn_if_changed()
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
         """Losses and gradients, and what they mean for every member: the part of a step that reads no values."""

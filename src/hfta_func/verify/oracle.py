@@ -44,9 +44,8 @@ class Oracle:
         self.calls, self.verified = 0, list[int]()
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
-        # What calls change in Python, as far as it is known, and what functions hold before a call that is compared.
+        # What calls change in Python; all that functions hold, until the first call is compared.
         self.changing: Held | None = None
-        self.before: Held | None = None
         self.has_warned = False
 
     def __call__(self, keys: Tensor, batch: Any = None, sizes: Any = ()) -> Trial | None:
@@ -58,7 +57,6 @@ class Oracle:
             sizes: The buffers, which tell the sizes of padded members.
         """
         self.calls += 1
-        self.before = None
         kind = None if batch is None or not self._first else _kind(keys, batch)
         is_new = kind is not None and kind not in self._kinds and len(self._kinds) < _MOST
         if not (is_new or self.calls >= self._next) or not _can_compare(keys):
@@ -67,13 +65,14 @@ class Oracle:
         while self.calls >= self._next:
             self._next *= 10
         trial = Trial(self, (self._func, self._model()), keys.device)
-        self.before = trial.before
+        self.changing = self.changing or trial.before
         return trial
 
-    def as_one_call(self, run: Callable[..., Any]) -> OneCall | None:
-        """``run`` for groups of members whose calls are to count as one, where calls change what functions hold."""
-        held = self.before or (self.changing and self.changing.again())
-        return None if held is None or torch.compiler.is_compiling() else OneCall(run, held)
+    def as_one_call(self, run: Callable[..., Any], count: int) -> OneCall | None:
+        """``run`` for groups of ``count`` members whose calls are to count as one, where calls change what functions hold."""
+        if self.changing is None or torch.compiler.is_compiling():
+            return None
+        return OneCall(run, self.changing.again(), count)
 
     def is_next(self) -> bool:
         """Whether the next call is compared, of whatever kind it is."""
@@ -113,8 +112,8 @@ class Trial:
             results: What it gave for all members.
             members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
         """
-        changing = self.before.changed(self._oracle.changing)
-        self._oracle.changing, self._oracle.before = changing if changing.is_any() else None, None
+        if self._oracle.changing is self.before:
+            self._oracle.changing = self.before.changed()
         after = Held([self._func], self._device)
         self.before.restore()
         left = self.before
@@ -196,11 +195,9 @@ class Trial:
             self._oracle.has_warned = True
             first, *others = sorted(self.before.name_of(each) for each in outside.values())
             more = f" and {len(others)} more" if others else ""
-            warnings.warn(
-                f"the loss depends on {first}{more}, which requires grad but is not the model's, so that it is not trained; "
-                f"make it a submodule of the model, or call requires_grad_(False) on it if it is to be frozen",
-                stacklevel=2,
-            )
+            cure = "make it a submodule of the model, or call requires_grad_(False) on it if it is to be frozen"
+            why = f"the loss depends on {first}{more}, which requires grad but is not the model's and is not trained"
+            warnings.warn(f"{why}; {cure}", stacklevel=2)
         return alone
 
     def _text(self, case: Case, member: int, met: Difference) -> str:
