@@ -145,7 +145,8 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
             raise StateError(
                 f"the model carries {names} from one call to the next outside its buffers, where it belongs to no member and "
                 f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that, or "
-                f"report it instead, as a metric of the loss or by self.log of a LightningModule"
+                f"report it instead, as a metric of the loss or by self.log of a LightningModule; what only a first call "
+                f"sets, set by calling each model once on a batch before stacking"
             )
         counters |= counted.keys()
         is_read |= not _agree(*alone)

@@ -34,7 +34,7 @@ from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
-from hfta_func.models.sharing import Base
+from hfta_func.models.sharing import Base, base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import skeleton
 
@@ -87,7 +87,8 @@ class Bound:
     ):
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
-        self._base = Base(model, training) if share_frozen else None
+        has_base = share_frozen or base_of(model, False)
+        self._base = Base(model, training, share_frozen) if has_base else None
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)

@@ -9,10 +9,17 @@ from torch import Tensor, nn
 
 from hfta_func._torch import parts, places_of, tensors_of, writes
 from hfta_func.errors import StackError, StateError
+from hfta_func.models.structure import is_sparse
 
 
-def base_of(model: nn.Module) -> dict[str, Tensor]:
-    """The base by path: frozen parameters, and buffers of modules without trained parameters of their own."""
+def base_of(model: nn.Module, share_frozen: bool = True) -> dict[str, Tensor]:
+    """The base by path: frozen parameters, and buffers of modules without trained parameters of their own.
+
+    Without ``share_frozen`` it is sparse buffers alone, such as a graph's adjacency, which cannot be stacked.
+    """
+    sparse = {path: buffer for path, buffer in model.named_buffers() if is_sparse(buffer)}
+    if not share_frozen:
+        return sparse
     base: dict[str, Tensor] = {path: param for path, param in model.named_parameters() if not param.requires_grad}
     unshared = {
         id(buffer)
@@ -20,7 +27,7 @@ def base_of(model: nn.Module) -> dict[str, Tensor]:
         if any(p.requires_grad for p in module.parameters(recurse=False))
         for buffer in module.buffers(recurse=False)
     }
-    return base | {path: buffer for path, buffer in model.named_buffers() if id(buffer) not in unshared}
+    return base | {path: x for path, x in model.named_buffers() if id(x) not in unshared} | sparse
 
 
 def shared_of(model: nn.Module, shared_params: Sequence[str]) -> dict[str, Tensor]:
@@ -64,8 +71,8 @@ class Base:
         StackError: if a forward pass would write the base, or the base has no gradient (inference mode).
     """
 
-    def __init__(self, model: nn.Module, training: bool | None):
-        self.tensors = base_of(model)
+    def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool = True):
+        self.tensors = base_of(model, share_frozen)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
         slots = places_of(model)
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
@@ -113,6 +120,10 @@ def _written(path: str) -> StateError:
 def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, trained: bool = False) -> None:
     """Raise a StackError unless a model and model 0 have the same tensor, or equal values; the shapes must be equal."""
     if tensor is first:
+        return
+    if is_sparse(tensor):
+        if bool((tensor.to_sparse_coo() - first.to_sparse_coo()).coalesce().values().any()):
+            raise StackError(f"model {member}: the sparse '{path}' is not that of model 0; give all models one")
         return
     if len(parts(tensor)) > 1 and len(parts(tensor)) == len(parts(first)):
         for part, first_part in zip(parts(tensor), parts(first), strict=True):

@@ -27,7 +27,7 @@ def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequenc
         memo[id(leaf)] = _without_storage(leaf)
     for leaf in (*model.parameters(), *model.buffers()):
         mark(memo[id(leaf)], leaf)
-    memo |= {id(leaf): leaf for leaf in base_of(model).values()} if share_frozen else {}
+    memo |= {id(leaf): leaf for leaf in base_of(model, share_frozen).values()}
     memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}
     memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}

@@ -212,7 +212,7 @@ class Shapes(NamedTuple):
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
     """The :class:`Shapes` of a model, which must not contain lazy modules that have not been run."""
     check_materialised(model)
-    base = frozenset({*(base_of(model) if share_frozen else ()), *shared_of(model, shared_params)})
+    base = frozenset({*base_of(model, share_frozen), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
     return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)), rates_of(model))
@@ -297,7 +297,7 @@ def _stack(
             raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
         check_materialised(model, f"model {member}: ")
         if first is None:
-            first, base = model, base_of(model) if share_frozen else {}
+            first, base = model, base_of(model, share_frozen)
             shared = shared_of(model, shared_params)
         differing = check_same_structure(model, first, member, numbers)
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}

@@ -207,6 +207,11 @@ def _shown(value: Any) -> str:
     return getattr(value, "__name__", None) or textwrap.shorten(repr(value), 60)
 
 
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether most entries of a tensor are zeros that it does not hold."""
+    return tensor.layout in (torch.sparse_coo, torch.sparse_csr)
+
+
 def check_materialised(model: nn.Module, owner: str = "") -> None:
     """Raise a StackError if this is not a module, or contains a lazy module that has not been run yet."""
     if not isinstance(model, nn.Module):
@@ -217,7 +222,8 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
             raise StackError(
                 f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        is_shared = is_sparse(tensor) and not isinstance(tensor, nn.Parameter)
+        if (tensor.layout != torch.strided and not is_shared) or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise StackError(
                 f"{owner}'{path}' is a {kind} tensor, and these cannot be stacked; "

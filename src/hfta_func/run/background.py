@@ -20,6 +20,7 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
 from hfta_func.run.compiler import Compiler, graph
+from hfta_func.step.batch import is_plain
 from hfta_func.step.joint import JointStep
 from hfta_func.step.records import kind_of, reached_by
 from hfta_func.step.replay import why_not_now
@@ -121,6 +122,10 @@ class BackgroundStep:
     def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
         """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
         self._calls += 1
+        if not is_plain(batch):
+            # A graph has tensors in containers of Python as its inputs.
+            self._latest = None
+            return self._eager(state, batch)
         batch = batch if iterations is None else iterations
         digest = self._digest(state)
         # A graph depends on the kinds of tensors, and on integers.

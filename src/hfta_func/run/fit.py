@@ -27,6 +27,7 @@ from hfta_func.run.recording import Recording
 from hfta_func.run.run import Best, Run
 from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
+from hfta_func.step.exchange import warn_if_changed
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
 
@@ -131,6 +132,8 @@ def fit(
         torch.Size([2, 3])
     """
     epochs, callbacks = operator.index(epochs), [*callbacks]
+    # A callback may change the folder.
+    resume = None if resume is None else os.path.abspath(resume)
     if save_every is not None and (resume is None or save_every < 1):
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if profile and (executor is not None or workers not in (None, 1)):
@@ -172,6 +175,8 @@ def fit(
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             run.begin_epoch()
+            warn_if_changed()
+            getattr(original(step), "warn_if_changed", lambda: None)()
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every

@@ -34,8 +34,8 @@ def _unwritten(params: Params) -> Iterator[None]:
         if writes(params[path]) != count:
             raise StateError(
                 f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a step "
-                f"returns anew, or change it between steps: state._replace(params=...); what only the first call of a module "
-                f"writes, write by calling each model once before stack_params"
+                f"returns anew, or change it between steps: state._replace(params=...); what only a first call "
+                f"writes, write by calling each model once on a batch before stacking"
             )
 
 

@@ -130,9 +130,18 @@ class EvalStep(ArrayFunction, Compiled):
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
 
         def measure(params: Params, shared: Params) -> dict[str, Tensor]:
-            return self.compute(given._replace(frozen=params), batch, shared)
+            with torch.set_grad_enabled(self.takes_gradients):
+                return self.compute(given._replace(frozen=params), batch, shared)
 
-        metrics = self.members.guard(keys, measure, state.params, shared)
+        try:
+            metrics = self.members.guard(keys, measure, state.params, shared)
+        except RuntimeError as error:
+            if self.takes_gradients or "does not require grad" not in str(error):
+                raise
+            # Such as the residual of a differential equation; what others compute needs no graph.
+            self.takes_gradients = True
+            metrics = self.members.guard(keys, measure, state.params, shared)
+        metrics = {name: metric.detach() for name, metric in metrics.items()}
         self.members.has_run(keys)
         self.compare(trial, given, batch, shared, {"metric": metrics})
         return metrics

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 _KEYS = {"momentum": "momentum_buffer"}
+
+_HANDED: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+"""The learning rates of optimizers when they were handed over."""
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
 
@@ -121,6 +125,8 @@ def from_torch(
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages.long().tolist(), strict=True)]
+    # What a scheduler changes is known.
+    _HANDED.update({} if schedulers is not None else {each: _rates(each) for each in optimizers})
     label: dict[str, str | None] = {}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
@@ -137,6 +143,20 @@ def from_torch(
     if any(param.requires_grad and path not in label for path, param in named[0].items()):
         label[""] = None  # Not path by path: a step of one of several networks has no others.
     return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def warn_if_changed() -> None:
+    """Warn if the learning rate of an optimizer that :func:`from_torch` was given has been changed since."""
+    for optimizer, before in [*_HANDED.items()]:
+        if before != (rates := _rates(optimizer)):
+            _HANDED[optimizer] = rates
+            why = f"the lr of an optimizer that from_torch was given has changed from {before} to {rates}"
+            cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
+            warnings.warn(f"{why}, {cure}", stacklevel=3)
 
 
 def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:

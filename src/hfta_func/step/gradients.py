@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +60,17 @@ class Gradients(ArrayFunction):
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
         self._trainable = trainable
+        self._template, self._settings = weakref.ref(model), _settings(model)
+
+    def warn_if_changed(self) -> None:
+        """Warn if the model that the step was made of has been changed since, which the step does not see."""
+        template = self._template()
+        settings = self._settings if template is None else _settings(template)
+        if changed := [name for name, value in settings.items() if self._settings.get(name) != value]:
+            self._settings = settings
+            why = f"the model was changed after make_train_step ({changed[0]}), which has no effect on the step"
+            cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
+            warnings.warn(f"{why}; {cure}", stacklevel=3)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -87,6 +100,7 @@ class Gradients(ArrayFunction):
     def check(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
+            self.warn_if_changed()
             # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
             buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
             results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": buffers}
@@ -135,6 +149,15 @@ class Gradients(ArrayFunction):
         grads, losses, metrics, after = outputs
         results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": _unscaled(grads, given.scale)}
         return results | ({"parameter": given.trained} if self.rewrites_params else {})
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """What a step takes from a model when it is made."""
+    settings = {f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()}
+    for path, module in model.named_modules():
+        hooks = *module._forward_hooks, *module._forward_pre_hooks
+        settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks
+    return settings
 
 
 def _with_buffers(result: Any, buffers: Params) -> tuple[Tensor, Params, Params]:

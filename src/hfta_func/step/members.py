@@ -147,6 +147,7 @@ class ArrayFunction:
     """
 
     training: bool | None = None
+    takes_gradients = False
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class ArrayFunction:
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._source[0]) if self.options.share_frozen else {}
+        return base_of(self._source[0], self.options.share_frozen)
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
@@ -203,7 +204,12 @@ class ArrayFunction:
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
         self.members.rehearse(given, batch, common)
-        return self._chunks(batch)(functools.partial(self._run, batch, common=common), given, plain(batch), **how)
+        run = functools.partial(self._run, batch, common=common)
+        calls = self.oracle.as_one_call(run, len(given.keys))
+        results = self._chunks(batch)(calls or run, given, plain(batch), **how)
+        if calls is not None:
+            calls.end()
+        return results
 
     def _chunks(self, batch: Tree) -> Chunks:
         return self.chunks
@@ -251,6 +257,7 @@ class ArrayFunction:
             scale=given.scale if isinstance(given.scale, Tensor) else None,
             autocast=options.autocast,
             training=self.training,
+            takes_gradients=self.takes_gradients,
             counts=self._bound.counts,
         )
 

@@ -163,7 +163,7 @@ class TrainStep(Compiled):
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
-        self.oracle = self._gradients.oracle
+        self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
         self._many, self._loop = ManySteps(self), options.collect and Loop(self)
@@ -174,7 +174,7 @@ class TrainStep(Compiled):
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.outline) if self.options.share_frozen else {}
+        return base_of(self.outline, self.options.share_frozen)
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.

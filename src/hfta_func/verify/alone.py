@@ -42,6 +42,7 @@ class Case(NamedTuple):
         scale: What each member's loss is multiplied by for its gradient, or None.
         autocast: As in the options of a step.
         training: Train or eval mode; None keeps the mode of the model.
+        takes_gradients: Whether the function asks autograd for gradients, where none is trained.
         counts: Numbers in attributes of modules with which the call has begun, by path, where calls count.
     """
 
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     scale: Tensor | None = None
     autocast: torch.dtype | None = None
     training: bool | None = None
+    takes_gradients: bool = False
     counts: Mapping[str, Any] = {}
 
     def alone(self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool) -> Results:
@@ -62,10 +64,11 @@ class Case(NamedTuple):
         model = self._model(member, cast, judged)
         watch(model)
         device = self.keys.device
-        with torch.set_grad_enabled(bool(self.trained)), checkpoints_of(model, frozenset()):
+        with torch.set_grad_enabled(bool(self.trained) or self.takes_gradients), checkpoints_of(model, frozenset()):
             with autocasting(device, None if judged else self.autocast, cached=True), keyed(self.keys[member]):
                 value, results = self.measure(model, member, cast)
             if self.trained:
+                results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         return results | {"buffer": {path: leaf.detach() for path, leaf in model.named_buffers()}}
 
@@ -110,6 +113,18 @@ class Case(NamedTuple):
                 part = padding.true(int(self.trees[1][SIZE][member]), part)
             parts[kind] = part
         return parts
+
+
+def _outside(model: nn.Module, value: Tensor) -> Params:
+    """Parameters that would get a gradient and are not the model's."""
+    inside, left, seen = {*map(id, model.parameters())}, [value.grad_fn], set[Any]()
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    leaves = [node.variable for node in seen if hasattr(node, "variable")]
+    return {str(i): x for i, x in enumerate(leaves) if isinstance(x, nn.Parameter) and id(x) not in inside}
 
 
 class keyed(routed):

@@ -13,13 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, is_wrapped, writes
-from hfta_func.calls.body import is_users_file
+from hfta_func import _torch
+from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, is_wrapped, pytree, writes
+from hfta_func.calls.body import is_users_file, running_body
+from hfta_func.errors import StateError
 
 _CONTAINERS = (dict, list, set, collections.deque)
 _DEPTH = 5
 _FEW = 4096
 """Entries of a tensor that may count something; larger ones are data."""
+
+
+class MemberValues(Tensor):
+    """Values of the members ``[M, ...]`` that a call has left in Python: to be read after it, not in later calls."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What the function makes of an ordinary tensor."""
+        if running_body() is not None:
+            raise StateError(
+                "the loss or a hook reads what an earlier call has left in Python, which is of all members; keep it in a "
+                "buffer of the model, self.register_buffer(name, tensor), and write that"
+            )
+        with _torch.out_of_sight():
+            return func(*args, **(kwargs or {}))
 
 
 class Held:
@@ -33,8 +50,7 @@ class Held:
     def __init__(self, roots: list[Any], device: torch.device | None = None):
         self._generators: list[tuple[str, Any, Callable[[Any], Any], Any]] = []
         self._contents: list[tuple[Any, Any]] = []
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._cells: list[tuple[types.CellType, Any]] = []
+        self._names: list[tuple[Any, str, Any]] = []
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
         self._seen: dict[int, Any] = {}
         if device is not None:
@@ -65,11 +81,45 @@ class Held:
         for tensor, count, values in self._tensors:
             if writes(tensor) != count:
                 tensor.detach().copy_(values)
-        for names, name, value in self._names:
-            names[name] = value
-        for cell, value in self._cells:
-            cell.cell_contents = value
+        for holder, key, value in self._names:
+            _put(holder, key, value)
         return moved
+
+    def changed(self) -> Held | None:
+        """The places that are not as they were, if any."""
+        changed, places = Held([]), {(id(holder), key) for holder, key, _ in self.new()}
+        holders = {holder for holder, _ in places}
+        changed._contents = [x for x in self._contents if id(x[0]) in holders or len(x[0]) != len(x[1])]
+        changed._names = [x for x in self._names if (id(x[0]), x[1]) in places]
+        changed._tensors = [x for x in self._tensors if writes(x[0]) != x[1]]
+        return changed if changed._contents or changed._names or changed._tensors else None
+
+    def again(self) -> Held:
+        """The same places as they are now, without generators."""
+        again = Held([])
+        again._contents = [(content, content.copy()) for content, _ in self._contents]
+        again._names = [(holder, key, _get(holder, key)) for holder, key, _ in self._names]
+        again._tensors = [(tensor, writes(tensor), tensor.detach().clone()) for tensor, *_ in self._tensors]
+        return again
+
+    def new(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What calls have put there since: who holds it, its key there, and the value."""
+        for content, before in self._contents:
+            if isinstance(content, dict):
+                yield from [(content, key, x) for key, x in content.items() if before.get(key, self) is not x]
+            elif not isinstance(content, set):
+                is_longer = len(content) > len(before)
+                entries = range(len(before) if is_longer else 0, len(content))
+                yield from [(content, i, content[i]) for i in entries if is_longer or content[i] is not before[i]]
+        for holder, key, before in self._names:
+            if (value := _get(holder, key)) is not before:
+                yield holder, key, value
+
+    def name_of(self, parameter: Tensor) -> str:
+        """What a parameter is called in the module that holds it."""
+        modules = [each for each in self._seen.values() if isinstance(each, nn.Module)]
+        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
+        return next((name for name, x in named if x is parameter), f"a parameter {[*parameter.shape]}")
 
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._generators.append((name, get, put, get()))
@@ -97,7 +147,8 @@ class Held:
             for module in value.modules():
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
                 self._names += [(vars(module), name, part) for name, part in names.items()]
-                for part in names.values():
+                self._contents.append((module._buffers, module._buffers.copy()))
+                for part in (*names.values(), module._forward_hooks, module._forward_pre_hooks):
                     self._hold(part, depth + 1)
             return
         elif (kind := _generator(value)) is not None:
@@ -114,7 +165,7 @@ class Held:
                 content = cell.cell_contents
             except ValueError:
                 continue
-            self._cells.append((cell, content))
+            self._names.append((cell, "", content))
             yield content
         if is_users_file(func.__code__.co_filename):
             for name in _globals(func.__code__) & func.__globals__.keys():
@@ -122,6 +173,71 @@ class Held:
                 if not isinstance(content, types.ModuleType | type | types.BuiltinFunctionType):
                     self._names.append((func.__globals__, name, content))
                     yield content
+
+
+def _get(holder: Any, key: str) -> Any:
+    return holder.cell_contents if isinstance(holder, types.CellType) else holder.get(key)
+
+
+def _put(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        holder[key] = value
+
+
+class OneCall:
+    """``run(members, ...)`` for groups of members, each of which finds what functions ``held`` as the first one does.
+
+    :meth:`end` makes ``[M, ...]`` of members' tensors that were left there, and of numbers that differ between groups.
+    """
+
+    def __init__(self, run: Callable[..., Any], held: Held, count: int):
+        self._run, self._held, self._count = run, held, count
+        self._sizes: list[int] = []
+        self._left: list[dict[Any, Any]] = []
+
+    def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
+        """The results of a group."""
+        if sum(self._sizes) == self._count:
+            # Earlier groups were to find the fastest size.
+            self._sizes, self._left = [], []
+        self._held.restore()
+        result = self._run(members, *args, **kwargs)
+        self._sizes.append(len(members[0]))
+        self._left.append({(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()})
+        return result
+
+    def end(self) -> None:
+        """After the last group."""
+        join = functools.partial(_joined, self._sizes)
+        for holder, key, _ in [*self._held.new()]:
+            parts = [left.get((id(holder), key)) for left in self._left]
+            is_alike = len({*map(pytree.tree_structure, parts)}) == 1
+            _put(holder, key, pytree.tree_map(join, *parts) if is_alike else parts[-1])
+
+
+def _whole(leaf: Any) -> Any:
+    """The members' values of a tensor that has come out of ``vmap``."""
+    if not isinstance(leaf, Tensor) or not is_wrapped(leaf) or is_wrapped(values := _torch.get_unwrapped(leaf)):
+        return leaf
+    return values.detach().movedim(_torch.batch_dim(leaf), 0).as_subclass(MemberValues)
+
+
+def _tensor(x: Any) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.float64 if isinstance(x, float) else None).detach()
+
+
+def _joined(sizes: list[int], *parts: Any) -> Any:
+    if len(parts) == 1 or not all(isinstance(x, Tensor | float | int) for x in parts):
+        return parts[-1]
+    # Of one member alone, tensors have no model axis.
+    rows = [x if isinstance(x, MemberValues) else _tensor(x)[None] for x in parts]
+    is_same = all(torch.equal(x, rows[0]) for x in rows) and not any(isinstance(x, MemberValues) for x in parts)
+    if is_same or len({x.shape[1:] for x in rows}) > 1:
+        return parts[-1] if is_same else parts
+    rows = [x.expand(size, *x.shape[1:]) for size, x in zip(sizes, rows, strict=True)]
+    return torch.cat(rows).as_subclass(MemberValues)
 
 
 def _globals(code: types.CodeType) -> set[str]:

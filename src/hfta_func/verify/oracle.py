@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import optree
@@ -18,7 +18,7 @@ from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
 from hfta_func.verify.compare import Difference, difference, has_failed, origin
-from hfta_func.verify.held import Held
+from hfta_func.verify.held import Held, OneCall
 
 Verify = Literal["first"] | bool
 
@@ -44,6 +44,9 @@ class Oracle:
         self.calls, self.verified = 0, list[int]()
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
+        # What calls change in Python; all that functions hold, until the first call is compared.
+        self.changing: Held | None = None
+        self.has_warned = False
 
     def __call__(self, keys: Tensor, batch: Any = None, sizes: Any = ()) -> Trial | None:
         """Count a call; what compares it, where it is compared.
@@ -61,7 +64,15 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        return Trial(self, (self._func, self._model()), keys.device)
+        trial = Trial(self, (self._func, self._model()), keys.device)
+        self.changing = self.changing or trial.before
+        return trial
+
+    def as_one_call(self, run: Callable[..., Any], count: int) -> OneCall | None:
+        """``run`` for groups of ``count`` members whose calls are to count as one, where calls change what functions hold."""
+        if self.changing is None or torch.compiler.is_compiling():
+            return None
+        return OneCall(run, self.changing.again(), count)
 
     def is_next(self) -> bool:
         """Whether the next call is compared, of whatever kind it is."""
@@ -91,7 +102,7 @@ class Trial:
 
     def __init__(self, oracle: Oracle, func: Any, device: torch.device):
         self._oracle, self._func, self._device = oracle, func, device
-        self._before = Held([func], device)
+        self.before = Held([func], device)
 
     def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
         """Compare; raises a VerifyError that names what differs, and the first module that does.
@@ -101,9 +112,11 @@ class Trial:
             results: What it gave for all members.
             members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
         """
+        if self._oracle.changing is self.before:
+            self._oracle.changing = self.before.changed()
         after = Held([self._func], self._device)
-        self._before.restore()
-        left = self._before
+        self.before.restore()
+        left = self.before
         try:
             for member in _chosen(case) if members is None else members:
                 self._compare(case, results, member)
@@ -157,11 +170,11 @@ class Trial:
         try:
             return case.again(cast, watch, judged)
         finally:
-            self._before.restore()
+            self.before.restore()
 
     def _alone(self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False) -> Results:
         """The results of a member alone; after it, all that functions hold is as before."""
-        held = [self._before]
+        held = [self.before]
 
         def start(model: Any) -> None:
             # With generators of the model's own.
@@ -178,6 +191,13 @@ class Trial:
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
             )
+        if (outside := alone.pop("outside", {})) and not self._oracle.has_warned:
+            self._oracle.has_warned = True
+            first, *others = sorted(self.before.name_of(each) for each in outside.values())
+            more = f" and {len(others)} more" if others else ""
+            cure = "make it a submodule of the model, or call requires_grad_(False) on it if it is to be frozen"
+            why = f"the loss depends on {first}{more}, which requires grad but is not the model's and is not trained"
+            warnings.warn(f"{why}; {cure}", stacklevel=2)
         return alone
 
     def _text(self, case: Case, member: int, met: Difference) -> str:
