@@ -80,8 +80,6 @@ class JointStep(Compiled):
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         (first, *_), last = steps.values(), [*steps][-1]
         for name, step in steps.items():
-            if not isinstance(step, TrainStep):
-                raise ValueError(f"{name} is a {type(step).__qualname__}; pass a TrainStep, and compile the joint step")
             if step.options.shared_params:
                 raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
             for field in ("batch_dims", "share_frozen", "donate"):
