@@ -17,8 +17,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
 from hfta_func.run.history import Callback, History, Mode, is_better, present
 from hfta_func.step import mixing
-from hfta_func.step.average import average
-from hfta_func.step.state import TrainState, refuse_shared
+from hfta_func.step.state import TrainState, average, refuse_shared
 
 
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:

@@ -176,11 +176,5 @@ def test_bad_input():
     ):
         with pytest.raises(hfta.errors.HyperparameterError, match=match):
             mix(values, callback)
-    for sizes in ((), (3, 0), (2.0,)):
-        with pytest.raises(hfta.errors.HyperparameterError, match="sizes of the grid"):
-            mixing.grid(*sizes)
-    for count in (0, 7, 2.5):
-        with pytest.raises(hfta.errors.HyperparameterError, match=r"count is .*give an integer from 1 to .*, 6"):
-            mixing.at_random(M, count)
     with pytest.raises(hfta.errors.HyperparameterError, match=r"rate is 1.5; it is a probability"):
         mixing.dropouts([0], 1.5)

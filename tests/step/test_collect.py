@@ -131,8 +131,6 @@ def test_a_collect_that_writes_the_state_is_named(path, call):
 @pytest.mark.parametrize(
     "result, error, message",
     [
-        (lambda state: state.carry, hfta.errors.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.errors.LossError, "the metrics as a dict"),
         (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.errors.LossError,
          "metric 'a' is a float; metrics"),
         (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.errors.LossError,

@@ -383,11 +383,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter \[1, 2\] .* same order"),
     (lambda: _refused(lambda m, o: {"models": m[:2]}), "got 3 optimizers, 2 models and 3 schedulers; pass one of each"),
     (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),
-    (lambda: _refused(lambda m, o: {"optimizers": o[0]}), "optimizers is one SGD; pass a list of one per model"),
-    (
-        lambda: _refused(lambda m, o: {"schedulers": lr_scheduler.ExponentialLR(o[0], 0.9)}, steps=3),
-        "schedulers is one ExponentialLR; pass a list of one per model",
-    ),
     (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.SGD([m[2].weight], lr=0.1)]}),
         r"model 2: what not all hold in group 0 is \[\] but in model 0 it is \['bias'\]",
@@ -405,23 +400,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ReduceLROnPlateau), steps=3),
         "model 0: ReduceLROnPlateau follows a metric; .*schedules.plateau",
     ),
-    (lambda: _refused(lambda m, o: {"schedulers": o}, steps=3), "model 0: SGD is not an LRScheduler"),
     (
         lambda: _refused(lambda m, o: _schedulers(o[::-1], lr_scheduler.ExponentialLR, 0.9), steps=3),
         "model 0: its scheduler follows another",
     ),
     (lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ExponentialLR, 0.9)), "steps is 0 and every is 1; give"),
     (
-        lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.OneCycleLR, 0.1, 4), steps=9),
-        r"OneCycleLR fails in step 5 from here: ValueError\('Tried to step 5 times.*; give as many steps as it is made for",
-    ),
-    (
         lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
         "goes on from 3 models; stack these, not 2",
-    ),
-    (
-        lambda: _refused().init({f"d.{path}": leaf for path, leaf in hfta.stack_params(_linear())[0].items()}),
-        "the optimizers hold no 'd.weight'; give from_torch the stacked models",
     ),
 ]
 
@@ -477,7 +463,7 @@ def test_what_does_not_go_back() -> None:
     ):
         with pytest.raises(hfta.errors.StackError, match=message):
             hfta.to_torch(optimizer, optimizer.init(params), models)
-    with pytest.raises(hfta.errors.StateError, match="of another optimizer"):
+    with pytest.raises(hfta.errors.StateError, match="to another optimizer"):
         hfta.to_torch(adam, sgd.init(params), models)
     for arguments in ([models[:1]], [models, _schedulers([])["schedulers"] + [None]]):
         with pytest.raises(hfta.errors.StackError, match="for 3 members; pass one each"):

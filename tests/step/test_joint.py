@@ -351,7 +351,6 @@ class Tied(GAN):
     ("build", "kind", "words"),
     [
         (lambda: hfta.joint(), hfta.errors.LossError, "there is no network to train; name a step for each"),
-        (lambda: hfta.joint(d=loss_d), ValueError, "d is a function; pass a TrainStep"),
         (
             lambda: hfta.joint(x=make()),
             hfta.errors.LossError,

@@ -59,30 +59,29 @@ def main(argv=None):
     images = torch.tensor(load_digits().images)[:320, None].to(torch.get_default_dtype()) / 8 - 1
     loader = DataLoader(images, args.batch_size)
     criterion = nn.BCELoss()
-    models = [
+    models = []
+    for seed in range(args.seeds):
         torch.manual_seed(seed)
-        and nn.ModuleDict(
-            {"generator": Generator().apply(weights_init), "discriminator": Discriminator().apply(weights_init)}
-        )
-        for seed in range(args.seeds)
-    ]
+        generator, discriminator = Generator().apply(weights_init), Discriminator().apply(weights_init)
+        models.append(nn.ModuleDict({"generator": generator, "discriminator": discriminator}))
 
     def d_loss(model, real):
-        fake = model.generator(torch.randn(len(real), LATENT, 1, 1))
-        outputs = model.discriminator(real), model.discriminator(fake)
-        return criterion(outputs[0], torch.ones_like(outputs[0])) + criterion(outputs[1], torch.zeros_like(outputs[1]))
+        generator, discriminator = model.values()
+        output = discriminator(real)
+        loss_real = criterion(output, torch.ones_like(output))
+        fake = generator(torch.randn(len(real), LATENT, 1, 1))
+        output = discriminator(fake.detach())
+        loss_fake = criterion(output, torch.zeros_like(output))
+        return loss_real + loss_fake
 
     def g_loss(model, real):
         output = model.discriminator(model.generator(torch.randn(len(real), LATENT, 1, 1)))
         return criterion(output, torch.ones_like(output))
 
-    optimizer = hfta.adam(lr=args.lr, betas=(0.5, 0.999))
-    step = hfta.joint(
-        discriminator=hfta.make_train_step(models[0], d_loss, optimizer, batch_dims=None),
-        generator=hfta.make_train_step(models[0], g_loss, optimizer, batch_dims=None),
-    )
-    state = step.init(*hfta.stack_params(models), seeds=range(args.seeds))
-    state, _ = hfta.fit(step, state, loader, epochs=args.epochs)
+    adam = hfta.adam(lr=args.lr, betas=(0.5, 0.999))
+    d_step, g_step = (hfta.make_train_step(models[0], loss, adam, batch_dims=None) for loss in (d_loss, g_loss))
+    gan = hfta.joint(discriminator=d_step, generator=g_step, once=True)
+    state, _ = hfta.fit(gan, gan.init(*hfta.stack_params(models), seeds=range(args.seeds)), loader, epochs=args.epochs)
     return hfta.unstack_params(models[0], state.params, state.buffers)
 
 

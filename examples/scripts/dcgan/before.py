@@ -61,6 +61,7 @@ def main(argv=None):
     for seed in range(args.seeds):
         torch.manual_seed(seed)
         generator, discriminator = Generator().apply(weights_init), Discriminator().apply(weights_init)
+        models.append(nn.ModuleDict({"generator": generator, "discriminator": discriminator}))
         of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
         of_generator = torch.optim.Adam(generator.parameters(), lr=args.lr, betas=(0.5, 0.999))
         for epoch in range(args.epochs):
@@ -81,7 +82,6 @@ def main(argv=None):
                 loss.backward()
                 of_generator.step()
             print(f"epoch {epoch}: d {(loss_real + loss_fake).item():.4f} g {loss.item():.4f}")
-        models.append(nn.ModuleDict({"generator": generator, "discriminator": discriminator}))
     return models
 
 

@@ -85,10 +85,7 @@ class Check:
 
     def _check_opt_state(self, state: TrainState) -> None:
         if bool(state.loss_scale) != (self._options.scaling is not None):
-            has, needs = ("a", "none") if state.loss_scale else ("no", "one")
-            raise StateError(
-                f"the state has {has} loss scale but this step needs {needs}; make a state with step.init(...)"
-            )
+            raise StateError("the state has a loss scale and the step has none, or the other way round; use step.init")
         if self._expected is None:
             trained = {path: param for path, param in state.params.items() if path in self._trainable}
             self._expected = without_memory(lambda params: self._init(params, state.buffers), trained)

@@ -122,10 +122,9 @@ class EvalStep(ArrayFunction, Compiled):
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
         if bool(shared) != bool(self.options.shared_params):
-            where, cure = (
-                ("the state", "pass shared_params") if shared else ("this step", "pass a state of a step that does")
+            raise StateError(
+                "the state shares trained parameters and the step does not, or the reverse; see shared_params"
             )
-            raise StateError(f"members share {[*shared, *self.options.shared_params]} in {where} alone; {cure}")
         given = Tensors(keys, {}, state.params, buffers, hparams)
         trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
 

@@ -16,7 +16,7 @@ from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
 from hfta_func._types import Params, Tree
 from hfta_func.errors import LossError, StackError, StateError
-from hfta_func.optim._transforms import PartitionState
+from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
 from hfta_func.step.check import require
 from hfta_func.step.failures import Failure
@@ -28,7 +28,7 @@ from hfta_func.verify import Oracle
 _NOISE = -(2**62) - 2**60
 
 
-def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> JointStep:
+def joint(*, every: Mapping[str, int] | None = None, once: bool = False, **steps: TrainStep) -> JointStep:
     """One step for members of several networks, each with its own loss and optimizer: GANs, actors and critics.
 
     The networks are children of one module, such as ``nn.ModuleDict({"d": ..., "g": ...})``. Each step is made with that
@@ -38,6 +38,9 @@ def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> Join
     Args:
         every: With ``{"g": 5}``, ``g`` is updated once for every five updates of the others. A batch then holds the rows of
             five: it is split into five parts of equal size, the others are updated with each part, and ``g`` with the last.
+        once: Whether what several losses compute is made once in the script, such as the samples of a GAN: losses draw the
+            same noise, and after a loss has moved the buffers of a network, later ones leave them until it is updated. By
+            default each loss draws its own noise and moves the buffers of all that it calls: the script samples anew.
         steps: The steps by the names of their networks, in the order of their updates.
 
     Returns:
@@ -62,14 +65,14 @@ def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> Join
         >>> sorted(metrics)
         ['d.loss', 'failure', 'finite', 'g.loss']
     """
-    return JointStep(steps, every or {})
+    return JointStep(steps, every or {}, once)
 
 
 class JointStep(Compiled):
     """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`joint`."""
 
-    def __init__(self, steps: Mapping[str, TrainStep], every: Mapping[str, int]):
-        self._made_from = steps, every
+    def __init__(self, steps: Mapping[str, TrainStep], every: Mapping[str, int], once: bool = False):
+        self._made_from = steps, every, once
         if not steps:
             raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
         for name, count in every.items():
@@ -77,8 +80,6 @@ class JointStep(Compiled):
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         (first, *_), last = steps.values(), [*steps][-1]
         for name, step in steps.items():
-            if not isinstance(step, TrainStep):
-                raise ValueError(f"{name} is a {type(step).__qualname__}; pass a TrainStep, and compile the joint step")
             if step.options.shared_params:
                 raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
             for field in ("batch_dims", "share_frozen", "donate"):
@@ -93,9 +94,9 @@ class JointStep(Compiled):
         self.base, self.batch_dims = first.base, first.batch_dims
         self._every = {name: every.get(name, 1) for name in steps}
         self._parts = math.lcm(*self._every.values())
-        self._noise = {name: _NOISE - zlib.crc32(name.encode()) for name in steps}
+        self._once, self._noise = once, {name: _NOISE - zlib.crc32(b"" if once else name.encode()) for name in steps}
         # A member that fails goes back to where it was before the first network, so only the last update may be in place.
-        in_place = last if self.options.donate and self._every[last] == self._parts else None
+        in_place = last if self.options.donate and self._every[last] == self._parts and not once else None
         options = {name: replace(step.options, network=name, donate=name == in_place) for name, step in steps.items()}
         self._steps = {name: TrainStep(*step._made_from[:3], options[name]) for name, step in steps.items()}
 
@@ -187,7 +188,7 @@ class JointStep(Compiled):
         """The state after all updates, members that have failed included; why they have failed; and all reports."""
         before, failure, reports = state, torch.zeros_like(state.step), {}
         for part in range(self._parts):
-            rows = rows_of(self.batch_dims, batch, part, self._parts)
+            rows, start = rows_of(self.batch_dims, batch, part, self._parts), state.buffers
             for name in [name for name, count in self._every.items() if (part + 1) % count == 0]:
                 given = state._replace(
                     opt_state=state.opt_state.groups[name],
@@ -202,6 +203,12 @@ class JointStep(Compiled):
                     first = given._replace(params=before.params, buffers=before.buffers)
                     gradients.members.rehearse(gradients.tensors(first), rows, {})
                 after, report = self._steps[name](given, rows)
+                if self._once:
+                    # What has moved since the latest update of its network stays.
+                    moved = {path: given.buffers[path] != leaf for path, leaf in start.items()}
+                    kept = {path: torch.where(moved[path], given.buffers[path], x) for path, x in after.buffers.items()}
+                    start = {path: kept[path] if covers(name, path) else leaf for path, leaf in start.items()}
+                    after = after._replace(buffers=kept)
                 state = after._replace(
                     opt_state=PartitionState({**state.opt_state.groups, name: after.opt_state}),
                     keys=before.keys,

@@ -158,8 +158,6 @@ class Loop(ManySteps):
                 f"such as rl.written(...) without donate=True"
             )
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
-        if not isinstance(parts, tuple) or len(parts) != 3 or not isinstance(parts[2], dict):
-            raise LossError("collect must return (carry, batches) or (carry, batches, metrics), the metrics as a dict")
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
         for name, value in check_metrics(parts[2]).items():
             if value.shape[:1] != state.keys.shape:

@@ -28,9 +28,6 @@ def grid(*sizes: int) -> Groups:
     Args:
         sizes: The grid; ``grid(16, 16)`` are 256 peers, in groups of 16.
 
-    Raises:
-        HyperparameterError: if there is no size, or one is less than 1.
-
     Example:
         >>> rows = mixing.grid(2, 3)
         >>> rows(0), rows(1)
@@ -40,8 +37,6 @@ def grid(*sizes: int) -> Groups:
         Ryabinin et al., "Moshpit SGD: communication-efficient decentralized training on heterogeneous unreliable devices",
         NeurIPS 2021.
     """
-    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise HyperparameterError(f"the sizes of the grid are {list(sizes)}; give integers of at least 1")
     numbers = torch.arange(math.prod(sizes)).reshape(sizes)
 
     def groups(turn: int) -> Tensor:
@@ -63,15 +58,10 @@ def at_random(num_models: int, count: int, seed: int = 0) -> Groups:
         count: How many groups.
         seed: Decides them, with the round.
 
-    Raises:
-        HyperparameterError: if there are fewer than one group or more than members.
-
     Example:
         >>> at_random(7, 3)(0).bincount()
         tensor([3, 2, 2])
     """
-    if not isinstance(count, int) or not 1 <= count <= num_models:
-        raise HyperparameterError(f"count is {count!r}; give an integer from 1 to the number of models, {num_models}")
     (key,) = random.keys([seed])
     return lambda turn: random.permutation(random.fold_in(key, turn), num_models) % count
 

@@ -18,7 +18,6 @@ from hfta_func._types import Tree
 from hfta_func.calls.modes import Mode
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.optim._base import is_of_package
-from hfta_func.step.batch import over
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
 from hfta_func.verify import Held, Reached
@@ -118,7 +117,6 @@ class Record:
 
     def __init__(self, step: Any, state: TrainState, batch: Tree):
         self.reads, self.is_checked, self.uses = reached_by(step), False, 0
-        self._batch: Any = leaves(batch)
         self._second: Tape | None = None
         self._looks, fixed = can_look(state.keys), member_sizes(state)
         with only_computing(self.reads, step._made_from[1], state.keys.device):
@@ -154,15 +152,8 @@ class Record:
         step._check(state, batch)
         outputs, verdict = step.decide(state, batch)
         step._gradients.check(trial, state, batch, outputs)
-        given, before = (state, batch), self._batch
-        pairs = zip(leaves(batch), before, strict=True)
-        decision = outputs[:-1], verdict
-        if any(isinstance(leaf, Tensor) and torch.equal(leaf, old) for leaf, old in pairs):
-            # The same rows in another order: valid data, and other values.
-            given = state, over(_turned, step.options.batch_dims, batch)
-            decision = _decided(step, *given)
-        why_not = self._differs(step, *given, decision)
-        self._batch, self.is_checked = None, why_not is None
+        why_not = self._differs(step, state, batch, (outputs[:-1], verdict))
+        self.is_checked = why_not is None
         return step.finish(state, outputs, verdict), why_not
 
     def _differs(self, step: Any, state: TrainState, batch: Tree, decision: Any) -> str | None:
@@ -189,11 +180,6 @@ def member_sizes(state: TrainState) -> list[Tensor]:
 def kind_of(leaf: Tensor) -> tuple[Any, ...]:
     """What a graph of operators rests on about a tensor."""
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
-
-
-def _turned(dim: int | None, leaf: Tensor) -> Tensor:
-    axis = 0 if dim is None else 1
-    return leaf.flip(axis) if isinstance(leaf, Tensor) and leaf.dim() > axis else leaf
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -12,11 +12,11 @@ from hfta_func import random
 from hfta_func._tree import per_model
 from hfta_func._types import Params, Shared
 from hfta_func.calls.routing import routed_by_member
-from hfta_func.errors import HyperparameterError, StackError, StateError
+from hfta_func.errors import StackError, StateError
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim._base import GradientTransformation, is_of_package, renew
 from hfta_func.step.gradients import StepOutputs
-from hfta_func.step.state import TrainState, check_optimizer, without_memory
+from hfta_func.step.state import TrainState, check_optimizer, shared_params, without_memory
 
 
 class Sharing:
@@ -42,23 +42,15 @@ class Sharing:
             return ()
         named = model.named_parameters()
         params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.paths}
-        try:
-            return Shared(params, self._optimizer.init(_as_one(params)))
-        except HyperparameterError as error:
-            raise HyperparameterError(
-                f"{error} - the shared parameters are an array of one model; pass shared_optimizer with numbers for them"
-            ) from None
+        # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
+        return Shared(params, self._optimizer.init(_as_one(params)))
 
     def check(self, state: TrainState) -> None:
         """Raise a StateError unless the state shares what the step does."""
         shared = state.shared
-        params = shared.params if isinstance(shared, Shared) else {}
+        params = shared_params(state)
         if params.keys() != self.paths:
-            path = min(params.keys() ^ self.paths)
-            has, needs = ("shares", "does not") if path in params else ("does not share", "does")
-            raise StateError(
-                f"the state {has} '{path}' among its members but this step {needs}; make a state with step.init(...)"
-            )
+            raise StateError(f"the step shares {[*self.paths]}, and the state does not; make one with step.init(...)")
         if isinstance(shared, Shared):
             expected = without_memory(self._optimizer.init, _as_one(params))
             check_optimizer(shared.opt_state, expected, "state.shared.opt_state", "shared_optimizer")

@@ -27,7 +27,7 @@ from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
 from hfta_func.step.batch import plain
 from hfta_func.step.check import Check, check_hparams
-from hfta_func.step.commit import commit
+from hfta_func.step.commit import commit, select_update_mode
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.judge import Verdict, judge, looked_at
 from hfta_func.step.many import Loop, ManySteps
@@ -35,7 +35,6 @@ from hfta_func.step.options import Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState, check_carry
-from hfta_func.step.update import select_update_mode
 from hfta_func.verify import Verify
 
 
@@ -149,8 +148,6 @@ class TrainStep(Compiled):
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
         parameters = dict(model.named_parameters())
-        if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
-            raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
         if options.stochastic_rounding and padding_of(model) is not None:
             raise ValueError("stochastic_rounding draws for the padding of a padded model, too; leave it out")
         self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
@@ -311,11 +308,6 @@ class TrainStep(Compiled):
         count, replaced = num_models((params, buffers)), known & hparams.keys()
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
-        # Those made in inference mode can neither be trained nor written.
-        params, buffers = (
-            {path: leaf.clone() if leaf.is_inference() else leaf for path, leaf in tree.items()}
-            for tree in (params, buffers)
-        )
         keys = random.keys(seeds, device=next(iter(params.values())).device)
         if keys.shape != (count,):
             raise HyperparameterError(

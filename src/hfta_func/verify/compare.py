@@ -16,7 +16,6 @@ _NAMES = {
     "output": "output{}",
     "buffer": "buffer '{}'",
     "parameter": "parameter '{}'",
-    "attribute": "attribute '{}'",
     "gradient": "the gradient of '{}'",
 }
 """What each kind of results is called, in the order in which they are compared."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import random
 import sys
 import types
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from hfta_func import _torch
 from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, is_wrapped, pytree, writes
+from hfta_func._tree import leaves
 from hfta_func.calls.body import is_users_file, running_body
 from hfta_func.errors import StateError
 
@@ -134,15 +136,11 @@ class Held:
             return
         if isinstance(value, types.FunctionType):
             parts = self._of_function(value)
-        elif isinstance(value, types.MethodType):
-            parts = value.__self__, value.__func__
-        elif isinstance(value, functools.partial):
-            parts = value.func, value.args, value.keywords
+        elif isinstance(value, types.MethodType | functools.partial | tuple):
+            parts = gc.get_referents(value)
         elif isinstance(value, _CONTAINERS):
             self._contents.append((value, value.copy()))
             parts = value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
-            parts = value
         elif isinstance(value, nn.Module):
             for module in value.modules():
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
@@ -260,11 +258,5 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 def _same(state: Any, other: Any) -> bool:
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict):
-        return all(map(_same, state.values(), other.values()))
-    if isinstance(state, tuple) and any(hasattr(part, "tobytes") for part in state):
-        return all(map(_same, state, other))
-    as_bytes = getattr(state, "tobytes", None)
-    return state == other if as_bytes is None else as_bytes() == other.tobytes()
+    pairs = zip(leaves(state), leaves(other), strict=True)
+    return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)

@@ -1,0 +1,248 @@
+"""Scripts with several networks, one optimizer after another, as an array beside their loop: parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from comparisons import assert_trees_close
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LR = [0.05, 0.02, 0.01]
+LATENT = 3
+counts = pytest.mark.parametrize("count", [1, 3])
+
+
+def net(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def make_models(make: Any, count: int) -> list[Any]:
+    models = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        models.append(nn.ModuleDict(make()).double())
+    return models
+
+
+def make_rows(count: int, rows: int, columns: int, batches: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [*torch.randn(batches, count, rows, columns, generator=generator, dtype=torch.float64)]
+
+
+def train(models: Any, batches: Any, losses: dict[str, Any], optimizers: Any, **how: Any) -> Any:
+    """The members after an epoch of ``fit``."""
+    steps = {name: hfta.make_train_step(models[0], losses[name], optimizers[name]) for name in losses}
+    step = hfta.joint(**steps, **how)
+    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
+    state, _ = hfta.fit(step, state, batches, epochs=1, progress=False)
+    return hfta.unstack_params(models[0], state.params, state.buffers)
+
+
+def assert_same(members: Any, loops: Any) -> None:
+    for member, alone in zip(members, loops, strict=True):
+        assert_trees_close(dict(member.state_dict()), dict(alone.state_dict()), 1e-7)
+
+
+def make_gan() -> dict[str, nn.Module]:
+    return {"d": net(2, 1), "g": net(LATENT, 2)}
+
+
+def loss_d(model: Any, batch: Tensor) -> Tensor:
+    real, latent = batch.split([2, LATENT], 1)
+    return F.softplus(-model.d(real)).mean() + F.softplus(model.d(model.g(latent).detach())).mean()
+
+
+def loss_g(model: Any, batch: Tensor) -> Tensor:
+    return F.softplus(-model.d(model.g(batch[:, 2:]))).mean()
+
+
+@counts
+def test_a_gan_makes_its_samples_once(count):
+    batches, loops = make_rows(count, 8, 2 + LATENT), make_models(make_gan, count)
+    for i, model in enumerate(loops):
+        of_d = torch.optim.Adam(model.d.parameters(), lr=LR[i], betas=(0.5, 0.9))
+        of_g = torch.optim.Adam(model.g.parameters(), lr=LR[i], betas=(0.5, 0.9))
+        for batch in batches:
+            real, latent = batch[i].split([2, LATENT], 1)
+            model.zero_grad()
+            F.softplus(-model.d(real)).mean().backward()
+            fake = model.g(latent)
+            F.softplus(model.d(fake.detach())).mean().backward()
+            of_d.step()
+            model.zero_grad()
+            F.softplus(-model.d(fake)).mean().backward()
+            of_g.step()
+    adam = hfta.adam(lr=LR[:count], betas=(0.5, 0.9))
+    losses = {"d": loss_d, "g": loss_g}
+    members = train(make_models(make_gan, count), batches, losses, {"d": adam, "g": adam}, once=True)
+    assert_same(members, loops)
+    anew = train(make_models(make_gan, count), batches, losses, {"d": adam, "g": adam})
+    assert not torch.allclose(anew[0].g[1].running_mean, loops[0].g[1].running_mean)
+
+
+def test_losses_that_make_samples_once_draw_the_same_noise():
+    def drawing(loss: Any) -> Any:
+        def noisy(model: Any, batch: Tensor) -> Any:
+            latent = torch.randn(len(batch), LATENT, dtype=torch.float64)
+            return loss(model, torch.cat([batch[:, :2], latent], 1)), {"latent": latent}
+
+        return noisy
+
+    models = make_models(make_gan, 3)
+    steps = [hfta.make_train_step(models[0], drawing(loss), hfta.adam(lr=LR)) for loss in (loss_d, loss_g)]
+    drawn = {}
+    for once in (True, False):
+        step = hfta.joint(d=steps[0], g=steps[1], once=once)
+        state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2])
+        for number, batch in enumerate(make_rows(3, 8, 2)):
+            state, metrics = step(state, batch)
+            drawn[once, number] = metrics["d.latent"], metrics["g.latent"]
+            assert torch.equal(*drawn[once, number]) is once
+    assert not torch.equal(drawn[True, 0][0], drawn[True, 1][0])
+
+
+@pytest.mark.parametrize("how", ["donated", "compiled"])
+def test_samples_made_once_are_the_same_in_every_mode(how):
+    models, batches = make_models(make_gan, 3), make_rows(3, 8, 2 + LATENT)
+
+    def make(**options: Any) -> Any:
+        steps = [hfta.make_train_step(models[0], loss, hfta.adam(lr=LR), **options) for loss in (loss_d, loss_g)]
+        return hfta.joint(d=steps[0], g=steps[1], once=True)
+
+    plain, other = make(), make(donate=how == "donated")
+    call: Any = torch.compile(other, backend="eager", fullgraph=True) if how == "compiled" else other
+    states = [step.init(*hfta.stack_params(models), seeds=[0, 1, 2]) for step in (plain, other)]
+    for batch in batches:
+        states = [step(state, batch)[0] for step, state in zip((plain, call), states, strict=True)]
+    assert_trees_close(states[1].params, states[0].params, 1e-7)
+    assert_trees_close(states[1].buffers, states[0].buffers, 1e-7)
+
+
+@counts
+def test_a_wasserstein_gan_trains_its_critic_more_often(count):
+    def loss_critic(model: Any, batch: Tensor) -> Tensor:
+        real, latent = batch.split([2, LATENT], 1)
+        return model.critic(model.g(latent).detach()).mean() - model.critic(real).mean()
+
+    def loss_generator(model: Any, batch: Tensor) -> Tensor:
+        return -model.critic(model.g(batch[:, 2:])).mean()
+
+    def make() -> dict[str, nn.Module]:
+        return {"critic": net(2, 1), "g": net(LATENT, 2)}
+
+    batches, loops = make_rows(count, 3 * 8, 2 + LATENT), make_models(make, count)
+    for i, model in enumerate(loops):
+        of_critic = torch.optim.RMSprop(model.critic.parameters(), lr=LR[i])
+        of_g = torch.optim.RMSprop(model.g.parameters(), lr=LR[i])
+        for number, rows in enumerate(rows for batch in batches for rows in batch[i].chunk(3)):
+            model.zero_grad()
+            loss_critic(model, rows).backward()
+            of_critic.step()
+            if number % 3 == 2:
+                model.zero_grad()
+                loss_generator(model, rows).backward()
+                of_g.step()
+    optimizer = hfta.rmsprop(lr=LR[:count])
+    optimizers, losses = {"critic": optimizer, "g": optimizer}, {"critic": loss_critic, "g": loss_generator}
+    assert_same(train(make_models(make, count), batches, losses, optimizers, every={"g": 3}), loops)
+
+
+@counts
+def test_forward_forward_trains_each_layer_on_what_those_below_return(count):
+    names = ["first", "second", "third"]
+
+    def goodness(layer: nn.Module, x: Tensor) -> Tensor:
+        good, bad = (layer(part).square().mean(1) for part in x.chunk(2))
+        return F.softplus(torch.cat([1 - good, bad - 1])).mean()
+
+    def loss_of(name: str) -> Any:
+        def loss(model: Any, x: Tensor) -> Tensor:
+            for below in names[: names.index(name)]:
+                x = model[below](x)
+            return goodness(model[name], x.detach())
+
+        return loss
+
+    def make() -> dict[str, nn.Module]:
+        return {name: nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU()) for name in names}
+
+    batches, loops = make_rows(count, 8, 4), make_models(make, count)
+    for i, model in enumerate(loops):
+        optimizers = {name: torch.optim.Adam(model[name].parameters(), lr=LR[i]) for name in names}
+        for batch in batches:
+            for name in names:
+                optimizers[name].zero_grad()
+                loss_of(name)(model, batch[i]).backward()
+                optimizers[name].step()
+    losses = {name: loss_of(name) for name in names}
+    optimizers = dict.fromkeys(names, hfta.adam(lr=LR[:count]))
+    assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
+
+
+@counts
+def test_an_actor_its_critic_and_a_target_that_follows(count):
+    def value(critic: nn.Module, obs: Tensor, action: Tensor) -> Tensor:
+        return critic(torch.cat([obs, action], 1))
+
+    def loss_critic(model: Any, batch: Tensor) -> Tensor:
+        obs, action, reward, following = batch.split([3, 1, 1, 3], 1)
+        with torch.no_grad():
+            goal = reward + 0.9 * value(model.target, following, model.actor(following))
+        return F.mse_loss(value(model.critic, obs, action), goal)
+
+    def loss_actor(model: Any, batch: Tensor) -> Tensor:
+        obs = batch[:, :3]
+        return -value(model.critic, obs, model.actor(obs)).mean()
+
+    def follow(model: Any, batch: Tensor) -> Tensor:
+        pairs = zip(model.target.parameters(), model.critic.parameters(), strict=True)
+        return sum((target - param).square().sum() / 2 for target, param in pairs)  # pyright: ignore
+
+    def make() -> dict[str, nn.Module]:
+        return {"critic": net(4, 1), "actor": net(3, 1), "target": net(4, 1)}
+
+    batches, loops = make_rows(count, 8, 8), make_models(make, count)
+    for i, model in enumerate(loops):
+        of_critic = torch.optim.Adam(model.critic.parameters(), lr=LR[i])
+        of_actor = torch.optim.Adam(model.actor.parameters(), lr=LR[i])
+        for batch in batches:
+            of_critic.zero_grad()
+            loss_critic(model, batch[i]).backward()
+            of_critic.step()
+            of_actor.zero_grad()
+            loss_actor(model, batch[i]).backward()
+            of_actor.step()
+            with torch.no_grad():
+                for target, param in zip(model.target.parameters(), model.critic.parameters(), strict=True):
+                    target.lerp_(param, 0.1)
+    adam = hfta.adam(lr=LR[:count])
+    optimizers = {"critic": adam, "actor": adam, "target": hfta.sgd(lr=0.1)}
+    losses = {"critic": loss_critic, "actor": loss_actor, "target": follow}
+    assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
+
+
+@counts
+def test_an_encoder_that_two_losses_call_moves_once(count):
+    def loss_of(head: str) -> Any:
+        return lambda model, x: model[head](model.encoder(x)).square().mean()
+
+    def make() -> dict[str, nn.Module]:
+        return {"encoder": net(4, 3), "one": net(3, 1), "other": net(3, 2)}
+
+    batches, loops = make_rows(count, 8, 4), make_models(make, count)
+    for i, model in enumerate(loops):
+        optimizers = [torch.optim.SGD(model[name].parameters(), lr=LR[i]) for name in ("one", "other")]
+        for batch in batches:
+            features = model.encoder(batch[i]).detach()
+            for name, optimizer in zip(("one", "other"), optimizers, strict=True):
+                optimizer.zero_grad()
+                model[name](features).square().mean().backward()
+                optimizer.step()
+    sgd, losses = hfta.sgd(lr=LR[:count]), {name: loss_of(name) for name in ("one", "other")}
+    assert_same(train(make_models(make, count), batches, losses, {"one": sgd, "other": sgd}, once=True), loops)
