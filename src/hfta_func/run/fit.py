@@ -163,7 +163,7 @@ def fit(
         stack.callback(trainer.close)
         recording, tick = None, bar.update
         if profile and isinstance(trainer, LocalTrainer):
-            recording = stack.enter_context(Recording(trainer.step))
+            recording = stack.enter_context(contextlib.closing(Recording(trainer.step)))
             trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
         trainer = Compact(trainer, step) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
