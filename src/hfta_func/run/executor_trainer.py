@@ -146,7 +146,10 @@ class ExecutorTrainer(Trainer):
             for part, (low, high) in enumerate(parts):
                 where = slice(low, high)
                 batches = [take_batch(dims, batch, where) for batch in left]
-                order = {"part": dumps((take(run.state, where), batches), folder), "sums": tree_map(cpu, running.part(where))}
+                order = {
+                    "part": dumps((take(run.state, where), batches), folder),
+                    "sums": tree_map(cpu, running.part(where)),
+                }
                 calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
             answers: dict[int, Any] = {}
             while len(answers) < len(parts):

@@ -125,4 +125,5 @@ def find_device(name: str) -> Device:
     if wanted in table:
         return table[wanted]
     near = max(table, key=lambda name: (wanted in name, difflib.SequenceMatcher(None, wanted, name).ratio()))
-    raise ValueError(f"device {name!r} is not in the table; the nearest is {table[near].name!r}, and it has {', '.join(rows)}")
+    known = ", ".join(rows)
+    raise ValueError(f"device {name!r} is not in the table; the nearest is {table[near].name!r}, and it has {known}")

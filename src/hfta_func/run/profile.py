@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib
 import itertools
+import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,13 +18,15 @@ from torch import Tensor
 
 from hfta_func._torch import original, replaced
 from hfta_func._tree import leaves, num_models, tree_map
-from hfta_func._types import text_table
+from hfta_func._types import check_counts, text_table
 from hfta_func.errors import BatchError
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.memory import profiler
 from hfta_func.run.predict import Operator, walk
-from hfta_func.run.recording import Line, Recording, Timeline, iterations_of, of_device
+from hfta_func.run.recording import ITERATION, STEP, Line, Timeline, iterations_of, mark, marking, of_device
 from hfta_func.step import replay
+from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -30,6 +34,10 @@ _ROWS = 24
 """Lines of a table that are shown; the others are one."""
 _QUIET = 0.3
 """The share of steps that count."""
+_WARM, _PATIENCE = 3, 30.0
+"""Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
+_ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
+"""Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
 _RATES = 0.05
 """How many seconds each rate of the machine is measured."""
 
@@ -145,19 +153,43 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
         ['folded', 'folded']
     """
     require_training(step)
-    recording = Recording(step, steps)
-    run = recording.over(step)
+    check_counts(steps=1 if steps is None else steps)
     if getattr(getattr(original(step), "options", None), "donate", False):
         state = tree_map(torch.clone, state)
-    with contextlib.closing(recording):
-        for rows in _batches(batch):
-            state, _ = run(state, rows)
-            recording.turn()
-            if recording.is_done:
-                break
-    result = profile_of(recording)
-    assert result is not None
-    return result
+    device, begin, plain, sessions, kind = leaves(state)[0].device, time.perf_counter(), list[float](), list[Any](), ""
+
+    def seconds() -> float:
+        """How long the next step takes, its batch included."""
+        nonlocal state
+        start = now(device)
+        state, _ = step(state, next(batches))
+        return now(device) - start
+
+    with contextlib.closing(_batches(batch)) as batches:
+        first = next(batches)
+        inputs = tree_map(torch.clone, state), first
+        state, _ = step(state, first)
+        took, calls = seconds(), 2
+        # Until the step runs as it will.
+        while calls < _WARM or (
+            "has not paid" in getattr(step, "status", "") and time.perf_counter() - begin < _PATIENCE
+        ):
+            took, calls = seconds(), calls + 1
+        number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
+        number = number if steps is None else math.ceil(steps / _ROUNDS)
+        for _ in range(_ROUNDS):
+            plain += [seconds() for _ in range(number)]
+            kind = getattr(step, "status", "eager" if original(step) is step else "compiled").partition(":")[0]
+            # A record made now would hold the markers.
+            with replaced(replay, "_STEPS", math.inf), marking(kind), profiler(device) as recorded:
+                # One more, because the first one after the start is slow.
+                for _ in range(number + 1):
+                    with mark(ITERATION):
+                        rows = next(batches)
+                        with mark(STEP):
+                            state, _ = step(state, rows)
+            sessions.append(recorded.kineto_results.events())
+    return _summed_up(original(step), *inputs, kind, plain, sessions)
 
 
 def _batches(batch: Any) -> Iterator[Any]:
@@ -178,19 +210,12 @@ def _batches(batch: Any) -> Iterator[Any]:
             loader.load_state_dict(position)
 
 
-def profile_of(recording: Recording) -> Profile | None:
-    """The profile of steps that have been recorded; None if they were too few."""
-    if recording.inputs is None or not recording.recorded:
-        return None
-    # The first iteration of each is slow, because the profiler begins.
-    sessions = [recorded.kineto_results.events() for recorded in recording.recorded]
+def _summed_up(step: Any, state: Any, batch: Any, kind: str, plain: list[float], sessions: list[Any]) -> Profile:
+    """The profile of steps, by their seconds when they were not recorded and by the events when they were."""
     iterations = [span for events in sessions for span in iterations_of(events)[1:]]
-    if not iterations:
-        return None
-    state, batch = recording.inputs
     # As it runs eagerly: a record has no rules.
     with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
-        choices, least = _analysed(original(recording.step), state, batch)
+        choices, least = _analysed(step, state, batch)
     lowerings, reasons = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for choice in choices:
         key = choice.module, choice.op.partition(".")[0]
@@ -199,13 +224,13 @@ def profile_of(recording: Recording) -> Profile | None:
         reasons[key] = choice.reason
     on_gpu = leaves(state)[0].device.type == "cuda"
     timeline = Timeline(lowerings, of_device(itertools.chain.from_iterable(sessions)) if on_gpu else None)
-    chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(recording.plain, lambda each: each)
+    chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(plain, lambda each: each)
     for iteration in chosen:
         timeline.add(iteration)
     unprofiled, profiled = statistics.mean(plain), statistics.mean(span.seconds for span in chosen)
     lines = timeline.table(len(chosen), unprofiled, profiled)
-    advice = _advice(recording.kind, lines, reasons)
-    return Profile(recording.kind, num_models(state), lines, unprofiled, profiled, least, advice)
+    advice = _advice(kind, lines, reasons)
+    return Profile(kind, num_models(state), lines, unprofiled, profiled, least, advice)
 
 
 def _quickest(steps: list[Any], seconds: Callable[[Any], float]) -> list[Any]:

@@ -1,43 +1,44 @@
-"""Records steps, in turn with steps as they are, and sums up events by phase, module, operator and lowering."""
+"""Markers of phases and modules, and recorded events summed up by phase, module, operator and lowering."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hfta_func import random
 from hfta_func._kernels import noise
-from hfta_func._torch import marker, original, replaced
-from hfta_func._tree import leaves, tree_map
-from hfta_func._types import check_counts
+from hfta_func._torch import marker, replaced
 from hfta_func.calls.body import Body, path_in
-from hfta_func.run.memory import profiler
 from hfta_func.step import replay, train
 from hfta_func.step.check import Check
-from hfta_func.step.chunks import now
 from hfta_func.step.gradients import Gradients
 from hfta_func.step.shared import Sharing
 
-_WARM, _PATIENCE = 3, 30.0
-"""Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
-_ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
-"""Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
 _MOST_EACH = 3e-6
 """Seconds that recording an event costs at most: what is more is other work on the machine."""
 MARK = "hfta_func/"
 """Names of markers begin with it: ``hfta_func/<phase>`` and, of modules, ``hfta_func/module:<path>``."""
 ITERATION, STEP, GRADIENTS, BODY, MODULE = "iteration", "step", "gradients", "body", "module:"
 PHASES = (
-    *("data", "check", "entering vmap", "forward", "loss", "noise", "backward", "replayed", "judge", "update", "commit"),
+    *(
+        "data",
+        "check",
+        "entering vmap",
+        "forward",
+        "loss",
+        "noise",
+        "backward",
+        "replayed",
+        "judge",
+        "update",
+        "commit",
+    ),
     *("Python", "step", "graph", "idle"),
 )
 """The phases of a line, in the order of a step."""
@@ -122,75 +123,6 @@ def marking(kind: str) -> Iterator[None]:
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
-
-
-class Recording:
-    """Steps of a loop, recorded by turns; the loop calls the step that :meth:`over` returns, and then :meth:`turn`."""
-
-    def __init__(self, step: Any, steps: int | None = None):
-        check_counts(steps=1 if steps is None else steps)
-        self.step, self._steps = step, steps
-        self.inputs: tuple[Any, Any] | None = None
-        """State and batch of a step, which nothing writes."""
-        self.kind = ""
-        """How steps ran: ``"eager"``, ``"replayed"`` or ``"compiled"``."""
-        self.plain: list[float] = []
-        """Seconds of the steps that were not recorded."""
-        self.recorded: list[Any] = []
-        """The profilers of all rounds."""
-        self.is_done = self._marks = False
-        self._begin, self._turns = time.perf_counter(), self._follow()
-
-    def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step as the loop is to call it."""
-        options = getattr(original(step), "options", None)
-
-        def call(state: Any, batch: Any) -> Any:
-            if self.inputs is None:
-                self.inputs = (tree_map(torch.clone, state) if getattr(options, "donate", False) else state), batch
-            with mark(STEP) if self._marks else contextlib.nullcontext():
-                return step(state, batch)
-
-        call.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
-        return call
-
-    def turn(self) -> None:
-        """Go on after a step: begin to record, or end."""
-        if self.inputs is not None:
-            next(self._turns, None)
-
-    def _follow(self) -> Generator[None, None, None]:
-        """Goes on after every step."""
-        assert self.inputs is not None
-        device = leaves(self.inputs[0])[0].device
-        calls, took, at = 1, 0.0, now(device)
-        # Until the step runs as it will.
-        while calls < _WARM or ("has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE):
-            last = now(device)
-            yield
-            at = now(device)
-            calls, took = calls + 1, at - last
-        number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
-        per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
-        for _ in range(_ROUNDS):
-            for _ in range(per_round):
-                last = now(device)
-                yield
-                self.plain.append(now(device) - last)
-            known = "eager" if original(self.step) is self.step else "compiled"
-            self.kind = getattr(self.step, "status", known).partition(":")[0]
-            # A record made now would hold the markers.
-            with replaced(replay, "_STEPS", math.inf), marking(self.kind), profiler(device) as recorded:
-                self.recorded.append(recorded)
-                # One more, because the first one after the start is slow.
-                for _ in range(per_round + 1):
-                    with replaced(self, "_marks", True), mark(ITERATION):
-                        yield
-        self.is_done = True
-
-    def close(self) -> None:
-        """Record no more."""
-        self._turns.close()
 
 
 class Span:

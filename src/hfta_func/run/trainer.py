@@ -66,15 +66,14 @@ class LocalTrainer(Trainer):
     """
 
     def __init__(self, step: Step):
-        # A profile replaces the step that is called, and has no status.
-        self.step = self._given = step
+        self.step = step
         self._left: Iterator[Any] | None = None
         self._loader = self._position = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
-        return getattr(self._given, "status", "eager: not a training step")
+        return getattr(self.step, "status", "eager: not a training step")
 
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
