@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +192,7 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
     return _summed_up(original(step), *inputs, kind, plain, sessions)
 
 
-def _batches(batch: Any) -> Iterator[Any]:
+def _batches(batch: Any) -> Generator[Any]:
     """A batch again and again, or all of a loader, which has its position back at the end."""
     if not isinstance(batch, Iterable) or all(isinstance(part, Tensor) for part in leaves(batch)):
         yield from itertools.repeat(batch)
