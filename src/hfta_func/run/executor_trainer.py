@@ -32,6 +32,8 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
+        # Loader and trainer of the latest span, which go on with what they have begun to load.
+        self._held: tuple[Any, Any, LocalTrainer] | None = None
 
     def __call__(
         self, part: bytes, sums: dict[str, Any], span: tuple[int, int], position: Any, until: int
@@ -47,12 +49,16 @@ class PartWorker:
         state, batches = loads(part)
         # Copies, because a call may be repeated with the same memory.
         state = tree_map(lambda leaf: leaf.clone().to(self._kind), state)
-        run = Members(state, batches if self._loader is None else self._loader.take(slice(*span)))
+        held, self._held = self._held, None
+        if held is None or held[0] != span:
+            held = span, self._loader and self._loader.take(slice(*span)), LocalTrainer(self._step)
+        run = Members(state, batches if self._loader is None else held[1])
         if self._loader is not None:
             run.loader.load_state_dict(position)
         run.running.load_state_dict(sums, torch.device(self._kind))
         start = time.perf_counter()
-        ended = LocalTrainer(self._step).segment(run, until, SegmentHooks())
+        ended = held[2].segment(run, until, SegmentHooks())
+        self._held = held
         answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict()), "state": tree_map(cpu, run.state)}
         return answer | {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
 
