@@ -119,7 +119,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "predict", "recording", "profile"),
+        *("memory", "predict", "recording", "profile"),
         *("history", "running"),
         "compare",
         "compare_tasks",
@@ -128,7 +128,6 @@ FILES_IN = {
         "dataset",
         "evaluation",
         "kept",
-        "compiler",
         "background",
         "trainer",
         "executor_trainer",

@@ -512,18 +512,8 @@ PLANTED = [
     ),
     Planted(
         "compiling begins whether it may pay or not",
-        *("run/background.py", "self._left(left) >= _WORTH * estimate", "True"),
+        *("run/background.py", "expected < _WORTH * estimate", "False"),
         "test_background.py::test_compiling_begins_where_it_may_pay",
-    ),
-    Planted(
-        "a step goes over to its graph whether that pays or not",
-        *("run/background.py", "self._left(left) >= _PATIENCE *", "0 <="),
-        "test_background.py::test_it_goes_over_where_that_pays",
-    ),
-    Planted(
-        "a graph that is not in the cache is waited for",
-        *("run/background.py", "with compiled_from_cache():", "with contextlib.nullcontext():"),
-        "test_background.py::test_a_graph_that_is_not_in_the_cache_is_not_waited_for",
     ),
     Planted(
         "errors of workers name members by their places in the part",
@@ -609,7 +599,7 @@ PLANTED = [
     ),
     Planted(
         "members with fewer rows go on while others end their epoch",
-        *("run/trainer.py", "state._replace(active=state.active & self.present)", "state"),
+        *("run/trainer.py", "state._replace(active=active.clone())", "state"),
         "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
     ),
     Planted(
@@ -742,11 +732,6 @@ PLANTED = [
         "an exported ensemble needs this package",
         *("rules/_operator.py", "self.forward if torch.compiler.is_exporting() else self._op", "self._op"),
         "test_ensemble.py::test_onnx_runtime_runs_it",
-    ),
-    Planted(
-        "workers do not see what a callback changed",
-        *("run/executor_trainer.py", "if state is not self._latest:", "if False:"),
-        "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(
         "a result that was written since is made again as it was before",
@@ -952,11 +937,6 @@ PLANTED = [
         "calls of a graph do not notice another choice of lowerings",
         *("_torch/inductor.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
         "test_background.py::test_a_graph_notices_what_its_user_changes",
-    ),
-    Planted(
-        "a worker goes on from a state that is not the part's",
-        *("run/executor_trainer.py", "held[0] == (span, shared.version)", "True"),
-        "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(
         "optimizers that step after they became an array's change it",

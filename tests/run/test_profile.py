@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -18,7 +15,7 @@ from torch.nn.modules import module as torch_module
 import hfta_func as hfta
 from hfta_func.run import profile as of_run
 from hfta_func.run.predict import walk
-from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
+from hfta_func.run.recording import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
 from hfta_func.step import replay, train
 
 SEEDS = [3, 5, 7]
@@ -66,7 +63,7 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
         result = hfta.profile(step, state, batch, steps=10)
     check_sums(result)
     lines = by_phase(result)
-    assert result.kind == "eager" and result.num_models == 3 and result.busy is None
+    assert result.kind == "eager" and result.num_models == 3
     assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["forward"]
     assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["backward"]
     assert ("", "cross_entropy_loss", "folded") in lines["loss"] and ("", "cross_entropy_loss", "folded") in lines[
@@ -83,16 +80,13 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
     assert "remaining bias" in text and "roofline" in text and len(text.splitlines()) < 40
 
 
-@pytest.mark.exhaustive
-def test_lines_of_a_replayed_step_are_those_of_the_recorded_one() -> None:
+def test_a_replayed_step_has_a_line_for_each_kind_of_operator() -> None:
     step, state, batch = array(replay=True)
     result = hfta.profile(step, state, batch, steps=10)
     check_sums(result)
-    lines = by_phase(result)
     assert result.kind == "replayed" and step.status.startswith("replayed")
-    for phase in ("forward", "backward"):
-        assert {("0.0", "convolution"), ("0.1", "relu"), ("2", "linear")} <= {line[:2] for line in lines[phase]}
-    assert "entering vmap" not in lines or result.phases["entering vmap"] < result.seconds / 2
+    operators = {line.operator for line in result.lines if line.phase == "replayed"}
+    assert {"relu", "bmm"} <= operators and not any(line.module for line in result.lines)
 
 
 def test_lines_of_a_compiled_step() -> None:
@@ -117,35 +111,22 @@ def test_the_costly_module_is_the_largest() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
+def test_a_loader_has_the_phase_data_and_fit_profiles_more_steps_at_its_end() -> None:
     step, state, _ = array()
     data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
     loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
     assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
     assert loader.state_dict() == {"epoch": 0, "batches": 0}
-    plain = hfta.fit(step, state, loader, epochs=15, progress=False)
+    plain = hfta.fit(step, state, loader, epochs=2, progress=False)
     assert plain.history.profile is None
-    result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=15, progress=False, profile=True)
+    result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=2, progress=False, profile=True)
     assert torch.equal(result.state.params["2.weight"], plain.state.params["2.weight"])
-    assert {"data", "forward", "loop"} <= result.history.profile.phases.keys()
-    few = hfta.fit(step, state, loader, epochs=1, progress=False, profile=True)
-    assert few.history.profile is None and "not a training step" not in few.history.status
+    assert {"data", "forward"} <= result.history.profile.phases.keys()
+    stream = (batch for batch in [*loader])
+    assert hfta.fit(step, state, stream, epochs=1, progress=False, profile=True).history.profile is None
     for options in ({"workers": 2}, {"executor": object()}):
         with pytest.raises(ValueError, match="profile is of steps in this process; leave out workers and executor"):
             hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
-
-
-def test_two_profiles_line_by_line_and_traces(tmp_path: pathlib.Path) -> None:
-    step, state, batch = array()
-    before = hfta.profile(step, state, batch, steps=5, trace=tmp_path / "trace.json.gz")
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert {f"{MARK}judge", f"{MARK}module:0.0", "aten::linear"} <= names
-    after = before._replace(lines=[line._replace(seconds=2 * line.seconds) for line in before.lines])
-    rows = before.compare(after).splitlines()
-    assert rows[0].split() == ["phase", "module", "operator", "before", "after", "difference"]
-    largest = max(before.lines, key=lambda line: line.seconds)
-    assert f"{1e3 * largest.seconds:+.3f}" in rows[1] and f"{1e3 * before.seconds:+.3f}" in rows[-1]
 
 
 def test_advice_is_for_the_largest_part() -> None:
@@ -195,14 +176,14 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
     device = [Event("kernel", 300, 400, launched_by=7, device="CUDA"), Event("kernel", 600, 200, 7, device="CUDA")]
     launched = of_device([*host, *device])
     assert launched == {7: (600e-9, 2)}
-    timeline = Timeline({}, None, launched)
+    timeline = Timeline({}, launched)
     (iteration,) = iterations_of([*host, *device])
     timeline.add(iteration)
-    # Two operators and two markers, of three times the weight, cost 80 ns.
-    lines = {line.phase: line for line in timeline.table(unprofiled=920e-9, profiled=1000e-9)}
-    assert lines["judge"].seconds == pytest.approx(290e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
-    assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(70e-9)
-    assert lines["loop"].seconds == pytest.approx(90e-9) and lines["Python"].seconds == pytest.approx(370e-9)
+    # Four events cost 80 ns.
+    lines = {line.phase: line for line in timeline.table(1, unprofiled=920e-9, profiled=1000e-9)}
+    assert lines["judge"].seconds == pytest.approx(280e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
+    assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(160e-9)
+    assert lines["Python"].seconds == pytest.approx(380e-9)
 
 
 def test_floating_point_operations() -> None:
@@ -236,12 +217,10 @@ print("done")
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
-def test_bad_input(tmp_path: pathlib.Path) -> None:
+def test_bad_input() -> None:
     step, state, batch = array()
-    with pytest.raises(ValueError, match="steps is 0; it must be an integer, at least 1"):
+    with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
         hfta.profile(step, state, batch, steps=0)
-    with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
-        hfta.profile(step, state, batch, trace=tmp_path / "trace.txt")
     with pytest.raises(hfta.errors.BatchError, match="the loader has no batch in epoch 0"):
         hfta.profile(step, state, (rows for rows in ()))
     with pytest.raises(hfta.errors.StateError, match="expected a TrainState"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func._torch import is_walked
 from hfta_func.errors import TraceError
-from hfta_func.run import predict
 from hfta_func.run.memory import peak_bytes
-from hfta_func.run.predict import Measured, Operator, Predictor, Row, devices, features, find_device, walk
+from hfta_func.run.predict import Operator, find_device, walk
 
 Setting = tuple[Any, hfta.step.TrainState, torch.Tensor]
 
@@ -105,8 +103,6 @@ def test_a_plan_for_another_device() -> None:
     assert small.memory(4) == large.memory(4)
     assert all(a >= b > 0 for a, b in zip(small.seconds, large.seconds, strict=True))
     assert "T4" in str(small) and str(small).count("predicted") >= 3
-    cpu = hfta.plan(step, state, x, device="epyc 9654", sizes=[1, 4], free=2**30)
-    assert 0 < cpu.time(1) <= cpu.time(4) <= cpu.time(64)
 
 
 @pytest.mark.exhaustive
@@ -114,7 +110,6 @@ def test_plans_that_cannot_be_made_say_why() -> None:
     step, state, x = setting()
     for options, message in (
         ({"device": "H10"}, "the nearest is 'H100'"),
-        ({"device": "Xeon 8480+"}, "pass free="),
         ({"device": "A100"}, "the nearest is 'A100 80GB'"),
         ({"device": "T4", "sizes": [4, 1]}, "ascending"),
     ):
@@ -143,42 +138,15 @@ def _product(size: int) -> Operator:
     return operator
 
 
-def test_operators_are_predicted_by_those_that_were_measured() -> None:
-    here, there = find_device("EPYC 7763"), find_device("Xeon 6248")
-    small, middle, large = map(_product, (8, 512, 2048))
-    rows = [Row("bmm", features(small), 2e-6), Row("bmm", features(middle), 4e-3)]
-    known = Measured(here.name, 2, 1.0, (0.0, 0.0), rows)
-
-    def seconds(device: Any, operator: Operator) -> float:
-        return Predictor(device, known, 2)._predict("bmm", features(operator), torch.float32)
-
-    assert seconds(here, middle) == pytest.approx(4e-3)
-    assert seconds(here, large) == pytest.approx(64 * 4e-3, rel=0.1)
-    # Its products take the time; the other core is 3.9 * 64 / (3.5 * 32) times as fast.
-    assert seconds(there, large) == pytest.approx(seconds(here, large) * 3.5 * 32 / (3.9 * 64), rel=0.01)
-    alone = Predictor(find_device("T4"), Measured("", 1, 1.0, (0.0, 0.0), ()), 2)
-    least = max(large.flops / 8.1e12, large.bytes / 320e9)
-    assert alone._predict("bmm", features(large), torch.float32) == pytest.approx(2 * least, rel=0.01)
-
-
-def test_kernels_take_longer_within_a_step_and_this_process_does_not() -> None:
-    step, state, x = setting()
-    walked, known = walk(step, state, x), predict.measured("cpu")
-
-    def seconds(within: float, *host: float) -> float:
-        return Predictor(find_device(known.device), known._replace(within=within, host=host), 1).step(walked)[0]
-
-    idle, busy = (0.0, 0.0), (1e-3, 1e-3)
-    assert seconds(3.0, *idle) == pytest.approx(3 * seconds(1.0, *idle))
-    assert seconds(3.0, *busy) - seconds(3.0, *idle) == pytest.approx(seconds(1.0, *busy) - seconds(1.0, *idle))
+def test_a_product_takes_twice_the_least_time_of_the_data_sheet() -> None:
+    device, product = find_device("T4"), _product(2048)
+    like = torch.empty(1, 2048, 2048)
+    walked = walk(lambda state, batch: (torch.bmm(state, batch), {}), like, like)
+    least = max(product.flops / 8.1e12, product.bytes / 320e9)
+    assert product.bytes == 3 * 4 * 2048**2 and device.seconds(walked, True) == pytest.approx(2 * least, rel=0.01)
 
 
 def test_the_table_of_devices_is_sound() -> None:
-    assert len(devices()) >= 15
-    for device in devices().values():
-        assert device.kind in ("cpu", "cuda") and device.source and device.half >= device.single > 0
-        assert (device.memory > 0) == (device.kind == "cuda")
-        flops, moved = device.rates(torch.float32, 2)
-        assert device.rates(torch.float64, 2)[0] == flops / 2 and moved <= 1e9 * device.bandwidth
-    for row in predict.measured("cpu").rows:
-        assert row.seconds > 0 and all(map(math.isfinite, row.features))
+    for name in ("H200", "H100", "A100 80GB", "L4", "V100", "T4", "RTX 4090"):
+        device = find_device(name.lower())
+        assert device.name == name and device.half >= device.single > 0 and device.memory > 0 and device.source

@@ -135,18 +135,6 @@ def stand_for(wrapper: Any, func: Callable[..., Any]) -> None:
     wrapper._torchdynamo_orig_callable = func
 
 
-@contextlib.contextmanager
-def compiled_from_cache() -> Iterator[None]:
-    """A block whose graphs come from the cache on disk; a graph that is missing there raises a LookupError."""
-    module: Any = importlib.import_module("torch._inductor.compile_fx")
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise LookupError("the graph is not in PyTorch's cache")
-
-    with replaced(module, "fx_codegen_and_compile", refuse):
-        yield
-
-
 def stays(tensor: Any) -> None:
     """Tell the compiler that a tensor keeps its address in later calls."""
     private("torch._dynamo", "mark_static_address")(tensor)

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import compiled_from_cache, original, stand_for
+from hfta_func._torch import original, stand_for
 from hfta_func._tree import leaves, tree_map
-from hfta_func.errors import CompileWarning
+from hfta_func.errors import CompileWarning, WorkerError
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
-from hfta_func.run.compiler import Compiler, graph
 from hfta_func.step.batch import is_plain
 from hfta_func.step.joint import JointStep
 from hfta_func.step.records import kind_of, reached_by
 from hfta_func.step.replay import why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Reached
-from hfta_func.workers.process import cores, threads
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import Process, cores, threads
 from hfta_func.workers.wire import one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
 can pay. Measured with small models of ten kinds on two cores."""
-_WORTH, _PATIENCE = 1.5, 4.0
-"""How many times as long as compiling, and as long as loading the graph, training is expected to go on. Where the number of
-steps is not known, it is expected to take as long again as it has taken."""
+_WORTH = 1.5
+"""How many times as long as compiling training is expected to go on. Where the number of steps is not known, it is expected
+to take as long again as it has taken."""
 _FIRST = 3
 """The duration of a step is known after so many steps; the first one takes longer."""
 _TRIAL = 10
 """Number of compiled steps that are compared with as many eager ones."""
-MOST_CHANGES = 16
-"""If the Python values that a step rests on change more often, its graphs are not kept."""
 _CLOSE = {"rtol": 0.02, "atol": 1e-4}
 """How near losses of a new graph must be to those of the step: near enough to tell errors from rounding."""
 
@@ -49,11 +49,11 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
     """A step that runs eagerly from the first call while another process compiles it, and compiled once the graph is ready.
 
     Compiling begins when the steps that remain, or those already made, are enough for it to pay. A process of low priority
-    compiles the step into PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors
-    busy, it has equal priority, and training gives up one of its threads meanwhile. When the graph is ready, it is read from
-    the cache, unless reading takes long compared with the time already trained or still to train. Results are the same to
-    rounding, noise included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not
-    compiled yet run eagerly.
+    compiles the step, for batches of one shape at a time, into a folder where later runs find it. Where training keeps all
+    processors busy, it has equal priority, and training gives up one of its threads meanwhile. Steps on a GPU, of several
+    networks or with an optimizer of your own are compiled in this process, which waits. Results are the same to rounding,
+    noise included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not compiled
+    yet run eagerly.
 
     Args:
         step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by
@@ -95,7 +95,6 @@ class BackgroundStep:
         self._latest: StepGraph | None = None
         self._calls = 0
         self._reached: Reached | None = None
-        self.changes = 0
         self._keeps: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -114,9 +113,10 @@ class BackgroundStep:
 
     @property
     def status(self) -> str:
-        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status` and how far another process is."""
+        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status` and whether another process compiles."""
         if self._latest is None or self._latest.run is None:
-            return getattr(self._eager, "status", "eager") + ("" if self._latest is None else self._latest.progress)
+            is_compiling = self._latest is not None and self._latest.worker is not None
+            return getattr(self._eager, "status", "eager") + ("; another process compiles it" if is_compiling else "")
         return "compiled: kept from an earlier run" if self._latest.was_kept else "compiled"
 
     def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
@@ -127,7 +127,13 @@ class BackgroundStep:
             self._latest = None
             return self._eager(state, batch)
         batch = batch if iterations is None else iterations
-        digest = self._digest(state)
+        if self._keeps is None:
+            self._keeps = kept.can_be_kept(self._step, state)
+            self._reached = reached_by(self._step) if self._keeps else None
+        # PyTorch's compiler follows Python values that change; a kept graph rests on them.
+        if self._reached is not None and not self._reached.holds():
+            self._reached = None
+        digest = None if self._reached is None else self._reached.digest
         # A graph depends on the kinds of tensors, and on integers.
         parts: Any = (getattr(state, "step", None) if digest is None else state), batch
         inputs, layout = optree.tree_flatten(parts)
@@ -135,59 +141,38 @@ class BackgroundStep:
         key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *kinds
         graph = self.shapes.get(key)
         if graph is None:
-            is_kept = digest is not None and kept.can_be_kept(self._step, state)
-            name = kept.name_of(self._step, str(digest), (state, batch)) if is_kept else None
+            name = None if digest is None else kept.name_of(self._step, digest, (state, batch))
             tensors = self._reached.tensors if self._reached is not None else ()
             graph = self.shapes[key] = StepGraph(self._step, self._eager, name, tensors)
         self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
 
-    def _digest(self, state: Any) -> str | None:
-        """A digest of the Python values that the step rests on; None if its graphs are not kept."""
-        if self._keeps is None:
-            self._keeps = kept.can_be_kept(self._step, state)
-        if self.changes > MOST_CHANGES or not self._keeps:
-            return None
-        if self._reached is None or not self._reached.holds():
-            self._reached, self.changes = reached_by(self._step), self.changes + 1
-        return self._reached.digest
-
 
 class StepGraph:
-    """What becomes of a step for batches of one shape."""
+    """What becomes of a step for batches of one shape; one that can be kept has a name."""
 
     def __init__(self, step: Any, eager: Any = None, name: str | None = None, tensors: Sequence[Tensor] = ()):
         self._step, self._call_eagerly = step, eager or step
         self._name, self._tensors = name, tensors
         self.run: Callable[..., Any] | None = None
         """The compiled graph, once calls run it."""
-        self._offer = None if name is None else kept.load(name, tensors)
-        self._is_kept, self.was_kept = False, self._offer is not None
-        self.worker: Compiler | None = None
-        self._since = self._estimate = self.spent = 0.0
-        self._ended = False
-        self.eager: list[float] = []
+        offer = None if name is None else kept.load(name, tensors)
+        self._offers = [] if offer is None else [offer]
+        self.was_kept, self._ended = offer is not None, False
+        self._close: Callable[[], object] = lambda: None
+        self.worker: Pool | None = None
+        """The process that compiles, as long as it does."""
+        self.spent, self.eager = 0.0, list[float]()
         self._compiled: list[float] = []
-
-    @property
-    def progress(self) -> str:
-        """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
-        if self.worker is None or self._ended or self.worker.answer() is not None:
-            return ""
-        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._estimate:.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         """The step's result; ``left`` is how many calls will follow, if that is known."""
         if self.run is not None:
             return self._call_compiled(self.run, state, batch)
-        if self._offer is not None:
-            return self._take_up(self._offer, state, batch)
-        answer = None if self._ended else self.ask(state, batch, left)
-        if answer is not None and self._left(left) >= _PATIENCE * answer["seconds"]:
-            return self._go_over(answer, state, batch)
-        is_compiling = answer is None and self.worker is not None and not self._ended
-        lends = is_compiling and self._crowded(state) and torch.get_num_threads() > 1
+        if offers := self._offers or ([] if self._ended else self.ask(state, batch, left)):
+            return self._take_up(offers, state, batch)
+        lends = self.worker is not None and self._crowded(state) and torch.get_num_threads() > 1
         start = time.perf_counter()
         with threads(torch.get_num_threads() - 1) if lends else contextlib.nullcontext():
             result = self._call_eagerly(state, batch)
@@ -197,22 +182,41 @@ class StepGraph:
             self.eager = [*self.eager[1 - _TRIAL :], took]
         return result
 
-    def ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
-        """What the other process says; None before it begins, and as long as it works."""
-        if self.worker is None:
-            estimate = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
-            if len(self.eager) >= _FIRST and self._left(left) >= _WORTH * estimate:
-                self._since, self._estimate = time.monotonic(), estimate
-                self.worker = Compiler(self._step, state, batch, self._name, yields=not self._crowded(state))
-            return None
-        answer = self.worker.answer()
-        if answer is None or "error" not in answer:
-            return answer
-        return self._end(answer["error"])
+    def ask(self, state: Any, batch: Any, left: int | None) -> list[Callable[..., Any]]:
+        """Graphs to try in turn, once there are any; begins to compile where that pays."""
+        if self.worker is not None:
+            try:
+                answer = self.worker.wait(0)[1]
+            except queue.Empty:
+                return []
+            except WorkerError as error:
+                answer = error
+            self._close()
+            self.worker = None
+            if isinstance(answer, WorkerError):
+                self._end(str(answer))
+                return []
+            made = kept.load(str(self._name), self._tensors)
+            # What cannot be recorded, or kept, is traced.
+            return self._traced(state, batch) if made is None else [made]
+        estimate = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
+        expected = self.spent if left is None else left * statistics.median(self.eager or [0.0])
+        if len(self.eager) < _FIRST or expected < _WORTH * estimate:
+            return []
+        if self._name is not None:
+            with contextlib.suppress(Exception):
+                order = kept.order(self._step, (state, batch), self._name)
+                process = Process(0, cores(), low_priority=not self._crowded(state), quiet=True)
+                self.worker = Pool([process], tries=1)
+                self._close = weakref.finalize(self, self.worker.close)
+                self.worker.submit(kept.make_ordered, order=order)
+                return []
+        return self._traced(state, batch)
 
-    def _left(self, left: int | None) -> float:
-        """For how many seconds training is expected to go on."""
-        return self.spent if left is None else left * statistics.median(self.eager)
+    def _traced(self, state: Any, batch: Any) -> list[Callable[..., Any]]:
+        """The step as PyTorch compiles it in this process, by options to try in turn."""
+        kinds = {leaf.device.type for leaf in leaves((state, batch)) if isinstance(leaf, Tensor)} - {"cpu"}
+        return [kept.graph(self._step, one) for one in kept.options(self._step, state, next(iter(kinds), "cpu"))]
 
     def _end(self, why: str | None) -> None:
         self._ended, self.run = True, None
@@ -224,30 +228,20 @@ class StepGraph:
         on_cpu = all(leaf.device.type == "cpu" for leaf in leaves(getattr(state, "params", state))[:1])
         return on_cpu and len(cores()) <= torch.get_num_threads()
 
-    def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
-        """Use the graph from now on. Whatever keeps it from being read, the eager step goes on."""
-        try:
-            if answer.get("kept"):
-                offer = kept.load(str(self._name), self._tensors)
-                if offer is None:
-                    raise LookupError("the graph cannot be read")
-                return self._take_up(offer, state, batch)
-            run = graph(self._step, answer["options"])
-            with compiled_from_cache():
-                result = run(state, batch)
-        except Exception as error:
-            self._end(one_line_error(error))
-            return self._call_eagerly(state, batch)
-        self.run = run
-        return result
-
-    def _take_up(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
-        """Use a kept graph from now on, if it has the losses of the step in this call."""
-        self._offer, self._is_kept, self.run = None, True, run
-        result = self._compared(run, state, batch)
-        if self.run is None:
-            kept.drop(str(self._name))
-        return result
+    def _take_up(self, offers: Sequence[Callable[..., Any]], state: Any, batch: Any) -> Any:
+        """Use the first graph that runs from now on, if it has the losses of the step in this call."""
+        self._offers, why = [], ""
+        for run in offers:
+            try:
+                self.run = run
+                return self._compared(run, state, batch)
+            except Exception as error:
+                why = one_line_error(error)
+            finally:
+                if self._ended and self._name is not None:
+                    kept.drop(self._name)
+        self._end(why)
+        return self._call_eagerly(state, batch)
 
     def _compared(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
         """What the step returns; a graph that has other losses is not used."""
@@ -261,7 +255,7 @@ class StepGraph:
         return result
 
     def _call_compiled(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
-        if self._is_kept and why_not_now(self._step, state, batch) is not None:
+        if self._name is not None and why_not_now(self._step, state, batch) is not None:
             return self._call_eagerly(state, batch)
         oracle = getattr(original(self._step), "oracle", None)
         if oracle is not None and oracle.is_next():
@@ -270,7 +264,7 @@ class StepGraph:
         if oracle is not None:
             oracle.calls += 1
         start = time.perf_counter()
-        with contextlib.nullcontext() if self._is_kept else torch.compiler.set_stance("eager_on_recompile"):
+        with torch.compiler.set_stance("eager_on_recompile") if self._name is None else contextlib.nullcontext():
             result = run(state, batch)
         if len(self._compiled) < _TRIAL and self.eager:
             self._compiled.append(time.perf_counter() - start)

@@ -233,6 +233,13 @@ class ArrayLoader:
         """Whether members have fewer batches than there are."""
         return self._lengths is not None
 
+    def present(self) -> Tensor | None:
+        """``bool[M]``, the members that have the batch that was yielded last, and do not rest; None if all have it."""
+        number = self._position[1]
+        if self._lengths is None or number <= min(self._lengths):
+            return None
+        return torch.tensor(self._lengths, device=self.keys.device) >= number
+
     def __iter__(self) -> Iterator[Any]:
         return self.iterate(resting=False)
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import random as python_random
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from hfta_func import random
 from hfta_func._tree import tree_map
-from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
-from hfta_func.step.batch import is_table, plain, restored
+from hfta_func.step.batch import plain, restored
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
@@ -50,8 +48,7 @@ class DatasetLoader(ArrayLoader):
 
     Raises:
         HyperparameterError: as for :class:`ArrayLoader`, and if ``num_workers`` or another option is wrong.
-        BatchError: if the data set has no length or no items by number; while iterating, if ``collate_fn`` cannot join
-            items, or members' batches differ in shape.
+        TypeError: if the data set has no length.
 
     Example:
         >>> digits = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
@@ -70,15 +67,8 @@ class DatasetLoader(ArrayLoader):
         num_workers: int = 0,
         **options: Any,
     ):
-        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        if is_table(dataset) or is_stream or not isinstance(dataset, Sized):
-            raise BatchError(
-                f"a {type(dataset).__qualname__} has no length or no items by number, which can be dealt to models; write "
-                f"__len__ and __getitem__, pass tensors to ArrayLoader, or make the step with batch_dims=None and pass fit "
-                f"the batches for all models, such as torch.utils.data.DataLoader(dataset, batch_size)"
-            )
         names = inspect.signature(ArrayLoader).parameters.keys() & options.keys()
-        rows = torch.arange(len(dataset), device="cpu")
+        rows = torch.arange(len(dataset), device="cpu")  # pyright: ignore[reportArgumentType]
         super().__init__(rows, batch_size, **{name: options.pop(name) for name in names})
         self._device = device
         self._repeats = self._is_stream or self.bootstrap or self._weights is not None or self._sampler is not None
@@ -169,7 +159,6 @@ class _MemberBatches(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], shared: bool):
         self._dataset, self._collate_fn, self._shared = dataset, collate_fn, shared
-        self._name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
 
     def __getitem__(self, draw: _Draw) -> Any:
         if get_worker_info() is not None:
@@ -177,30 +166,21 @@ class _MemberBatches(Dataset[Any]):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with random.one_thread(), generators_restored():
             members = enumerate(zip(*draw, strict=True))
-            batches = {member: self._member_batch(member, *each) for member, each in members if each[0]}
+            batches = {member: self._member_batch(*each) for member, each in members if each[0]}
         if self._shared:
             return batches[0]
         # For those that rest, anything of that shape will do.
         some = next(iter(batches.values()))
         parts = [plain(batches.get(member, some)) for member in range(len(draw[0]))]
-        stacked = functools.partial(tree_map, lambda *leaves: torch.stack(leaves))
-        return restored(self._join(f"the members' batches of {self._name} cannot be stacked", stacked, *parts), some)
+        return restored(tree_map(lambda *leaves: torch.stack(leaves), *parts), some)
 
-    def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
+    def _member_batch(self, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
         items = []
         for row, seed in zip(rows, seeds, strict=True):
             seed_all(seed)
             items.append(self._dataset[row])
         seed_all(collate_seed)
-        who = "" if self._shared else f"model {member}: "
-        return self._join(f"{who}{self._name} cannot join items {rows}", self._collate_fn, items)
-
-    def _join(self, what: str, join: Callable[..., Any], *parts: Any) -> Any:
-        try:
-            return join(*parts)
-        except (RuntimeError, TypeError, ValueError) as error:
-            cure = "pass a collate_fn that pads or crops to one size in all batches, and returns tensors alone"
-            raise BatchError(f"{what}: {error}; {cure}") from error
+        return self._collate_fn(items)
 
 
 def _as_it_is(batch: Any) -> Any:

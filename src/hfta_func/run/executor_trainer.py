@@ -4,74 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, num_models, take, tree_map, write
+from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.trainer import LocalTrainer, Members, SegmentHooks, Step, Trainer, renumbered
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
-from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor
 from hfta_func.workers.pool import Pool, shares
 from hfta_func.workers.wire import Folder, dumps, loads
-
-
-class SharedState(NamedTuple):
-    """A state whose leaves lie in shared memory."""
-
-    source: Any  # references to the leaves of the whole array, to go on from
-    target: Any  # references to where its leaves are written afterwards
-    version: int  # what source holds: a worker that has made this version of its part itself does not read it
-
-
-class StateBuffers:
-    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated."""
-
-    def __init__(self, state: TrainState):
-        self.layout, self._latest = _layout(state), state
-        # Counts what has been written.
-        self._folder, self._number = Folder(), 0
-        self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._folder.close()
-
-    def put(self, state: TrainState) -> None:
-        """Have workers go on from a state, which is written unless it is the one that they have made."""
-        if state is not self._latest:
-            write(_part(self._source), tree_map(cpu, state))
-            self._number += 1
-
-    def shared(self) -> SharedState:
-        """The state as workers are given it."""
-        return SharedState(self._source, self._target, self._number)
-
-    def turn(self) -> None:
-        """Go on from what workers have written."""
-        self._source, self._target = self._target, self._source
-        self._number += 1
-
-    def get(self, like: TrainState) -> TrainState:
-        """The state that workers have made, on the devices of another one."""
-        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _part(self._source), like)
-        return self._latest
-
-
-def _part(refs: Any, span: Sequence[int | None] = (None,), used: Callable[[Tensor], Tensor] = lambda leaf: leaf) -> Any:
-    """The members of a span, of the leaves behind references."""
-    return tree_map(lambda ref: used(ref.tensor()[slice(*span)]), refs)
-
-
-def _layout(state: TrainState) -> Any:
-    return tree_map(lambda leaf: f"{leaf.dtype} {leaf.shape}", state)
 
 
 class PartWorker:
@@ -85,48 +32,35 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
-        # What was trained last, of which members and version.
-        self._held: tuple[Any, Members, LocalTrainer] | None = None
+        # Loader and trainer of the latest span, which go on with what they have begun to load.
+        self._held: tuple[Any, Any, LocalTrainer] | None = None
 
     def __call__(
-        self,
-        state: TrainState | SharedState,
-        sums: dict[str, Any],
-        span: tuple[int, int],
-        position: Any,
-        batches: bytes,
-        until: int,
+        self, part: bytes, sums: dict[str, Any], span: tuple[int, int], position: Any, until: int
     ) -> dict[str, Any]:
         """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
 
-        The loader goes on from ``position`` with the members of a span; without a loader, there are ``batches``.
-        Returns the state unless it is shared, whether the epoch has ended, the ``sums`` now, and the loader's position.
+        A ``part`` is the state of a span of the members and, without a loader, their batches; the loader goes on from
+        ``position``. Returns the state, whether the epoch has ended, the ``sums`` now, and the loader's position.
         """
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
-        shared, held, self._held = state if isinstance(state, SharedState) else None, self._held, None
-        if shared is not None and held is not None and held[0] == (span, shared.version):
-            _, run, trainer = held
-        else:
-            trained: Any = state if shared is None else _part(shared.source, span, torch.clone)
-            trained = tree_map(lambda leaf: leaf.to(self._kind), trained)
-            run = Members(trained, self._loader and self._loader.take(slice(*span)))
-            trainer = LocalTrainer(self._step)
-        if self._loader is None:
-            run.loader = loads(batches)
-        else:
+        state, batches = loads(part)
+        # Copies, because a call may be repeated with the same memory.
+        state = tree_map(lambda leaf: leaf.clone().to(self._kind), state)
+        held, self._held = self._held, None
+        if held is None or held[0] != span:
+            held = span, self._loader and self._loader.take(slice(*span)), LocalTrainer(self._step)
+        run = Members(state, batches if self._loader is None else held[1])
+        if self._loader is not None:
             run.loader.load_state_dict(position)
         run.running.load_state_dict(sums, torch.device(self._kind))
         start = time.perf_counter()
-        ended = trainer.segment(run, until, SegmentHooks())
-        answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict())}
-        answer |= {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
-        if shared is None:
-            return answer | {"state": tree_map(cpu, run.state)}
-        write(_part(shared.target, span), tree_map(cpu, run.state))
-        self._held = (span, shared.version + 1), run, trainer
-        return answer
+        ended = held[2].segment(run, until, SegmentHooks())
+        self._held = held
+        answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict()), "state": tree_map(cpu, run.state)}
+        return answer | {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
 
 
 def cpu(value: Any) -> Any:
@@ -156,7 +90,6 @@ class ExecutorTrainer(Trainer):
         # How many steps a call trains, and seconds that the longest one took.
         self._few, self._busy = 1, 0.0
         self._function: PartWorker | None = None
-        self._states: StateBuffers | None = None
 
     @property
     def status(self) -> str:
@@ -166,9 +99,8 @@ class ExecutorTrainer(Trainer):
     def close(self) -> None:
         """See :class:`Trainer`."""
         self._executor.forget()
-        for held in (self._owned, self._states):
-            if held is not None:
-                held.close()
+        if self._owned is not None:
+            self._owned.close()
 
     def is_ready(self) -> bool:
         """Whether all workers of a pool for this run alone can train now; raises a WorkerError if one cannot be started."""
@@ -177,13 +109,11 @@ class ExecutorTrainer(Trainer):
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
         hooks.begin()
-        function, running, buffers = self._prepared(run), run.running, None
-        if self._executor.shares:
-            buffers = self._shared(run.state)
+        function, running = self._prepared(run), run.running
         while True:
             start, before = time.perf_counter(), running.batches
             some = min(until, before + self._few) if self._executor.shares else until
-            ended = self._piece(run, some, function, buffers)
+            ended = self._piece(run, some, function)
             for _ in range(running.batches - before):
                 hooks.tick()
             took = time.perf_counter() - start
@@ -191,7 +121,6 @@ class ExecutorTrainer(Trainer):
             enough = min(max(_PIECE, _SHARE * (took - self._busy)), _MOST)
             self._few = max(1, int(self._few * (2 if took < enough / 2 else 0.5 if took > enough else 1)))
             if ended or hooks.stopped() or running.batches == until:
-                run.state = run.state if buffers is None else buffers.get(run.state)
                 return ended
 
     def _prepared(self, run: Members) -> PartWorker:
@@ -208,8 +137,8 @@ class ExecutorTrainer(Trainer):
             self._left = [*run.loader]
         return self._function
 
-    def _piece(self, run: Members, until: int, function: PartWorker, buffers: StateBuffers | None) -> bool:
-        """Have the executor train the next batches by calls of a function; the state stays in buffers, if given."""
+    def _piece(self, run: Members, until: int, function: PartWorker) -> bool:
+        """Have the executor train the next batches by calls of a function."""
         executor, running, device, calls = self._executor, run.running, run.state.keys.device, {}
         size, dims = num_models(run.state), getattr(self._step, "batch_dims", 0)
         parts = shares(size, min(executor.count, size))
@@ -217,18 +146,17 @@ class ExecutorTrainer(Trainer):
         left, before = (self._left or [])[: until - running.batches], running.batches
         with contextlib.ExitStack() as stack:
             folder = None
-            if executor.shares and self._left is not None:
-                # Of this call alone: batches may have other values in the next one.
+            if executor.shares:
+                # Of this call alone: state and batches have other values in the next one.
                 stack.callback((folder := Folder()).close)
             for part, (low, high) in enumerate(parts):
                 where = slice(low, high)
+                batches = [take_batch(dims, batch, where) for batch in left]
                 order = {
-                    "state": take(run.state, where) if buffers is None else buffers.shared(),
+                    "part": dumps((take(run.state, where), batches), folder),
                     "sums": tree_map(cpu, running.part(where)),
-                    "batches": dumps([take_batch(dims, batch, where) for batch in left], folder),
                 }
-                call = executor.submit(function, span=(low, high), position=position, until=until, **order)
-                calls[call] = part
+                calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
             answers: dict[int, Any] = {}
             while len(answers) < len(parts):
                 call, answer = executor.wait(None)
@@ -248,18 +176,6 @@ class ExecutorTrainer(Trainer):
             # Batches that were not sent are left, also where the last one sent ends the list.
             self._left = self._left[running.batches - before :] or None
             ended = self._left is None
-        if buffers is not None:
-            buffers.turn()
-            return ended
         after = concat([answer["state"] for answer in results]) if len(results) > 1 else results[0]["state"]
         run.state = tree_map(lambda leaf: leaf.to(device), after)
         return ended
-
-    def _shared(self, state: TrainState) -> StateBuffers:
-        """A state in shared memory, where workers read it."""
-        if self._states is not None and self._states.layout != _layout(state):
-            self._states.close()
-            self._states = None
-        self._states = self._states or StateBuffers(state)
-        self._states.put(state)
-        return self._states

@@ -22,8 +22,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
-from hfta_func.run.profile import profile_of
-from hfta_func.run.recording import Recording
+from hfta_func.run.profile import profile as profile_of
 from hfta_func.run.run import Best, Run
 from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
@@ -102,8 +101,8 @@ def fit(
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
             The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
-        profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
-            is a :class:`Profile`, or None if there are too few steps. Results are the same.
+        profile: Record some more steps at the end, see :func:`hfta_func.profile`: ``history.profile`` is a
+            :class:`Profile`, or None if the loader has no batch left. Results are the same.
         sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss
             with ``reduction="sum"``; integers as such. All others are means.
 
@@ -164,14 +163,11 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor, len(run.history.seeds))
         stack.callback(trainer.close)
-        recording, tick = None, bar.update
-        if profile and isinstance(trainer, LocalTrainer):
-            recording = stack.enter_context(Recording(trainer.step))
-            trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
+        local = trainer
         trainer = Compact(trainer, step) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
-        hooks = SegmentHooks(check if resume is not None else lambda: None, tick, pressed)
+        hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             run.begin_epoch()
@@ -193,7 +189,10 @@ def fit(
     run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
-    run.history.profile = None if recording is None else profile_of(recording)
+    if profile and isinstance(local, LocalTrainer) and not pressed():
+        # A stream may have no batch left.
+        with contextlib.suppress(BatchError):
+            run.history.profile = profile_of(local.step, run.state, run.loader)
     return Result(run.result, run.history)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import io
 import os
 import pathlib
 import pickle
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import optree
 import torch
 from torch import Tensor
@@ -36,7 +38,8 @@ from hfta_func.step.records import kind_of, only_computing, reached_by
 from hfta_func.step.replay import recorded_whole
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.process import SETTINGS
+from hfta_func.workers.process import SETTINGS, settle
+from hfta_func.workers.wire import loads
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
@@ -57,16 +60,10 @@ def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str
     if device == "cpu":
         # The first calls kernels from C++, not Python.
         apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
-        return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
+        return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, {}
     # A CUDA graph launches all kernels at once; a state not written in place would be copied into its memory and back.
     in_place = device == "cuda" and getattr(getattr(step, "options", None), "donate", False)
     return ({_REPLAYED: True}, {}) if in_place else ({},)
-
-
-def ahead(state: Any) -> dict[str, Any]:
-    """Options of inductor for the graph of a step with this state that is kept as a library."""
-    level = "O0" if len(leaves(getattr(state, "params", state))) > _TOGETHER else "O1"
-    return {**_TRUSTING, "aot_inductor.compile_wrapper_opt_level": level}
 
 
 def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
@@ -156,7 +153,9 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
             tape, layout = recorded_whole(step, *inputs)
         written = len(leaves(inputs[0])) if step.options.donate else 0
         built, path = pathlib.Path(temporary), pathlib.Path(temporary) / "graph"
-        library = compile_ahead(tape, parts, reached.tensors, written, ahead(inputs[0]), str(built / _LIBRARY))
+        level = "O0" if len(leaves(inputs[0].params)) > _TOGETHER else "O1"
+        ahead = {**_TRUSTING, "aot_inductor.compile_wrapper_opt_level": level}
+        library = compile_ahead(tape, parts, reached.tensors, written, ahead, str(built / _LIBRARY))
         path.mkdir(mode=0o700)
         # Sources lie there, too.
         for one in [*built.glob(f"{_LIBRARY.partition('.')[0]}.*")]:
@@ -171,6 +170,38 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
         total += size
         if total > MOST_BYTES:
             drop(other)
+
+
+class _Like:
+    """What a tensor is like, without its values."""
+
+    def __init__(self, leaf: Tensor):
+        self._made_of = leaf.shape, leaf.stride(), leaf.dtype
+
+    def tensor(self) -> Tensor:
+        shape, stride, dtype = self._made_of
+        return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+
+
+def order(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> bytes:
+    """An order to :func:`make` a graph, for a worker; the tensors that are inputs of the graph have no values in it."""
+    settings = {get.__name__: get() for get, _ in SETTINGS}
+    known = {leaf.data_ptr() for leaf in (*leaves(inputs), *step.base.values()) if isinstance(leaf, Tensor)}
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump((settings, step, inputs, name))
+    return buffer.getvalue()
+
+
+def make_ordered(order: bytes) -> None:
+    """Make a graph by an :func:`order`, in a worker."""
+    settings, *parts = loads(order)
+    settle(settings)
+    make(*parts)
 
 
 def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], Any] | None:

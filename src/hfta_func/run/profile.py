@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
+import math
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import original
+from hfta_func._torch import original, replaced
 from hfta_func._tree import leaves, num_models, tree_map
-from hfta_func._types import text_table
+from hfta_func._types import check_counts, text_table
 from hfta_func.errors import BatchError
-from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.memory import profiler
 from hfta_func.run.predict import Operator, walk
-from hfta_func.run.recording import Recording, events_of, recorded_eagerly, without_replay
-from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
+from hfta_func.run.recording import ITERATION, STEP, Line, Timeline, iterations_of, mark, marking, of_device
+from hfta_func.step import replay
+from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -30,6 +34,10 @@ _ROWS = 24
 """Lines of a table that are shown; the others are one."""
 _QUIET = 0.3
 """The share of steps that count."""
+_WARM, _PATIENCE = 3, 30.0
+"""Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
+_ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
+"""Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
 _RATES = 0.05
 """How many seconds each rate of the machine is measured."""
 
@@ -54,7 +62,6 @@ class Profile(NamedTuple):
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.
         roofline: The least time of the step's products and memory traffic on this machine; None if the step reads values.
-        busy: Seconds of kernels on the device; None on a CPU, where the lines have them.
         advice: What to do about the largest part.
     """
 
@@ -64,7 +71,6 @@ class Profile(NamedTuple):
     unprofiled: float
     profiled: float
     roofline: Roofline | None
-    busy: float | None
     advice: str
 
     @property
@@ -84,22 +90,6 @@ class Profile(NamedTuple):
         for line in self.lines:
             sums[line.phase] += line.seconds
         return dict(sums)
-
-    def compare(self, after: Profile) -> str:
-        """A table of two profiles, line by line: milliseconds before, after, and the difference, largest first.
-
-        Args:
-            after: The other profile.
-        """
-        names: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for side, profile in enumerate((self, after)):
-            for line in profile.lines:
-                names[line[:3]][side] += line.seconds
-        ranked = sorted(names.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))
-        rows = [("phase", "module", "operator", "before", "after", "difference")]
-        shown = [*ranked[:_ROWS], (("sum", "", ""), (self.seconds, after.seconds))]
-        rows += [(*name, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{1e3 * (b - a):+.3f}") for name, (a, b) in shown]
-        return text_table(rows, "<<<>>>")
 
     def __str__(self) -> str:
         head = f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
@@ -128,24 +118,14 @@ class Profile(NamedTuple):
                 f"{least.flops_per_second / 1e9:.3g} GFLOP/s, {least.bytes / 2**20:.3g} MiB at "
                 f"{least.bytes_per_second / 1e9:.3g} GB/s; the step takes {self.unprofiled / least.seconds:.1f} times that"
             )
-        if self.busy is not None:
-            gaps = max(0.0, self.unprofiled - self.busy)
-            yield f"device: {1e3 * self.busy:.3f} ms in kernels, {1e3 * gaps:.3f} ms of gaps"
 
 
-def profile(
-    step: Callable[..., Any],
-    state: TrainState,
-    batch: Any,
-    *,
-    steps: int | None = None,
-    trace: PathLike | None = None,
-) -> Profile:
+def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: int | None = None) -> Profile:
     """Find out where the time of a step goes: by phase, module, operator and lowering.
 
     Steps are recorded by turns with steps as they are. The difference is what recording costs, and is taken off the lines by
     the events that each has. While a step is recorded, its phases and modules are wrapped in markers; at other times there is
-    nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled one shows the
+    nothing in its way. A replayed step has a line for each kind of operator, without modules; a compiled one shows the
     operators that its graph calls, and the rest as one line.
 
     Args:
@@ -155,15 +135,13 @@ def profile(
         batch: A batch, or a loader, whose time is then the phase ``"data"``. It is gone through as often as needed; an
             :class:`ArrayLoader` is then where it was.
         steps: How many steps are recorded; by default as many as take about a second.
-        trace: A file ``.json`` or ``.json.gz`` for a trace of some steps, which Perfetto and Chrome show.
 
     Returns:
         A :class:`Profile`, which prints as a table.
 
     Raises:
         BatchError: if a loader has no batch left.
-        ValueError: if ``step`` evaluates, ``steps`` is less than 1, or ``trace`` is no such file or its folder does not
-            exist.
+        ValueError: if ``step`` evaluates, or ``steps`` is less than 1.
         Exception: what the step raises.
 
     Example:
@@ -175,22 +153,46 @@ def profile(
         ['folded', 'folded']
     """
     require_training(step)
-    recording = Recording(step, steps, trace)
-    run = recording.over(step)
+    check_counts(steps=1 if steps is None else steps)
     if getattr(getattr(original(step), "options", None), "donate", False):
         state = tree_map(torch.clone, state)
-    with recording:
-        for rows in _batches(batch):
-            state, _ = run(state, rows)
-            recording.turn()
-            if recording.is_done:
-                break
-    result = profile_of(recording)
-    assert result is not None
-    return result
+    device, begin, plain, sessions, kind = leaves(state)[0].device, time.perf_counter(), list[float](), list[Any](), ""
+
+    def seconds() -> float:
+        """How long the next step takes, its batch included."""
+        nonlocal state
+        start = now(device)
+        state, _ = step(state, next(batches))
+        return now(device) - start
+
+    with contextlib.closing(_batches(batch)) as batches:
+        first = next(batches)
+        inputs = tree_map(torch.clone, state), first
+        state, _ = step(state, first)
+        took, calls = seconds(), 2
+        # Until the step runs as it will.
+        while calls < _WARM or (
+            "has not paid" in getattr(step, "status", "") and time.perf_counter() - begin < _PATIENCE
+        ):
+            took, calls = seconds(), calls + 1
+        number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
+        number = number if steps is None else math.ceil(steps / _ROUNDS)
+        for _ in range(_ROUNDS):
+            plain += [seconds() for _ in range(number)]
+            kind = getattr(step, "status", "eager" if original(step) is step else "compiled").partition(":")[0]
+            # A record made now would hold the markers.
+            with replaced(replay, "_STEPS", math.inf), marking(kind), profiler(device) as recorded:
+                # One more, because the first one after the start is slow.
+                for _ in range(number + 1):
+                    with mark(ITERATION):
+                        rows = next(batches)
+                        with mark(STEP):
+                            state, _ = step(state, rows)
+            sessions.append(recorded.kineto_results.events())
+    return _summed_up(original(step), *inputs, kind, plain, sessions)
 
 
-def _batches(batch: Any) -> Iterator[Any]:
+def _batches(batch: Any) -> Generator[Any]:
     """A batch again and again, or all of a loader, which has its position back at the end."""
     if not isinstance(batch, Iterable) or all(isinstance(part, Tensor) for part in leaves(batch)):
         yield from itertools.repeat(batch)
@@ -208,43 +210,27 @@ def _batches(batch: Any) -> Iterator[Any]:
             loader.load_state_dict(position)
 
 
-def profile_of(recording: Recording) -> Profile | None:
-    """The profile of steps that have been recorded; None if they were too few."""
-    if recording.inputs is None or not recording.recorded:
-        return None
-    # The first iteration of each is slow, because the profiler begins.
-    sessions = [events_of(recorded) for recorded in recording.recorded]
+def _summed_up(step: Any, state: Any, batch: Any, kind: str, plain: list[float], sessions: list[Any]) -> Profile:
+    """The profile of steps, by their seconds when they were not recorded and by the events when they were."""
     iterations = [span for events in sessions for span in iterations_of(events)[1:]]
-    if not iterations:
-        return None
-    state, batch = recording.inputs
-    step, device = original(recording.step), leaves(state)[0].device
-    with without_replay():
+    # As it runs eagerly: a record has no rules.
+    with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
         choices, least = _analysed(step, state, batch)
-    lowerings: dict[tuple[str, str], str] = {}
-    reasons: dict[tuple[str, str], str] = {}
+    lowerings, reasons = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for choice in choices:
         key = choice.module, choice.op.partition(".")[0]
         known = lowerings.get(key, choice.lowering)
         lowerings[key] = known if choice.lowering in known.split("/") else f"{known}/{choice.lowering}"
         reasons[key] = choice.reason
-    order = None
-    if recording.kind == "replayed":
-        eager = Timeline(lowerings)
-        eager.add(recorded_eagerly(step, state, batch))
-        order = eager.order
-    launched, busy = None, None
-    if device.type == "cuda":
-        launched = of_device(itertools.chain.from_iterable(sessions))
-        busy = sum(seconds for seconds, _ in launched.values()) / (len(iterations) + len(sessions))
-    timeline = Timeline(lowerings, order, launched)
-    chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(recording.plain, lambda each: each)
+    on_gpu = leaves(state)[0].device.type == "cuda"
+    timeline = Timeline(lowerings, of_device(itertools.chain.from_iterable(sessions)) if on_gpu else None)
+    chosen, plain = _quickest(iterations, lambda span: span.seconds), _quickest(plain, lambda each: each)
     for iteration in chosen:
         timeline.add(iteration)
     unprofiled, profiled = statistics.mean(plain), statistics.mean(span.seconds for span in chosen)
-    lines = timeline.table(unprofiled, profiled)
-    advice = _advice(recording.kind, lines, reasons)
-    return Profile(recording.kind, num_models(state), lines, unprofiled, profiled, least, busy, advice)
+    lines = timeline.table(len(chosen), unprofiled, profiled)
+    advice = _advice(kind, lines, reasons)
+    return Profile(kind, num_models(state), lines, unprofiled, profiled, least, advice)
 
 
 def _quickest(steps: list[Any], seconds: Callable[[Any], float]) -> list[Any]:

@@ -37,18 +37,12 @@ def is_dataset(data: Any) -> bool:
 
 def tensors_of(data: Tree, device: torch.device | str | None, num_models: int) -> Tree:
     """The data as tensors; raises a BatchError unless all have as many rows, at least one, and no model axis."""
-    try:
-        data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise BatchError(
-            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
-            f"make a DatasetLoader of a data set; a loader is passed to fit itself, without a batch_size"
-        ) from error
+    data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
     shapes = [list(tensor.shape) for tensor in leaves(data)]
     if not shapes or [] in shapes or len({rows for rows, *_ in shapes}) > 1 or shapes[0][0] == 0:
         raise BatchError(
             f"the data has {len(shapes)} leaves of shapes {shapes[:8]}; every leaf needs one row per sample, and at least "
-            f"one, so pass tensors or arrays of equal length"
+            f"one, so pass tensors or arrays of equal length; a loader is passed to fit itself, without a batch_size"
         )
     second = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
     if len(shapes) > 1 and shapes[0][0] == num_models and len(second) == 1 < num_models < max(second):

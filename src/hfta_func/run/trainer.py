@@ -66,15 +66,14 @@ class LocalTrainer(Trainer):
     """
 
     def __init__(self, step: Step):
-        # A profile replaces the step that is called, and has no status.
-        self.step = self._given = step
+        self.step = step
         self._left: Iterator[Any] | None = None
         self._loader = self._position = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
-        return getattr(self._given, "status", "eager: not a training step")
+        return getattr(self.step, "status", "eager: not a training step")
 
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
@@ -82,52 +81,26 @@ class LocalTrainer(Trainer):
         is_left = run.loader is self._loader and (dealt is None or dealt.state_dict() == self._position)
         if self._left is None or not is_left:
             self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
-        self._loader, state, rest = run.loader, run.state, _Rest(dealt)
+        self._loader, state = run.loader, run.state
         for batch in self._left:
             hooks.begin()
-            state = rest.begin(state)
+            present = None if dealt is None else dealt.present()
+            before = state.active
             # A copy, because a step with donate=True writes the state.
-            active = state.active.clone()
-            state, metrics = self.step(state, batch)
-            run.running.add(metrics, active, state.step, rest.present)
+            active = before.clone() if present is None else before & present
+            state, metrics = self.step(state if present is None else state._replace(active=active.clone()), batch)
+            if present is not None:
+                state = state._replace(active=torch.where(present, state.active, before))
+            run.running.add(metrics, active, state.step, present)
             if state.keys.device.type == "xla":
                 # XLA only records operations; without this, an epoch would become one program.
                 importlib.import_module("torch_xla").sync()
             hooks.tick()
             if hooks.stopped() or run.running.batches == until:
-                run.state, self._position = rest.end(state), None if dealt is None else dealt.state_dict()
+                run.state, self._position = state, None if dealt is None else dealt.state_dict()
                 return False
-        run.state, self._left = rest.end(state), None
+        run.state, self._left = state, None
         return True
-
-
-class _Rest:
-    """Members that have no more batches in an epoch, and are inactive meanwhile."""
-
-    present: Tensor | None = None
-
-    def __init__(self, loader: ArrayLoader | None):
-        self._loader = loader if loader is not None and loader.rests else None
-        self._listed: list[bool] = []
-
-    def begin(self, state: TrainState) -> TrainState:
-        """The state for the batch that the loader has yielded last."""
-        if self._loader is None:
-            return state
-        number = self._loader.state_dict()["batches"]
-        listed = [length >= number for length in self._loader.lengths]
-        if listed == self._listed:
-            return state
-        state = self.end(state)
-        self._listed, self._active = listed, state.active
-        self.present = torch.tensor(listed, device=state.active.device)
-        return state._replace(active=state.active & self.present)
-
-    def end(self, state: TrainState) -> TrainState:
-        """The state in which those that rest are as active as before."""
-        if self.present is None:
-            return state
-        return state._replace(active=torch.where(self.present, state.active, self._active))
 
 
 _FEW = 0.75
