@@ -53,6 +53,7 @@ def test_a_comparison_is_shown_and_drawn() -> None:
     assert head.split("  ")[-1].strip() == "improves on tuned" and "50% intervals" in head
     assert [row.split()[0] for row in rows[-2:]] == ["plain", "tuned"]
     assert rows[-2].rstrip().endswith("]") and len(rows[-1].rstrip()) < len(rows[-2].rstrip())
+    assert "<table" in found._repr_html_()
     axes = found.plot(pytest.importorskip("matplotlib.figure").Figure().subplots())
     assert [line.get_label() for line in axes.lines] == ["plain", "tuned"] and len(axes.collections) == 2
     lowest = min(map(np.min, SCORES.values()))

@@ -222,6 +222,9 @@ def test_short_texts(setting):
     assert repr(optree.tree_map(lambda leaf: leaf.to("meta"), state)) == "TrainState(3 members)"
     assert "keys" not in repr(optree.tree_map(lambda leaf: 0, state)) and len(repr(loader)) < 60
     assert repr(hfta.models.Stacked(state.params, {})) == "Stacked(3 members, 2 parameters, 0 buffers)"
+    history.epochs[-1]["loss"] = torch.full((3,), NAN)
+    html = history._repr_html_()
+    assert html.count("<tr>") == 4 and html.count("<svg") == 3 and "nan ± nan" in html and "<td>output" not in html
 
 
 def test_callbacks(setting):

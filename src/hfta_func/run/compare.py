@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hfta_func._types import require, text_table
+from hfta_func._types import html_table, require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 
 
 class Tabled(abc.ABC):
-    """What is shown as tables."""
+    """What is shown as tables, as text and in notebooks."""
 
     @abc.abstractmethod
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
@@ -74,6 +74,9 @@ class Tabled(abc.ABC):
 
     def __str__(self) -> str:
         return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html_table, self._tables()))
 
 
 class Comparison(Tabled):
