@@ -240,8 +240,8 @@ def run_apart(
     if padding is not None:
         padding.position = next_position
     replaced = {id(tensors[path]): tensor for path, tensor in after.items()}
-    for module in part.modules():
-        module._buffers |= {name: replaced[id(old)] for name, old in module._buffers.items() if id(old) in replaced}
+    for held, name in _torch.places_of(part).values() if replaced else ():
+        held[name] = replaced.get(id(held[name]), held[name])
     return output
 
 
