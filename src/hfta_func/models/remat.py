@@ -211,9 +211,7 @@ def run_apart(
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         key, skipped, size, tensors, args, kwargs = pytree.tree_unflatten([*leaves], spec)
-        # Unseen by selective checkpoints, for which a written tensor is none to keep.
-        with _torch.unobserved():
-            tensors |= {path: tensors[path].clone() for path in written}
+        tensors |= {path: tensors[path].clone() for path in written}
         used = {**tensors}
         with mode.again(key, site, [leaves[number] for number in numbers]) as inner:
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
