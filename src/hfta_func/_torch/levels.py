@@ -43,8 +43,6 @@ batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
 interpreters = private(_FUNCTORCH, "get_interpreter_stack")
 _num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
-unobserved = private("torch._C", "_DisableTorchDispatch")
-"""A block whose operators no TorchDispatchMode sees."""
 current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpreter")
 VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
 TransformType = private(_FUNCTORCH, "TransformType")

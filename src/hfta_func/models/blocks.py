@@ -5,6 +5,7 @@ Where it is known which members these are, the block runs for them alone; a comp
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,11 +42,7 @@ def _blocks_in_chains(module: Any, given: Any) -> Any:
     for names in module.padded_chains:
         blocks = [getattr(module, name) for name in names]
 
-        def run(x: Any, blocks: Sequence[nn.Module] = blocks) -> Any:
-            for block in blocks:
-                x = block(x)
-            return x
-
+        run = functools.partial(functools.reduce, lambda x, block: block(x), blocks)
         given = _if_present(blocks, run, (given,), {}) if hasattr(blocks[0], "padded_present") else run(given)
     return given
 
@@ -118,6 +115,7 @@ class _Some:
 
 
 def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """A tensor with the model axis first."""
     return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 

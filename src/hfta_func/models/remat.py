@@ -211,9 +211,7 @@ def run_apart(
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         key, skipped, size, tensors, args, kwargs = pytree.tree_unflatten([*leaves], spec)
-        # Unseen by selective checkpoints, for which a written tensor is none to keep.
-        with _torch.unobserved():
-            tensors |= {path: tensors[path].clone() for path in written}
+        tensors |= {path: tensors[path].clone() for path in written}
         used = {**tensors}
         with mode.again(key, site, [leaves[number] for number in numbers]) as inner:
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
@@ -240,8 +238,8 @@ def run_apart(
     if padding is not None:
         padding.position = next_position
     replaced = {id(tensors[path]): tensor for path, tensor in after.items()}
-    for module in part.modules():
-        module._buffers |= {name: replaced[id(old)] for name, old in module._buffers.items() if id(old) in replaced}
+    for held, name in _torch.places_of(part).values() if replaced else ():
+        held[name] = replaced.get(id(held[name]), held[name])
     return output
 
 
