@@ -189,7 +189,7 @@ _CUDA_UNEVEN = "loop", "few channels to many, which kernels for groups do not fi
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     """An LSTM with a fused kernel, if a step of all members reads more recurrent weights than the cache holds."""
     _, h, c, _, recurrent, *_ = case.shapes
-    is_fused = case.device == "cpu" and case.dtype is not torch.float64 and h == c
+    is_fused = case.device == "cpu" and case.dtype is not torch.float64 and h == c and not case.shared[4]
     return is_fused and case.num_models * math.prod(recurrent or ()) * 4 > 2**18
 
 
