@@ -326,32 +326,3 @@ def test_a_file_of_a_run_decides_what_waits(machine: Machine) -> None:
     machine.process()
     _choice.adopt(held, as_worker=False)
     assert machine.chosen()[0] == GROUPED and not machine.measured()
-
-
-def test_layers_are_timed_with_their_backward_pass(machine: Machine, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    loop = _choice.one_by_one
-    # A rule's own time passes; the loop takes none.
-    monkeypatch.setattr(_measured, "seconds", lambda: machine.time)
-    monkeypatch.setattr(
-        _choice, "one_by_one", lambda *args: setattr(machine, "time", machine.time - 1e-3) or loop(*args)
-    )
-    grad = torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *args, **kw: setattr(machine, "time", machine.time + 2e-3) or grad(*args, **kw)
-    )
-    shapes = ((5, 2, 4), (12, 4), (12, 3), (12,), (12,))
-    inputs = [torch.randn(3, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-    def func(x: Tensor, *weights: Tensor) -> Tensor:
-        zeros = torch.zeros(1, 2, 3, dtype=x.dtype)
-        return torch.lstm(x, (zeros, zeros), list(weights), True, 1, 0.0, True, False, False)[0]
-
-    generator = torch.get_rng_state()
-    explained = hfta.rules.explain(hfta.vmap(func), *inputs)
-    assert torch.equal(torch.get_rng_state(), generator)
-    chosen = {choice.op: (choice.lowering, choice.reason) for choice in explained}
-    assert chosen["lstm.input"] == ("loop", "measured here: 2.0x of batched")
-    with hfta.rules.override(all="table"):
-        expected = hfta.vmap(func)(*inputs)
-    torch.testing.assert_close(hfta.vmap(func)(*inputs), expected, rtol=1e-12, atol=1e-12)
-    assert all(x.grad is None for x in inputs)

@@ -7,17 +7,11 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from hfta_func._torch import expected, num_dispatch_modes, original
 from hfta_func._types import text_table
 from hfta_func.calls.body import module_path
-from hfta_func.calls.made import tensors_in
 from hfta_func.rules import _measured
-from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._lowering import FAMILIES, TABLE, TIMED, Case, Row, candidates, known_lowerings, titles
-from hfta_func.rules._registry import Call
+from hfta_func.rules._lowering import FAMILIES, TABLE, Case, Row, candidates, known_lowerings, titles
 
 
 class Override:
@@ -184,37 +178,6 @@ def measure(case: Case, impossible: Collection[str], run: Callable[[str], Any]) 
     return _measured.measure(case, "grouped" if default in impossible else default, names, run)
 
 
-def time_layer(
-    case: Case, operator: Any, rule: Any, args: Any, dims: Any, kwargs: dict[str, Any], named_dims: Any
-) -> None:
-    """Time the lowerings of a layer in training, with its backward pass, in a call in which that may be."""
-    call = _measured.unmeasured(case, tensors_in(args))
-    if call is None or not call[-1] or not any(call[-1]):
-        return
-
-    def run(lowering: str) -> None:
-        inputs: list[Tensor] = []
-
-        def alike(x: Any) -> Any:
-            if isinstance(x, (tuple, list)):
-                return [*map(alike, x)]
-            if not isinstance(x, Tensor) or not x.requires_grad:
-                return x
-            # The backward pass ends here.
-            inputs.append(x.view_as(x))
-            return inputs[-1]
-
-        if lowering == "loop":
-            outputs, _ = one_by_one(operator, case.num_models, alike(args), dims, kwargs, named_dims)
-        else:
-            outputs, _ = rule(Call(case.num_models, tuple(dims), named_dims, lowering), *alike(args), **kwargs)
-        outputs = [x for x in tensors_in(outputs) if x.requires_grad]
-        torch.autograd.grad(outputs, inputs, [*map(torch.ones_like, outputs)], allow_unused=True)
-
-    if measure(case, (), run):
-        _measured.closed.add(call)
-
-
 def choose(case: Case) -> Choice:
     """The lowering for a call, and why."""
     path = _path()
@@ -242,7 +205,7 @@ def lowering(case: Case) -> str:
 
 def is_simple(op: str) -> bool:
     """Whether an operator has a single row, and choices are neither overridden nor recorded."""
-    return len(TABLE[op]) == 1 and not _overrides and _recorded is None and op not in TIMED
+    return len(TABLE[op]) == 1 and not _overrides and _recorded is None
 
 
 class Explanation(list[Choice]):

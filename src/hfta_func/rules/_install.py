@@ -18,7 +18,7 @@ from hfta_func.errors import LoopWarning
 from hfta_func.rules import _autocast, _choice, _functions
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._lowering import TABLE, TIMED, enter, make_case
+from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._measured import fingerprint
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule
 
@@ -246,10 +246,7 @@ def _kernel(
             lowering = only
             if not (chooses or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
-                case = make_case(op, num_models, values, axes)
-                if op in TIMED:
-                    _choice.time_layer(case, operator, rule, plain, dims, kwargs, named_dims)
-                lowering = _choice.lowering(case)
+                lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if rule is None or lowering == "loop":
                 if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:
                     raise RuntimeError(f"vmap: called random operation while in randomness error mode: {op}")

@@ -186,11 +186,15 @@ _CUDA_LARGE = "loop", "4 MB of filters per member, for which groups have slow ke
 _CUDA_UNEVEN = "loop", "few channels to many, which kernels for groups do not fill"
 
 
-def _is_fused_lstm_beyond_cache(case: Case) -> bool:
-    """An LSTM with a fused kernel, if a step of all members reads more recurrent weights than the cache holds."""
+def _is_fused_lstm(case: Case) -> bool:
+    """An LSTM with a fused kernel, unless its steps are so short that several members in one product take less time."""
     _, h, c, _, recurrent, *_ = case.shapes
-    is_fused = case.device == "cpu" and case.dtype is not torch.float64 and h == c
-    return is_fused and case.num_models * math.prod(recurrent or ()) * 4 > 2**18
+    if case.device != "cpu" or case.dtype is torch.float64 or h is None or h != c or case.shared[4]:
+        return False
+    if case.compiling:
+        # A loop takes long to compile; it pays if the cache does not hold the weights of all members.
+        return case.num_models * math.prod(recurrent or ()) > 2**16
+    return math.prod(h[-2:]) >= min(2**8, 4 * case.num_models**2)
 
 
 _BATCHED = Row(always, "batched", "one batched product a time step")
@@ -232,7 +236,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
-        Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
+        Row(_is_fused_lstm, "loop", "a fused kernel per member"),
         _BATCHED,
     ),
     **dict.fromkeys(
@@ -250,23 +254,16 @@ LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
 LOWERINGS["convolution"] += ("wide",)
 """Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
 
-TIMED = frozenset(
-    {"convolution", "convolution_input_grad", "convolution_weight_grad"}.union(
-        f"{kind}.{rows}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for rows in ("input", "data")
-    )
-)
+TIMED = frozenset({"convolution", "convolution_input_grad", "convolution_weight_grad"})
 """Operators whose lowerings are timed where they run."""
 
 
 def candidates(case: Case) -> list[str]:
-    """The lowerings that may be faster for a case than the table's choice: those of its rows, and the loop."""
-    names = [*(row.lowering for row in TABLE[case.op]), "loop"]
-    if not case.op.startswith("convolution"):
-        return names
+    """The lowerings that may be faster for a convolution than the table's choice: those of its rows, and the loop."""
     # Members that share nothing; an unfolded image pays for few pixels only.
     one = convolution_of(case)
     others = {"folded", "wide", *(("matmul",) if one.x[0] * one.fewer_pixels > 2**9 else ())}
-    return [name for name in names if name not in others]
+    return [name for name in (*(row.lowering for row in TABLE[case.op]), "loop") if name not in others]
 
 
 UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})

@@ -6,8 +6,8 @@ The table chooses between two lowerings:
   for all members, and for both directions if there are two;
 - ``loop``: PyTorch's layers, one member after another.
 
-Dimension letters: M models, T time, N batch, L layers, D directions, I features in, G gates, H features of the state, R rows
-of a packed sequence.
+If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
+L layers, D directions, I features in, G gates, H features of the state, R rows of a packed sequence.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._torch import has_native_lstm, num_dispatch_modes
+from hfta_func import _torch
+from hfta_func._torch import has_native_lstm, has_tangents, num_dispatch_modes
 from hfta_func.errors import RandomnessError
 from hfta_func.rules import _recurrence
-from hfta_func.rules._layout import each, expand, models_first
+from hfta_func.rules._layout import each, expand, fold, models_first, split
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
 
@@ -105,6 +106,10 @@ def _sequences(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
             f"functional(model)(..., key=), where each member draws from its own key"
         )
+    if batch_sizes is None and _are_shared(call.dims[2]):
+        # [M,N,T,I] -> [MN,T,I] or [T,M,N,I] -> [T,MN,I], and as much in the results
+        axis = 0 if options[-1] else 1
+        return _joined(f"{kind}.input", call, axis, 1, x, hx, params, *options)
     # Under autocast on a GPU, cuDNN's layers run in float16, whatever the precision is.
     is_cudnn = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.backends.cudnn.is_acceptable(x)
     with torch.autocast("cuda", torch.float16) if is_cudnn else contextlib.nullcontext():
@@ -179,6 +184,8 @@ def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -
 
 def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | None, ...]) -> Result:
     num_models, (x_dim, hx_dims, *dims) = call.num_models, call.dims
+    if _are_shared(dims):
+        return _joined(f"{kind}_cell", call, 0, 0, x, hx, *params)
     values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
     weights = _Weights(*values)
     inputs = _value(x, x_dim)
@@ -188,6 +195,21 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     after = _through_time(kind, [base], states, [weights], None, num_models, False)
     results = [y.squeeze(1).clone() for y in after]
     return (tuple(results), (0, 0)) if kind == "lstm" else (results[0], 0)
+
+
+def _are_shared(dims: Any) -> bool:
+    return all(dim is None for dim in dims) and not has_tangents()
+
+
+def _joined(op: str, call: Call, axis: int, state_axis: int, x: Tensor, hx: Any, *rest: Any) -> Result:
+    """A layer whose weights all members share: their samples join one batch, at these axes of inputs and states."""
+    states = each(fold, *_states(hx, call.dims[1]), state_axis, call.num_models)
+    given = states if isinstance(hx, (tuple, list)) else states[0]
+    outputs = _torch.operator(op)(fold(x, call.dims[0], axis, call.num_models), given, *rest)
+    if isinstance(outputs, Tensor):
+        return split(outputs, axis, call.num_models), axis
+    axes = axis, *(state_axis for _ in outputs[1:])
+    return tuple(map(split, outputs, axes, (call.num_models,) * len(axes))), axes
 
 
 def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
