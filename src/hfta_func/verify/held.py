@@ -147,7 +147,7 @@ class Held:
             for module in value.modules():
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
                 self._names += [(vars(module), name, part) for name, part in names.items()]
-                self._contents.append((module._buffers, module._buffers.copy()))
+                self._contents.append((vars(module)["_buffers"], vars(module)["_buffers"].copy()))
                 for part in (*names.values(), module._forward_hooks, module._forward_pre_hooks):
                     self._hold(part, depth + 1)
             return
