@@ -188,9 +188,7 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
     # Schedulers write into tensors.
-    copied = [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in optimizer.param_groups
-    ]
+    copied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
     stepped.param_groups = copied
     rows: list[list[list[Any]]] = []
     for _ in range(steps + 1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps + 1):
