@@ -139,7 +139,7 @@ def fit(
         if given is not None:
             refuse_shared(state, option)
     _refuse_dealt(loader, step, len(getattr(state, "keys", ())))
-    begun, resume = time.perf_counter(), None if resume is None else os.path.abspath(resume)
+    begun, resume = time.perf_counter(), os.path.abspath(resume) if isinstance(resume, str | os.PathLike) else resume
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())

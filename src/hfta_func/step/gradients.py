@@ -173,7 +173,9 @@ def _rates(optimizer: Any) -> list[float]:
 
 def _settings(model: nn.Module) -> dict[str, Any]:
     """What a step takes from a model when it is made."""
-    settings = {f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()}
+    settings: dict[str, Any] = {
+        f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()
+    }
     for path, module in model.named_modules():
         hooks = *module._forward_hooks, *module._forward_pre_hooks
         settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks

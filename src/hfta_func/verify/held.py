@@ -210,11 +210,14 @@ class OneCall:
 
     def end(self) -> None:
         """After the last group."""
-        join = functools.partial(_joined, self._sizes)
+        groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
-            parts = [left.get((id(holder), key)) for left in self._left]
-            is_alike = len({*map(pytree.tree_structure, parts)}) == 1
-            _put(holder, key, pytree.tree_map(join, *parts) if is_alike else parts[-1])
+            place = id(holder), key
+            # Counters of the model are set after all groups.
+            sizes = [size for size, left in groups if place in left]
+            parts = [left[place] for _, left in groups if place in left]
+            if len({*map(pytree.tree_structure, parts)}) == 1:
+                _put(holder, key, pytree.tree_map(functools.partial(_joined, sizes), *parts))
 
 
 def _whole(leaf: Any) -> Any:
