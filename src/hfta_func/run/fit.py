@@ -26,7 +26,6 @@ from hfta_func.run.profile import profile as profile_of
 from hfta_func.run.run import Best, Run
 from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
-from hfta_func.step.exchange import warn_if_changed
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
 
@@ -131,8 +130,6 @@ def fit(
         torch.Size([2, 3])
     """
     epochs, callbacks = operator.index(epochs), [*callbacks]
-    # A callback may change the folder.
-    resume = None if resume is None else os.path.abspath(resume)
     if save_every is not None and (resume is None or save_every < 1):
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
     if profile and (executor is not None or workers not in (None, 1)):
@@ -141,7 +138,7 @@ def fit(
         if given is not None:
             refuse_shared(state, option)
     _refuse_dealt(loader, step, len(getattr(state, "keys", ())))
-    begun = time.perf_counter()
+    begun, resume = time.perf_counter(), os.path.abspath(resume) if isinstance(resume, str | os.PathLike) else resume
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
@@ -170,9 +167,7 @@ def fit(
         hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
-            run.begin_epoch()
-            warn_if_changed()
-            getattr(original(step), "warn_if_changed", lambda: None)()
+            run.begin_epoch(original(step))
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every

@@ -55,8 +55,9 @@ class Run(Members):
         super().__init__(state, loader if _has_position(loader) else Drawn(loader))
         self.history, self.best, self.evaluate, self.sums = History(state.keys), best, evaluate, sums
 
-    def begin_epoch(self) -> None:
-        """Tell samplers that shuffle by the number of the epoch what it is."""
+    def begin_epoch(self, step: Any = None) -> None:
+        """Tell samplers that shuffle by the number of the epoch what it is, and users what a ``step`` does not see."""
+        getattr(step, "warn_if_changed", lambda: None)()
         for owner in _samplers(self.loader):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(len(self.history))

@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +23,13 @@ from hfta_func.errors import StackError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
 from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths
+from hfta_func.step.gradients import handed
 from hfta_func.step.state import check_optimizer, without_memory
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 _KEYS = {"momentum": "momentum_buffer"}
-
-_HANDED: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-"""The learning rates of optimizers when they were handed over."""
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
 
@@ -87,7 +84,7 @@ def from_torch(
     the optimizers have accumulated is in what ``init`` returns. Whether they are ``fused`` and the like has no effect.
 
     Args:
-        optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
+        optimizers: One per model, of one class and with the same groups; numbers may differ. Later changes have no effect.
         schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
             numbers that they change are kept in the state, ``float64[M, steps + 1]``; ``with_hyperparams`` sets the highest.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
@@ -106,7 +103,7 @@ def from_torch(
         >>> state.hyperparams["lr"]["value"]
         tensor([0.1000, 0.2000, 0.3000], dtype=torch.float64)
     """
-    optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
+    optimizers, named = handed(optimizers, schedulers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
     sizes = len(optimizers), len(named), len(followed)
     if min(sizes) < max(*sizes, 1):
@@ -120,8 +117,6 @@ def from_torch(
     _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*each, make) for each in zip(optimizers, followed, stages.long().tolist(), strict=True)]
-    # What a scheduler changes is known.
-    _HANDED.update({} if schedulers is not None else {each: _rates(each) for each in optimizers})
     label: dict[str, str | None] = {}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
@@ -138,20 +133,6 @@ def from_torch(
     if any(param.requires_grad and path not in label for path, param in named[0].items()):
         label[""] = None  # Not path by path: a step of one of several networks has no others.
     return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
-
-
-def _rates(optimizer: Optimizer) -> list[Any]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def warn_if_changed() -> None:
-    """Warn if the learning rate of an optimizer that :func:`from_torch` was given has been changed since."""
-    for optimizer, before in [*_HANDED.items()]:
-        if before != (rates := _rates(optimizer)):
-            _HANDED[optimizer] = rates
-            why = f"the lr of an optimizer that from_torch was given has changed from {before} to {rates}"
-            cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
-            warnings.warn(f"{why}, {cure}", stacklevel=3)
 
 
 def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:
@@ -200,10 +181,8 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
     # Schedulers write into tensors.
-    stepped.param_groups = [
-        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    copied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
+    stepped.param_groups = copied
     rows: list[list[list[Any]]] = []
     for _ in range(steps + 1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps + 1):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]

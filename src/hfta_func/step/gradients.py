@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ from hfta_func.verify import Trial
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
+
+_handed: weakref.WeakKeyDictionary[Any, list[float]] = weakref.WeakKeyDictionary()
+"""The learning rates of optimizers when :func:`from_torch` was given them, without schedulers."""
 
 _REPORTED = ("loss", "finite", "failure", "loss_scale", "failed_step")
 
@@ -63,7 +66,13 @@ class Gradients(ArrayFunction):
         self._template, self._settings = weakref.ref(model), _settings(model)
 
     def warn_if_changed(self) -> None:
-        """Warn if the model that the step was made of has been changed since, which the step does not see."""
+        """Warn if the model, or an optimizer that was handed over, has been changed since, which no step sees."""
+        for optimizer, before in [*_handed.items()]:
+            if before != (now := _rates(optimizer)):
+                _handed[optimizer] = now
+                why = f"the lr of an optimizer that from_torch was given has changed from {before} to {now}"
+                cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
+                warnings.warn(f"{why}, {cure}", stacklevel=3)
         template = self._template()
         settings = self._settings if template is None else _settings(template)
         if changed := [name for name, value in settings.items() if self._settings.get(name) != value]:
@@ -151,9 +160,22 @@ class Gradients(ArrayFunction):
         return results | ({"parameter": given.trained} if self.rewrites_params else {})
 
 
+def handed(optimizers: Iterable[Any], schedulers: Any) -> list[Any]:
+    """Optimizers that an array is made from; if their learning rates change later, steps say that this comes too late."""
+    optimizers = list(optimizers)
+    _handed.update({each: _rates(each) for each in optimizers} if schedulers is None else {})
+    return optimizers
+
+
+def _rates(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in getattr(optimizer, "param_groups", ())]
+
+
 def _settings(model: nn.Module) -> dict[str, Any]:
     """What a step takes from a model when it is made."""
-    settings = {f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()}
+    settings: dict[str, Any] = {
+        f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()
+    }
     for path, module in model.named_modules():
         hooks = *module._forward_hooks, *module._forward_pre_hooks
         settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks

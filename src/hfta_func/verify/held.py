@@ -145,7 +145,7 @@ class Held:
             for module in value.modules():
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
                 self._names += [(vars(module), name, part) for name, part in names.items()]
-                self._contents.append((module._buffers, module._buffers.copy()))
+                self._contents.append((vars(module)["_buffers"], vars(module)["_buffers"].copy()))
                 for part in (*names.values(), module._forward_hooks, module._forward_pre_hooks):
                     self._hold(part, depth + 1)
             return
@@ -208,11 +208,14 @@ class OneCall:
 
     def end(self) -> None:
         """After the last group."""
-        join = functools.partial(_joined, self._sizes)
+        groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
-            parts = [left.get((id(holder), key)) for left in self._left]
-            is_alike = len({*map(pytree.tree_structure, parts)}) == 1
-            _put(holder, key, pytree.tree_map(join, *parts) if is_alike else parts[-1])
+            place = id(holder), key
+            # Counters of the model are set after all groups.
+            sizes = [size for size, left in groups if place in left]
+            parts = [left[place] for _, left in groups if place in left]
+            if len({*map(pytree.tree_structure, parts)}) == 1:
+                _put(holder, key, pytree.tree_map(functools.partial(_joined, sizes), *parts))
 
 
 def _whole(leaf: Any) -> Any:
