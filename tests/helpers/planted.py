@@ -1039,7 +1039,7 @@ PLANTED = [
     Planted(
         "networks of a member draw the same noise",
         *("step/joint.py", 'b"" if once else name.encode()', 'b""'),
-        *("step/joint.py", 'b"" if once else name.encode()', 'b""'),
+        "test_joint.py::test_noise_is_that_of_seed_name_and_update",
     ),
     Planted(
         "buffers stay although their network has been updated",
