@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -244,7 +243,6 @@ BATCH_DIMS: list[tuple[Any, Any, bool]] = [
     (None, collections.UserDict(PARTS), True),
     (0, collections.UserDict(PARTS), True),
     ({"x": 0, "y": 0}, collections.UserDict(PARTS), True),
-    (0, types.MappingProxyType(PARTS), True),
 ]
 
 

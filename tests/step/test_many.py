@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pickle
-import types
 from typing import Any
 
 import optree
@@ -116,7 +115,6 @@ CONTAINERS = {
     "dataclass": Record,
     "UserDict": lambda x: collections.UserDict(x=x),
     "defaultdict": lambda x: collections.defaultdict(list, x=x),
-    "mapping proxy": lambda x: types.MappingProxyType({"x": x}),
 }
 
 

@@ -38,9 +38,6 @@ def restored(tree: Tree, batch: Tree) -> Any:
         parts = {name: restored(tree[name], child) for name, child in batch.items()}
         if type(batch) is dict:
             return parts
-        if not hasattr(batch, "update"):
-            # One that cannot be changed can be made of a dict.
-            return type(batch)(parts)  # pyright: ignore[reportCallIssue]
         filled: Any = copy.copy(batch)
         filled.update(parts)
         return filled
