@@ -234,11 +234,10 @@ class ArrayLoader:
         return self._lengths is not None
 
     def present(self) -> Tensor | None:
-        """``bool[M]``, the members that have the batch that was yielded last, and do not rest; None if all have it."""
-        number = self._position[1]
-        if self._lengths is None or number <= min(self._lengths):
+        """``bool[M]``, the members that have the batch that was yielded last, and do not rest; None if nobody ever rests."""
+        if self._lengths is None:
             return None
-        return torch.tensor(self._lengths, device=self.keys.device) >= number
+        return torch.tensor(self._lengths, device=self.keys.device) >= self._position[1]
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate(resting=False)
