@@ -1,5 +1,6 @@
 """What scripts keep around a model: logs, counters, criteria and features, each beside the loop of a script."""
 
+import collections
 import dataclasses
 import functools
 import os
@@ -322,7 +323,7 @@ class Batch:
     y: torch.Tensor
 
 
-@pytest.mark.parametrize("wrap", [Batch, lambda x, y: types.MappingProxyType({"x": x, "y": y})])
+@pytest.mark.parametrize("wrap", [Batch, lambda x, y: collections.UserDict(x=x, y=y)])
 def test_a_compiled_run_takes_batches_of_a_class(wrap):
     def loss(model, batch):
         x, y = (batch.x, batch.y) if isinstance(batch, Batch) else (batch["x"], batch["y"])

@@ -22,7 +22,6 @@ from optuna.distributions import FloatDistribution
 
 import hfta_func as hfta
 from hfta_func import tune
-from hfta_func.tune import status
 
 EPOCHS, SEEDS = 6, [5, 3, 8, 1]
 
@@ -84,13 +83,11 @@ class Training:
 class Study:
     """One and the same study, as often as wanted, in one kind of storage and another by turns."""
 
-    leaves = ("run", "status.json", "study.db", "study.db-journal")
+    leaves = ("run", "study.db", "study.db-journal")
     saves = "run"
 
     def __init__(self):
         self.data = data()
-        # Beside the folder, where it is not taken for a save.
-        status._NAME = os.path.join(os.pardir, status._NAME)
 
     def build(self, fixed, members):
         step = hfta.make_train_step(Net(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))

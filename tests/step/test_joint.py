@@ -301,7 +301,7 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
     torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(again["d.loss"][:, 0], history["d.loss"][:, 0], rtol=1e-10, atol=0)
     assert hfta.load(keep, like=whole).step.tolist() == [12, 6, 12]
-    assert workers is not None or again.status.startswith("replayed: d replayed: ")
+    assert workers is not None or "d replayed: " in again.status
 
 
 def test_states_are_taken_joined_and_sent():

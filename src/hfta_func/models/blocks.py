@@ -57,9 +57,9 @@ def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any,
     has = _torch.known_values(present)
     if has is not None and all(has):
         return run(*args, **kwargs)
-    is_innermost = _torch.is_batched(present) and _torch.level_of(present) == _torch.depth()
     part = nn.ModuleList(blocks)
-    if has is not None and is_innermost and _for_all.isdisjoint(blocks) and not shortens_rows(part):
+    is_known = has is not None and _torch.is_batched(present) and _torch.level_of(present) == _torch.depth()
+    if has is not None and is_known and _for_all.isdisjoint(blocks) and not shortens_rows(part):
         try:
             return run_apart(part, run, args, kwargs, _Some(has))
         except (RuntimeError, ValueError):

@@ -117,11 +117,11 @@ class Held:
             if (value := _get(holder, key)) is not before:
                 yield holder, key, value
 
-    def name_of(self, parameter: Tensor) -> str:
-        """What a parameter is called in the module that holds it."""
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
         modules = [each for each in self._seen.values() if isinstance(each, nn.Module)]
         named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
-        return next((name for name, x in named if x is parameter), f"a parameter {[*parameter.shape]}")
+        return next((name for name, x in named if x is parameter), None)
 
     def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._generators.append((name, get, put, get()))

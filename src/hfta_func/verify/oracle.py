@@ -191,9 +191,10 @@ class Trial:
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
             )
-        if (outside := alone.pop("outside", {})) and not self._oracle.has_warned:
+        names = sorted(filter(None, map(self.before.name_of, alone.pop("outside", {}).values())))
+        if names and not self._oracle.has_warned:
             self._oracle.has_warned = True
-            first, *others = sorted(self.before.name_of(each) for each in outside.values())
+            first, *others = names
             more = f" and {len(others)} more" if others else ""
             cure = "make it a submodule of the model, or call requires_grad_(False) on it if it is to be frozen"
             why = f"the loss depends on {first}{more}, which requires grad but is not the model's and is not trained"
