@@ -238,7 +238,7 @@ def test_what_it_refuses(name, compiles):
             run(carry, xs)
         return
     # A compiler makes it an error of its own, which says whose it was.
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=text):
         torch.compile(run, backend="eager")(carry, xs)
 
 

@@ -423,24 +423,15 @@ def study(pull: tune.Scheduler, **options: Any) -> tune.Study:
 
 @pytest.mark.exhaustive
 def test_a_study_with_extensions_alone() -> None:
-    seen, own = [], callback.keep_up("loss")
+    seen: list[Any] = []
 
-    def both(trained: Any, history: hfta.run.History) -> None:
-        own(trained, history)
-        seen.append((trained, history))
-
-    alone: list[Any] = []
-    found = study(scheduler.Pull(), callbacks=[both, alone.append])
-    assert [trial.status for trial in found.trials] == ["complete"] * 5 and alone == [found] * len(seen)
+    found = study(scheduler.Pull(), callbacks=[seen.append])
+    assert [trial.status for trial in found.trials] == ["complete"] * 5 and seen == [found] * len(seen)
     # Twice, the last one went on from the best with half its learning rate.
     copies = [(trial, parent) for trial in found.population.members for parent in trial.parents]
     assert [epoch for _, (epoch, _) in copies] in ([1, 2], [2, 1])
     for member, (epoch, source) in copies:
         assert source != member.number and epoch in (1, 2)
-    trained, history = seen[-1]
-    assert trained is found and len(history) == 3 and history.members.tolist() == [0, 1, 2, 3, 4]
-    expected = [[member.metrics[epoch]["loss"] for member in found.population.members] for epoch in range(3)]
-    assert history["loss"].tolist() == expected
 
 
 @pytest.mark.exhaustive
@@ -460,7 +451,7 @@ def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
-    with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or tune\.Copy"):
+    with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or, if"):
         study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())
 
 

@@ -685,7 +685,6 @@ class ReadingBackward(StraightGenerated):
 
 REFUSED = {
     "reading backward": (lambda model, y: ReadingBackward.apply(y), "asks for the value of a tensor"),
-    "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
 }
 
 

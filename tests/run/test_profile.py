@@ -121,7 +121,7 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_more_steps_at_its_end() ->
     assert plain.history.profile is None
     result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=2, progress=False, profile=True)
     assert torch.equal(result.state.params["2.weight"], plain.state.params["2.weight"])
-    assert {"data", "forward"} <= result.history.profile.phases.keys()
+    assert result.history.profile.phases["data"] > 0
     stream = (batch for batch in [*loader])
     assert hfta.fit(step, state, stream, epochs=1, progress=False, profile=True).history.profile is None
     for options in ({"workers": 2}, {"executor": object()}):

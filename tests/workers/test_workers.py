@@ -87,7 +87,7 @@ def test_an_error_of_the_user_s_code_comes_through() -> None:
 def test_workers_keep_large_blocks() -> None:
     # Otherwise every step of wide models pays for page faults.
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        if not allocator._kept:
+        if not allocator._is_decided:
             raise LookupError("large blocks go back to the system")
         return loss_fn(model, batch)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
@@ -41,23 +40,16 @@ def with_hyperparams(state: S, **new: Any) -> S:
         >>> with_hyperparams(state, lr=lambda lr: lr / 2).hyperparams["lr"]
         tensor([0.0500, 0.0500], dtype=torch.float64)
     """
-    accessors, values, structure = optree.tree_flatten_with_accessor(cast(Any, state))
-    places = {at: place for at, accessor in enumerate(accessors) if (place := _place(accessor)) is not None}
-    of_optimizers, known = {place.name for place in places.values() if place.prefix != f"{HPARAMS}."}, set[str]()
-    for at, place in places.items():
-        # A plain name that an optimizer has is not the loss function's.
-        is_plain = place.prefix != "shared." and not (place.prefix == f"{HPARAMS}." and place.name in of_optimizers)
-        names = [f"{place.prefix}{place.name}", *([place.name] if is_plain else [])]
-        known.update(names)
-        for name in [name for name in names if name in new][:1]:
-            values[at] = _renewed(place, state, values[at], new[name])
-    if unknown := [name for name in new if name not in known]:
-        listed = ", ".join(sorted(name for name in known if not name.startswith(f"{HPARAMS}."))) or "none"
+    known: set[str] = set()
+    changed = _replace(state, new, known)
+    unknown = [name for name in new if name not in known]
+    if unknown:
+        names = ", ".join(sorted(name for name in known if not name.startswith(f"{HPARAMS}."))) or "none"
         raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {listed} (the plain number 0 leaves one out; to keep it, "
+            f"unknown hyperparameter '{unknown[0]}'; this state has {names} (the plain number 0 leaves one out; to keep it, "
             f"give one number per model)"
         )
-    return optree.tree_unflatten(structure, values)  # pyright: ignore
+    return changed
 
 
 def plateau(
@@ -143,44 +135,56 @@ def plateau(
     return callback
 
 
-class _Place(NamedTuple):
-    """Where a state holds a number ``[M]``: what precedes its name, the state's class, and the way to it in a schedule."""
-
-    prefix: str
-    owner: type
-    name: str
-    holder: Any
-    inner: list[str]
-
-
-def _place(accessor: Any) -> _Place | None:
-    prefix = ""
-    for at, entry in enumerate(accessor):
-        field = getattr(entry, "field", None)
-        if entry.type is PartitionState:
-            prefix += f"{accessor[at + 1].entry}."
-        elif entry.type is Shared:
-            prefix = "shared."
+def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
+    if isinstance(node, PartitionState):
+        return PartitionState({name: _within(name, child, new, known) for name, child in node.groups.items()})
+    if isinstance(node, Shared):
+        return node._replace(opt_state=_within("shared", node.opt_state, new, known, is_alone=True))
+    if not isinstance(node, tuple):
+        return node
+    names: tuple[str, ...] | None = getattr(node, "_fields", None)
+    if names is None:
+        return tuple(_replace(child, new, known) for child in node)
+    fields: dict[str, Any] = {}
+    # The loss function's come last, because a plain name that the optimizer has is the optimizer's.
+    for field, value in sorted(zip(names, node, strict=True), key=lambda pair: pair[0] == HPARAMS):
+        if field == HPARAMS:
+            changes = {name: new[name] for name in value if name in new and name not in known}
+            changes |= {name: new[f"{field}.{name}"] for name in value if f"{field}.{name}" in new}
+            fields[field] = value | {name: _renew(name, value[name], x, Range.FINITE) for name, x in changes.items()}
+            known.update(value, (f"{field}.{name}" for name in value))
         elif field in HYPERPARAMS:
-            name, *inner = (part.entry for part in accessor[at + 1 :])
-            return _Place(f"{HPARAMS}." if field == HPARAMS else prefix, entry.type, name, accessor[: at + 2], inner)
-    return None
+            known.update(value)
+            fields[field] = value | {
+                name: _renew(name, value[name], new[name], range_of(type(node), name)) for name in value if name in new
+            }
+        else:
+            fields[field] = _replace(value, new, known)
+    return type(node)(**fields)
 
 
-def _renewed(place: _Place, state: Any, old: Tensor, value: Any) -> Tensor:
-    """The value at a place, of a schedule the first number or those that a dict names."""
-    label, held = place.name, place.holder(state)
-    allowed = Range.FINITE if place.prefix == f"{HPARAMS}." else range_of(place.owner, label)
-    for name in place.inner:
-        changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
-        if unknown := [inner for inner in changes if inner not in held]:
-            raise HyperparameterError(
-                f"unknown hyperparameter '{unknown[0]}' of the schedule of {label}; it has {', '.join(held)}"
-            )
-        if name not in changes:
-            return old
-        if name != next(iter(held)):
-            label, allowed = name, range_of(Schedule, name)
-        value, held = changes[name], held[name]
-    value = value(old) if callable(value) else value
-    return per_member(label, value, old.shape[0], old.device, allowed).to(old.dtype)
+def _within(group: str, node: Any, new: Mapping[str, Any], known: set[str], is_alone: bool = False) -> Any:
+    """A value for ``"group.name"`` takes precedence over one for ``"name"``, or is alone."""
+    dotted = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
+    inner = set[str]()
+    changed = _replace(node, dotted if is_alone else {**new, **dotted}, inner)
+    known |= {f"{group}.{name}" for name in inner} | (set() if is_alone else inner)
+    return changed
+
+
+def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:
+    if isinstance(old, Tensor):
+        value = value(old) if callable(value) else value
+        return per_member(name, value, old.shape[0], old.device, allowed).to(old.dtype)
+    changes = value if isinstance(value, Mapping) else {next(iter(old)): value}
+    unknown = [inner for inner in changes if inner not in old]
+    if unknown:
+        raise HyperparameterError(
+            f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {', '.join(old)}"
+        )
+    # The first number of a schedule is the hyperparameter's own value.
+    labelled = {inner: (inner, range_of(Schedule, inner)) if at else (name, allowed) for at, inner in enumerate(old)}
+    return {
+        inner: _renew(label, old[inner], changes[inner], inner_range) if inner in changes else old[inner]
+        for inner, (label, inner_range) in labelled.items()
+    }
