@@ -303,7 +303,7 @@ def test_errors_of_items_are_their_own():
 
 @pytest.mark.exhaustive
 def test_errors_in_processes():
-    with pytest.raises(RuntimeError, match="not resizable|equal size"):
+    with pytest.raises(RuntimeError, match=r"not resizable|equal size"):
         next(iter(hfta.DatasetLoader(RAGGED, 4, seeds=SEEDS, num_workers=1)))
     # PyTorch's iterators outlive their errors, and must not be found by processes that are started later.
     gc.collect()
