@@ -234,6 +234,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
             Row(always, "folded", "members join the rows"),
         ),
     ),
+    "linalg_pinv.atol_rtol_tensor": (
+        Row(lambda case: case.device == "xla", "loop", "XLA mixes up the tolerances of several matrices"),
+        Row(always, "folded", "a batch of matrices"),
+    ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm, "loop", "a fused kernel per member"),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, fold, models_first, split
+from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import FRONT, Call, Result, register, register_looped
 
@@ -129,6 +129,20 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
 
 
 register_looped("linear", "_grouped_mm")
+
+
+@register("linalg_pinv.atol_rtol_tensor", "linalg")
+def pinv(
+    call: Call, x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
+) -> Result:
+    """All members' matrices at once; PyTorch's rule loses the model axis of an empty shared matrix."""
+    # [M,*S,A,B], [M,*S] -> [M,*S,B,A]
+    x = expand(x, call.dims[0], call.num_models)
+    atol, rtol = (
+        value if value is None else align(value, call.named_dims[name], x.dim() - 3)
+        for name, value in (("atol", atol), ("rtol", rtol))
+    )
+    return torch.ops.aten.linalg_pinv.atol_rtol_tensor(x, atol=atol, rtol=rtol, hermitian=hermitian), 0
 
 
 @register("_trilinear", "linear")
