@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import gc
 import logging
 import math
 import operator
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
-from hfta_func._torch import Recorder, Tape
+from hfta_func._torch import Recorder, Tape, storage_number
 from hfta_func.step import records, replay
 
 pytestmark = [
@@ -602,6 +603,36 @@ def test_a_tensor_made_of_numbers_that_an_operator_writes() -> None:
     tape = Tape(recorder, 1, [result])
     assert [str(call.operator) for call in tape.calls] == ["aten.zeros.default", "aten.add_.Tensor", "aten.add.Tensor"]
     assert [tape.rehearse([x])[0].tolist(), *(tape([x])[0].tolist() for _ in range(2))] == [[2.0, 2.0]] * 3
+
+
+def test_what_is_made_where_a_written_tensor_was_is_not_written() -> None:
+    sizes, x, again = torch.ones(4), torch.ones(4), 0
+    with Recorder([sizes, x], fixed=[0]) as recorder:
+        for _ in range(50):
+            written = (x * 2).add_(1)
+            place = storage_number(written)
+            assert not recorder.is_fixed(written)
+            del written
+            made = sizes.clone()
+            again += storage_number(made) == place
+            assert recorder.is_fixed(made.view(2, 2))
+    assert again
+
+
+def test_a_record_holds_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_STEPS", 0)
+    step = hfta.make_train_step(
+        nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), replay=True
+    )
+    state = step.init(*hfta.init_params(lambda: nn.Linear(4, 1), [0, 1]), seeds=[0, 1])
+    held = []
+    for _ in range(5):
+        state, _ = step(state, torch.ones(2, 3, 4))
+        held.append(weakref.ref(state.params["weight"]))
+    assert step.status.startswith("replayed")
+    del state
+    gc.collect()
+    assert [one() for one in held] == [None] * 5
 
 
 def test_views_that_read_the_same_memory_are_one_tensor() -> None:

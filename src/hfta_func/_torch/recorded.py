@@ -164,6 +164,10 @@ class Recorder(Mode):
         made = _tree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
+            arguments = (leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            if storage_number(result) not in map(storage_number, arguments):
+                # New memory, perhaps where a tensor was that had been written and is no more.
+                self._written_storages.discard(storage_number(result))
             self._note_fixed(result, made, func, slots_in((given, named)))
         return result
 

@@ -133,7 +133,7 @@ class Record:
         # What the update starts from are the state's own tensors.
         (params, *others), verdict = decision
         outputs = StepOutputs({path: state.params[path] for path in params}, *others)
-        self.first_result = step.finish(state, outputs, verdict)
+        self.first_result: Result | None = step.finish(state, outputs, verdict)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Result:
         """What the step returns."""

@@ -157,7 +157,9 @@ class Replay:
                 shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
             else:
                 step.oracle.calls += 1
-                return record.first_result
+                # The record would hold a second state as long as the step lives.
+                result, record.first_result = record.first_result, None
+                return result
         elif shape.calls and self.left is not None and shape.why_not is None:
             self.status = "eager: a record does not pay for the calls that are left"
         start = time.perf_counter()
