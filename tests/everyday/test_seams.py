@@ -124,6 +124,24 @@ def test_features_of_a_forward_hook_are_read_in_the_loss_and_later(chunk_size):
     assert (features["hidden"] * 2).shape == (3, 6, 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"replay": True}, {"chunk_size": 2}], ids=str)
+def test_features_that_only_the_script_reads_are_those_of_the_latest_call(options):
+    features = {}
+
+    def make_hooked():
+        model = make()
+        model[0].register_forward_hook(lambda layer, args, output: features.__setitem__("hidden", output.detach()))
+        return model
+
+    step = hfta.make_train_step(make_hooked(), mse, hfta.sgd(lr=0.1), batch_dims=None, **options)
+    state = step.init(*hfta.init_params(make_hooked, range(3)), seeds=range(3))
+    for batch in BATCHES:
+        members = hfta.unstack_params(make(), state.params, state.buffers)
+        state, _ = step(state, batch)
+        expected = torch.stack([member[0](batch[0]) for member in members])
+        torch.testing.assert_close(torch.as_tensor(features["hidden"]).as_subclass(torch.Tensor), expected)
+
+
 class Centred:
     """DINO's loss: a centre that moves from call to call."""
 

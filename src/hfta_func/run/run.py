@@ -114,7 +114,7 @@ class Run(Members):
     def state_dict(self) -> dict[str, Any]:
         """What a file holds of the run besides the state."""
         held = {"history": self.history.state_dict(), "running": self.running.state_dict()}
-        held |= {"loader": self.loader.state_dict(), "epochs": "of each member", "lowerings": choices()}
+        held |= {"loader": self.loader.state_dict(), "lowerings": choices()}
         return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
 
     def load(self, path: PathLike) -> None:

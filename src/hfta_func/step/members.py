@@ -163,7 +163,7 @@ class ArrayFunction:
         call, share = with_batch(func, self.takes_hparams), options.share_frozen
         self._bound: Any = bind(model, call, training=self.training, share_frozen=share, **how)
         self._source, self.options = (outline, func), options
-        self.oracle = Oracle(options.verify, held or func, model)
+        self.oracle = Oracle(options.verify, held or func, outline)
         self.members = Members(self._rehearse)
 
     @property
