@@ -854,3 +854,15 @@ def test_an_advice_is_followed(bench, capsys):
     change, step, state = profiles.followed(advice, Alone())
     assert change in advice and change.startswith("rules.override(modules='a'") and step(state, 7) == ("state", 7)
     assert profiles.followed("its kernels are the limit", Alone()) is None
+
+
+def test_short_runs_of_many_kinds_of_networks(bench, capsys, tmp_path):
+    families, file = bench("families"), tmp_path / "families.json"
+    for family in families.FAMILIES.values():
+        (batch,) = {tuple(leaf.shape[0] for leaf in batch) for batch in families.data(family, 2)}
+        assert set(batch) == {2}
+    argv = ["--models", "2", "--steps", "4", "--rounds", "2", "--filter", "linear", "--json", str(file)]
+    assert families.main(argv) == 0
+    assert "linear, SGD" in capsys.readouterr().out
+    (rows,) = (held for key, held in json.loads(file.read_text()).items() if key != "machine")
+    assert rows["linear, SGD"]["ratio"] > 0

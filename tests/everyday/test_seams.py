@@ -422,3 +422,33 @@ def test_a_layer_that_sets_itself_in_its_first_call_is_called_before(has_buffer)
         array(mse, make=functools.partial(ActNorm, has_buffer))
     state = array(mse, make=make_called, template=make_called())
     assert_trained(state, [loop(mse, seed, make_called) for seed in range(3)])
+
+
+class Sized(nn.Module):
+    """Notes the size of its batch, as layers of graph networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = make()
+
+    def forward(self, x):
+        self.size = len(x) * 1000
+        return self.layers(x) * (self.size / 6000)
+
+
+@members
+def test_a_size_that_each_call_notes_keeps_no_step_from_being_replayed(members):
+    step = hfta.make_train_step(Sized(), mse, hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.init_params(Sized, range(members)), seeds=range(members))
+    state, history = hfta.fit(step, state, [*BATCHES, (X, Y)], epochs=60, progress=False)
+    assert history.status.startswith("replayed")
+    for member in range(members):
+        torch.manual_seed(member)
+        model = Sized()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in [*BATCHES, (X, Y)] * 60:
+            optimizer.zero_grad()
+            mse(model, batch).backward()
+            optimizer.step()
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-9, atol=1e-10)

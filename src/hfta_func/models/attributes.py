@@ -134,7 +134,8 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         latest = Attributes(body.model)
         results = _copied(run(body, not altered, buffers))
         again = latest.changed()
-        counted = {path: value for path, value in left.items() if is_number(value) and path in again}
+        # What each call sets to the same, such as ``self.size = len(x)``, counts nothing.
+        counted = {path: x for path, x in left.items() if is_number(x) and again.get(path, x) != x}
         alone = []
         for numbers in (counted, {}):
             body = make()
