@@ -749,7 +749,7 @@ PLANTED = [
     ),
     Planted(
         "batch normalisation is made again to other bits",
-        *("rules/norm_batch.py", "None, None, True, 0.0, eps, cudnn)", "None, None, True, 0.0, 2 * eps, cudnn)"),
+        *("rules/norm.py", "None, None, True, 0.0, eps, cudnn)", "None, None, True, 0.0, 2 * eps, cudnn)"),
         "test_save.py::test_bits_are_the_same",
     ),
     Planted(

@@ -2,8 +2,8 @@
 
 # Importing a family registers its rules.
 # isort: off
-from hfta_func.rules import activation, attention, conv, ctc, distance, embedding, indexing, linear, loss, norm  # noqa: F401
-from hfta_func.rules import norm_batch, packing, pooling, recurrent, reduction, resampling, shape  # noqa: F401
+from hfta_func.rules import attention, conv, ctc, embedding, indexing, linear, loss  # noqa: F401
+from hfta_func.rules import norm, others, pooling, recurrent  # noqa: F401
 # isort: on
 
 from hfta_func.rules._choice import Explanation as Explanation
