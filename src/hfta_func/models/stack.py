@@ -138,7 +138,8 @@ def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, 
         )
     # With a list of GPUs, because PyTorch would otherwise warn if there are several.
     with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+        # Of devices that are not there, PyTorch would note the seed with a traceback each.
+        (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
         return factory(**arguments)
 
 
