@@ -42,7 +42,7 @@ PLANTED = [
     ),
     Planted(
         "evaluation ignores chunk_size",
-        *("step/members.py", "Chunks(options.chunk_size, options", "Chunks(None, options"),
+        *("step/members.py", "Chunks(options.chunk_size)", "Chunks(None)"),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -54,8 +54,8 @@ PLANTED = [
         "groups take the whole batch of the first members",
         *(
             "step/chunks.py",
-            "take_batch(self.batch_dims, batch, slice(start, stop))",
-            "take_batch(self.batch_dims, batch, slice(0, stop - start))",
+            "take_batch(self.dims, self.batch, slice(start, stop))",
+            "take_batch(self.dims, self.batch, slice(0, stop - start))",
         ),
         "test_evaluate.py::test_members_get_their_own_part_of_the_batch",
     ),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 
-from hfta_func._torch import can_look, writes
 from hfta_func._types import Params, Tree
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.scalar_attributes import filled, numbers_text
@@ -24,25 +22,6 @@ def require(state: Any, *others: type) -> None:
     if not isinstance(state, (TrainState, *others)):
         kinds = " or ".join(kind.__qualname__ for kind in (TrainState, *others))
         raise StateError(f"expected a {kinds} but got {type(state).__qualname__}; make one with step.init(...)")
-
-
-@contextlib.contextmanager
-def _unwritten(params: Params) -> Iterator[None]:
-    before = {path: writes(param) for path, param in params.items()}
-    yield
-    for path, count in before.items():
-        if writes(params[path]) != count:
-            raise StateError(
-                f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a step "
-                f"returns anew, or change it between steps: state._replace(params=...); what only a first call "
-                f"writes, write by calling each model once on a batch before stacking"
-            )
-
-
-def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:
-    """A block that raises a StateError if it writes parameters, where that can be seen: a compiler makes copies."""
-    looks = params and can_look(next(iter(params.values())))
-    return _unwritten(params) if looks else contextlib.nullcontext()
 
 
 def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
@@ -72,10 +51,6 @@ class Check:
     def __call__(self, state: TrainState, batch: Tree) -> None:
         """Raise a StateError or a BatchError that names what does not fit."""
         require(state)
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            raise StateError(
-                "a training step needs gradients, and inside torch.inference_mode() there are none; leave it"
-            )
         check_state((state.params, filled(state.buffers, state.hparams)), self._shapes)
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():

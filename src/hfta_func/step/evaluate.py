@@ -125,25 +125,20 @@ class EvalStep(ArrayFunction, Compiled):
             raise StateError(
                 "the state shares trained parameters and the step does not, or the reverse; see shared_params"
             )
-        given = Tensors(keys, {}, state.params, buffers, hparams)
-        trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
+        return self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
 
-        def measure(params: Params, shared: Params) -> dict[str, Tensor]:
-            with torch.set_grad_enabled(self.takes_gradients):
-                return self.compute(given._replace(frozen=params), batch, shared)
-
+    def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> dict[str, Tensor]:
+        """See :class:`ArrayFunction`."""
         try:
-            metrics = self.members.guard(keys, measure, state.params, shared)
+            with torch.set_grad_enabled(self.takes_gradients):
+                metrics = super().compute(given, batch, common, **how)
         except RuntimeError as error:
             if self.takes_gradients or "does not require grad" not in str(error):
                 raise
             # Such as the residual of a differential equation; what others compute needs no graph.
             self.takes_gradients = True
-            metrics = self.members.guard(keys, measure, state.params, shared)
-        metrics = {name: metric.detach() for name, metric in metrics.items()}
-        self.members.has_run(keys)
-        self.compare(trial, given, batch, shared, {"metric": metrics})
-        return metrics
+            return self.compute(given, batch, common, **how)
+        return {name: metric.detach() for name, metric in metrics.items()}
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> dict[str, Tensor]:
         if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):

@@ -20,17 +20,17 @@ from hfta_func._torch import (
     inside_transform,
     is_walked,
     set_compiling,
+    writes,
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
-from hfta_func.errors import LossError
+from hfta_func.errors import LossError, StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.sharing import base_of
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import copied, is_plain, leaf_dims, numbered, of_member, plain, restored, take_batch
-from hfta_func.step.check import unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.verify import Case, Oracle, Trial, autocasting, same
@@ -67,10 +67,18 @@ class Members:
 
         Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
         """
-        if self.is_first(keys):
-            params = copied(params)
-        with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
-            return call(*params)
+        params = copied(params) if self.is_first(keys) else params
+        # A compiler makes copies.
+        every = [(*pair, writes(pair[1])) for tree in params for pair in tree.items()] if can_look(keys) else []
+        result = call(*params)
+        for path, param, count in every:
+            if writes(param) != count:
+                raise StateError(
+                    f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a "
+                    f"step returns anew, or change it between steps: state._replace(params=...); what only a first call "
+                    f"writes, write by calling each model once on a batch before stacking"
+                )
+        return result
 
     def rehearse(self, *given: Tree) -> None:
         """Make the ``rehearsal`` while a compiler traces, once in each trace, as padded sizes depend on shapes.
@@ -103,22 +111,7 @@ class Members:
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
-        if can_look(keys) and not is_walked():
-            self._has_run = True
-
-
-def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:
-    """``func(model, batch)``, or ``func(model, batch, hparams)``, for :func:`bind`: a function of a plain tree.
-
-    Its argument ``like`` returns the batch whose containers the tree is put back into. A loss or a metric may write its
-    batch and its numbers, so it gets copies.
-    """
-
-    def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
-        batch = restored(copied(tree), like())
-        return func(model, batch, copied(hparams)) if takes_hparams else func(model, batch)
-
-    return call
+        self._has_run |= can_look(keys) and not is_walked()
 
 
 class Tensors(NamedTuple):
@@ -159,9 +152,14 @@ class ArrayFunction:
         **how: Any,
     ):
         self.takes_hparams = num_positional(func) >= 3
-        self.chunks = Chunks(options.chunk_size, options.batch_dims)
-        call, share = with_batch(func, self.takes_hparams), options.share_frozen
-        self._bound: Any = bind(model, call, training=self.training, share_frozen=share, **how)
+        self.chunks = Chunks(options.chunk_size)
+
+        def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
+            # A loss or a metric may write its batch and its numbers.
+            arguments = copied((tree, hparams) if self.takes_hparams else (tree,))
+            return func(model, restored(arguments[0], like()), *arguments[1:])
+
+        self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
         self._source, self.options = (outline, func), options
         self.oracle = Oracle(options.verify, held or func, outline)
         self.members = Members(self._rehearse)
@@ -206,13 +204,24 @@ class ArrayFunction:
         self.members.rehearse(given, batch, common)
         run = functools.partial(self._run, batch, common=common)
         calls = self.oracle.as_one_call(run, len(given.keys))
-        results = self._chunks(batch)(calls or run, given, plain(batch), **how)
+        results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)
         if calls is not None:
             calls.end()
         return results
 
-    def _chunks(self, batch: Tree) -> Chunks:
-        return self.chunks
+    def called(self, given: Tensors, batch: Tree, shared: Params, base: Params) -> Any:
+        """The results of all members, which write no parameter, compared with members alone in some calls."""
+        trial = None if torch.compiler.is_compiling() else self.oracle(given.keys, plain(batch))
+
+        def run(trained: Params, frozen: Params, shared: Params) -> Any:
+            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
+
+        outputs = self.members.guard(given.keys, run, given.trained, given.frozen, shared)
+        self.members.has_run(given.keys)
+        if trial is not None:
+            common = shared | base
+            self.compare(trial, given, batch, common, None if given.trained else self._results(outputs, given, common))
+        return outputs
 
     def compare(self, trial: Trial | None, given: Tensors, batch: Tree, common: Params, results: Any = None) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
@@ -248,7 +257,8 @@ class ArrayFunction:
             members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
             run = functools.partial(self._run, batch, common=held, judged=judged)
             with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
-                outputs = self._chunks(batch)(run, members, cast(plain(batch)), size=watch and len(given.keys))
+                size = watch and len(given.keys)
+                outputs = self.chunks(run, members, cast(plain(batch)), self.dims_of(batch), size=size)
                 return self._results(outputs, members, held)
 
         return Case(
@@ -264,9 +274,6 @@ class ArrayFunction:
 
 def num_positional(func: Callable[..., Any]) -> int:
     """How many arguments a loss or a metric takes by position."""
-    if not callable(func) or (isinstance(func, nn.Module) and type(func).__module__.startswith("torch.nn.")):
-        cure = "write one, such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
-        raise LossError(f"{type(func).__qualname__} is no function of a model and a batch; {cure}")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(func).parameters.values())
 

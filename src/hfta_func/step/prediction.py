@@ -17,7 +17,6 @@ from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import apart, check_batch, plain
 from hfta_func.step.batch import together as joined
-from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params, stacked
@@ -285,25 +284,12 @@ class Predicting(ArrayFunction):
         differs = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
         trained, frozen = ({k: x for k, x in stacked.params.items() if (k in differs) == on} for on in (True, False))
         given = Tensors(keys, trained, frozen, stacked.buffers, {})
-        trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
-
-        def together(trained: Params, frozen: Params, shared: Params) -> Any:
-            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
-
-        outputs, buffers = self.members.guard(keys, together, trained, frozen, shared)
-        self.members.has_run(keys)
-        outputs = joined(outputs, self._rest)
-        results = None if trained else {"output": _named(outputs), "buffer": buffers}
-        self.compare(trial, given, batch, shared | base, results)
-        return outputs, buffers
+        outputs, buffers = self.called(given, batch, shared, base)
+        return joined(outputs, self._rest), buffers
 
     def dims_of(self, batch: Any) -> Tree:
         """See :class:`ArrayFunction`."""
         return (batch.dims, None, None) if isinstance(batch.dims, tuple) else batch.dims
-
-    def _chunks(self, batch: Tree) -> Chunks:
-        # Members that branch differently run in groups.
-        return Chunks(None, self.dims_of(batch))
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         def tensors(output: Any, buffers: Params) -> Any:
