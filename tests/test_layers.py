@@ -90,8 +90,6 @@ FILES_IN = {
             "state",
             "allocator",
             "batch",
-            "failures",
-            "amp",
             "options",
             "chunks",
             "check",
@@ -99,7 +97,6 @@ FILES_IN = {
             "gradients",
             "records",
             "replay",
-            "shared",
             "judge",
         ),
         *(

@@ -120,12 +120,12 @@ PLANTED = [
     ),
     Planted(
         "loss scales of inactive members change",
-        *("step/amp.py", "torch.where(active, scale, state.scale)", "scale"),
+        *("step/options.py", "torch.where(active, scale, state.scale)", "scale"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
         "growth of inactive members is counted",
-        *("step/amp.py", "torch.where(active, streak, state.growth_tracker)", "streak"),
+        *("step/options.py", "torch.where(active, streak, state.growth_tracker)", "streak"),
         "test_step.py::test_scales_of_members_that_do_not_take_part_stay",
     ),
     Planted(
@@ -163,7 +163,7 @@ PLANTED = [
     Planted(
         "the finite check sums in float32",
         *(
-            "step/failures.py",
+            "step/judge.py",
             "leaf.sum([*range(1, leaf.dim())], dtype=wide)",
             "leaf.sum([*range(1, leaf.dim())])",
         ),
@@ -172,7 +172,7 @@ PLANTED = [
     Planted(
         "the finite check looks at the first entry alone",
         *(
-            "step/failures.py",
+            "step/judge.py",
             "torch.stack([leaf.sum() for leaf in leaves])",
             "torch.stack([leaf.flatten()[0] for leaf in leaves])",
         ),
@@ -180,17 +180,17 @@ PLANTED = [
     ),
     Planted(
         "one rounding noise for all leaves",
-        *("step/amp.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
+        *("step/options.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
         "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
     ),
     Planted(
         "one rounding noise at every step",
-        *("step/amp.py", "random.fold_in(random.fold_in(keys, step), _ROUNDING)", "random.fold_in(keys, _ROUNDING)"),
+        *("step/options.py", "random.fold_in(random.fold_in(keys, step), _ROUNDING)", "random.fold_in(keys, _ROUNDING)"),
         "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
     ),
     Planted(
         "a loss scale reaches infinity",
-        *("step/amp.py", "        scale = torch.where(scale.isfinite(), scale, state.scale)\n", ""),
+        *("step/options.py", "        scale = torch.where(scale.isfinite(), scale, state.scale)\n", ""),
         "test_step.py::test_a_scale_never_becomes_infinite",
     ),
     Planted(
@@ -292,7 +292,7 @@ PLANTED = [
     ),
     Planted(
         "the imaginary part of a gradient is not looked at",
-        *("step/failures.py", "return leaf.sum(", "return leaf.real.sum("),
+        *("step/judge.py", "return leaf.sum(", "return leaf.real.sum("),
         "test_promises.py::test_a_gradient_whose_imaginary_part_is_not_finite",
     ),
     Planted(
@@ -779,12 +779,12 @@ PLANTED = [
     ),
     Planted(
         "a member that failed spoils what all share",
-        *("step/shared.py", "if keep is not None and not outputs.summed:", "if False:"),
+        *("step/commit.py", "if keep is not None and not outputs.summed:", "if False:"),
         "test_shared.py::test_a_member_that_fails_contributes_nothing",
     ),
     Planted(
         "what members share is updated although all have failed",
-        *("step/shared.py", "None if keep is None else keep.any().reshape(1)", "None"),
+        *("step/commit.py", "None if keep is None else keep.any().reshape(1)", "None"),
         "test_shared.py::test_nothing_is_updated_where_all_fail",
     ),
     Planted(

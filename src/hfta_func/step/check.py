@@ -28,10 +28,8 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
     """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
     unused = sorted({*names} - known)
     if unused and not takes_hparams:
-        raise HyperparameterError(
-            f"hparams {unused} would not be used: the loss function takes only (model, batch); give it a third argument, "
-            f"or name a number of the model by its path: {numbers_text(known, unused[0])}"
-        )
+        cure = f"give it a third argument, or name a number of the model by its path: {numbers_text(known, unused[0])}"
+        raise HyperparameterError(f"hparams {unused} would not be used: the loss takes only (model, batch); {cure}")
     wrong = [name for name in unused if "." in name]
     if wrong:
         raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")

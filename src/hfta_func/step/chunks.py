@@ -89,10 +89,8 @@ class Chunks:
             turns, why = [*range(1, count)], f"members run one after another, because they cannot run as one: {cause}"
         else:
             turns = [i for i in range(1, count) if sides[i] != sides[i - 1]]
-            why = (
-                f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; compute with "
-                f"tensors instead (torch.where, masks)"
-            )
+            cure = "members with different values run in groups; compute with tensors instead (torch.where, masks)"
+            why = f"{where.rstrip(',')} branches on the value of a tensor, and {cure}"
         silence = "silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)"
         warnings.warn(f"{why}, or {silence}", LoopWarning, stacklevel=2)
         return self._apart(job, [0, *turns, count])

@@ -1,39 +1,108 @@
-"""The only writer of a step: the next state, in new tensors or in those of the old one, and the ways to update parameters."""
+"""The only writer of a step: the next state, in new tensors or in those of the old one, and the ways to update parameters.
+
+Parameters that all members share and train start, are checked and are updated here, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import where, write
-from hfta_func._types import Params, Tree
+from hfta_func._tree import per_model, where, write
+from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
+from hfta_func.errors import StackError, StateError
+from hfta_func.models.sharing import shared_of
 from hfta_func.optim import GradientTransformation, apply_updates
 from hfta_func.optim._base import is_of_package, renew
-from hfta_func.step import amp
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.judge import Verdict
-from hfta_func.step.options import Options
-from hfta_func.step.shared import Sharing
-from hfta_func.step.state import TrainState
-
-Update = Callable[["Tensor | None"], tuple[Params, Tree]]
-"""``update(keep) -> (params, opt_state)``, new for members where ``keep`` (``bool[M]``, None is all) is True."""
-
-Way = Callable[[GradientTransformation, TrainState, StepOutputs], Update]
+from hfta_func.step.options import Options, round_stochastically, widen
+from hfta_func.step.state import TrainState, check_optimizer, shared_params, without_memory
 
 # Negative, as all numbers are that this package folds into the keys of a state.
 NOISE = -(2**62) - 2**61
 
 
+class Sharing:
+    """The shared parameters of a step.
+
+    Args:
+        model: The model that gives their first values.
+        paths: What ``shared_params`` names; empty if members share nothing that is trained.
+        optimizer: What updates them.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
+        self.paths = frozenset(shared_of(model, paths))
+        self._optimizer = optimizer
+        if self.paths and self.paths >= {path for path, param in model.named_parameters() if param.requires_grad}:
+            raise StackError("shared_params leaves members no trained parameter of their own; name fewer")
+
+    def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
+        """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
+        if not self.paths:
+            return ()
+        named = model.named_parameters()
+        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.paths}
+        # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
+        return Shared(params, self._optimizer.init(_as_one(params)))
+
+    def check(self, state: TrainState) -> None:
+        """Raise a StateError unless the state shares what the step does."""
+        shared = state.shared
+        params = shared_params(state)
+        if params.keys() != self.paths:
+            raise StateError(f"the step shares {[*self.paths]}, and the state does not; make one with step.init(...)")
+        if isinstance(shared, Shared):
+            expected = without_memory(self._optimizer.init, _as_one(params))
+            check_optimizer(shared.opt_state, expected, "state.shared.opt_state", "shared_optimizer")
+
+    def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+        """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
+        shared = state.shared
+        if not isinstance(shared, Shared):
+            return ()
+        grads = outputs.shared
+        if keep is not None and not outputs.summed:
+            # Not a product, since 0 times NaN is NaN.
+            grads = {path: torch.where(per_model(keep, grad).bool(), grad, 0) for path, grad in grads.items()}
+        if not outputs.summed:
+            grads = {path: grad.sum(0, keepdim=True) for path, grad in grads.items()}
+        any_kept = None if keep is None else keep.any().reshape(1)
+        # Noise of an optimizer comes from all members, in any order.
+        key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))
+        with contextlib.nullcontext() if is_of_package(self._optimizer) else routed_by_member(key):
+            params, opt_state = renew(
+                self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
+            )
+        return Shared({path: param[0] for path, param in params.items()}, opt_state)
+
+
+def _as_one(params: Params) -> Params:
+    return {path: param[None] for path, param in params.items()}
+
+
 def commit(
-    state: TrainState, outputs: StepOutputs, verdict: Verdict, update: Update, sharing: Sharing, options: Options
+    state: TrainState,
+    outputs: StepOutputs,
+    verdict: Verdict,
+    optimizer: GradientTransformation,
+    sharing: Sharing,
+    options: Options,
+    in_place: bool,
 ) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep
-    params, opt_state = update(keep)
+    # An optimizer of the user's own may draw random numbers: from the members' keys.
+    key = None if is_of_package(optimizer) else random.fold_in(state.keys, state.step + NOISE)
+    with contextlib.nullcontext() if key is None else routed_by_member(key):
+        update = rounded if options.stochastic_rounding else renewed
+        params, opt_state = update(optimizer, state, outputs, keep, in_place)
     after = TrainState(
         params={path: params.get(path, param) for path, param in state.params.items()},
         buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
@@ -52,52 +121,24 @@ def commit(
     return state
 
 
-def select_update_mode(options: Options, optimizer: GradientTransformation, rewrites_params: bool) -> Way:
-    """The way to update that the options ask for; of a model that ``rewrites_params`` gradients are computed in a copy."""
-    way = rounded if options.stochastic_rounding else in_place if options.donate and not rewrites_params else plain
-    if is_of_package(optimizer):
-        return way
-
-    def drawing(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-        """The same for an optimizer that may draw random numbers: from the members' keys."""
-        renewed = way(optimizer, state, outputs)
-
-        def update(keep: Tensor | None) -> tuple[Params, Tree]:
-            with routed_by_member(random.fold_in(state.keys, state.step + NOISE)):
-                return renewed(keep)
-
-        return update
-
-    return drawing
+def renewed(
+    optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs, keep: Tensor | None, in_place: bool
+) -> tuple[Params, Tree]:
+    """Parameters and the optimizer's state, new for members where ``keep`` is True, in new tensors or the state's own."""
+    old = {path: state.params[path] for path in outputs.params}
+    params, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=in_place)
+    # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
+    if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):
+        params = where(keep, params, old)
+    return params, opt_state
 
 
-def plain(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-    """Update into new tensors."""
-
-    def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
-        params = {path: state.params[path] for path in outputs.params}
-        renewed, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep)
-        if keep is not None and any(params[path] is not param for path, param in outputs.params.items()):
-            renewed = where(keep, renewed, params)
-        return renewed, opt_state
-
-    return update
-
-
-def in_place(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-    """Update into the state's own tensors, which saves memory and, for large models, time."""
-    return lambda keep: renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=True)
-
-
-def rounded(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
+def rounded(
+    optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs, keep: Tensor | None, in_place: bool
+) -> tuple[Params, Tree]:
     """Update in float32 and round at random to the parameters' own bfloat16."""
-
-    def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        wide = amp.widen(outputs.params)
-        updates, opt_state = optimizer.update(amp.widen(outputs.grads), state.opt_state, wide)
-        params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), outputs.params)
-        old = {path: state.params[path] for path in params}, state.opt_state
-        return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
-
-    return update
+    wide = widen(outputs.params)
+    updates, opt_state = optimizer.update(widen(outputs.grads), state.opt_state, wide)
+    params = round_stochastically(state.keys, state.step, apply_updates(wide, updates), outputs.params)
+    old = {path: state.params[path] for path in params}, state.opt_state
+    return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)

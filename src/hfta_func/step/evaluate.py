@@ -78,9 +78,9 @@ class EvalStep(ArrayFunction, Compiled):
 
     training = False
 
-    def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
+    def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options, held: Any = None):
         self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
-        super().__init__(model, self._made_from[0], metric_fn, options)
+        super().__init__(model, self._made_from[0], metric_fn, options, held)
         self._name = getattr(metric_fn, "__name__", "metric")
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
 
@@ -116,15 +116,11 @@ class EvalStep(ArrayFunction, Compiled):
         if isinstance(state, TrainState):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
         elif self.takes_hparams:
-            raise StateError(
-                f"{self._name} takes hparams, which a Stacked does not hold; pass a state of step.init(...)"
-            )
+            raise StateError(f"{self._name} takes hparams, which a Stacked has not; pass a state of step.init(...)")
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
         if bool(shared) != bool(self.options.shared_params):
-            raise StateError(
-                "the state shares trained parameters and the step does not, or the reverse; see shared_params"
-            )
+            raise StateError("only one of state and step shares trained parameters; see shared_params")
         return self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
 
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> dict[str, Tensor]:

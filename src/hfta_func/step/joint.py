@@ -15,11 +15,11 @@ from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
 from hfta_func._types import Params, Tree
-from hfta_func.errors import LossError, StackError, StateError
+from hfta_func.errors import StackError, StateError
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
 from hfta_func.step.check import require
-from hfta_func.step.failures import Failure
+from hfta_func.step.judge import Failure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Oracle
@@ -73,19 +73,20 @@ class JointStep(Compiled):
 
     def __init__(self, steps: Mapping[str, TrainStep], every: Mapping[str, int], once: bool = False):
         self._made_from = steps, every, once
-        if not steps:
-            raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
         for name, count in every.items():
-            if name not in steps or not isinstance(count, int) or count < 1:
+            if name not in steps or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         (first, *_), last = steps.values(), [*steps][-1]
         for name, step in steps.items():
-            if step.options.shared_params:
-                raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
-            for field in ("batch_dims", "share_frozen", "donate"):
-                value, other = getattr(step.options, field), getattr(first.options, field)
+            for field in ("batch_dims", "share_frozen", "donate", "shared_params"):
+                value, other = (
+                    getattr(step.options, field),
+                    () if field == "shared_params" else getattr(first.options, field),
+                )
                 if value != other:
-                    raise ValueError(f"{field} is {value} for '{name}' but {other} before; give all steps the same")
+                    raise ValueError(
+                        f"{field} is {value} for '{name}'; in a joint step it must be {other} for all networks"
+                    )
             for path, other in step._shapes.ties.items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():

@@ -1,18 +1,137 @@
-"""Which members to update, their next loss scales, and what the step reports."""
+"""Which members have failed, which to update, their next loss scales, and what the step reports."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look
+from hfta_func._kernels import nonfinite
+from hfta_func._kernels.operators import DEFINITIONS, define_operator
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._types import Tree
-from hfta_func.step.failures import Failure, diagnose, refuse
+from hfta_func.errors import NonFiniteError
+from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
+
+
+class Failure(enum.IntEnum):
+    """Why a member was not updated, in ``metrics["failure"]`` of a training step."""
+
+    NONE = 0
+    """It was updated."""
+    LOSS = 1
+    """Its loss is NaN or infinite."""
+    GRADIENT = 2
+    """Its loss is finite, its gradient is not."""
+    OVERFLOW = 3
+    """Its gradient overflowed under a loss scale, which was then lowered."""
+
+
+def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
+    leaves = [losses, *grads]
+    # Transforms have no rule for the operator, and other runtimes do not know it.
+    if torch.compiler.is_compiling():
+        as_one = len(leaves) > MAX_INLINE_LEAVES and not torch.compiler.is_exporting() and not inside_transform()
+    else:
+        as_one = num_dispatch_modes() == num_recorders() > 0
+    if as_one and losses.device.type == "cpu":
+        _define()
+        return torch.ops.hfta_func.diagnose(losses, leaves[1:])
+    if can_look(losses) and (kernel := _kernel_for(leaves)) is not None:
+        # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
+        return kernel([leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves])
+    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
+    sums = torch.stack([_sum(leaf) for leaf in leaves]).isfinite()
+    failure = torch.where(sums.all(0), int(Failure.NONE), int(Failure.GRADIENT))
+    return torch.where(sums[0], failure, int(Failure.LOSS))
+
+
+def _sum(leaf: Tensor) -> Tensor:
+    """A number for each member that is finite exactly if all of its values are."""
+    wide = torch.promote_types(leaf.dtype, torch.float64)
+    # In float64, sums of narrower values do not overflow, and of values that are as wide, not if they are scaled down.
+    leaf = leaf * 2.0**-64 if leaf.dtype == wide else leaf
+    # Over all axes, in whatever order they are in memory: a gradient may be transposed.
+    return leaf.sum([*range(1, leaf.dim())], dtype=wide) if leaf.dim() > 1 else leaf.to(wide)
+
+
+def _kernel_for(leaves: Sequence[Tensor]) -> Callable[[list[Tensor]], Tensor] | None:
+    """The kernel for dense leaves of these shapes."""
+    models, dtype = len(leaves[0]), leaves[0].dtype
+    plain = all(type(leaf) is Tensor and leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves)
+    run = nonfinite.program(dtype) if plain and models else None
+    if run is None:
+        return None
+    sizes = [leaf.numel() // models for leaf in leaves]
+
+    def diagnose(leaves: list[Tensor]) -> Tensor:
+        failure = torch.zeros(models, dtype=torch.int64)
+        run(sizes, models, [leaves, failure])
+        return failure
+
+    return diagnose
+
+
+def _prepare(losses: Tensor, grads: Sequence[Tensor]) -> Callable[..., Tensor] | None:
+    kernel = _kernel_for([losses, *grads]) if all(map(_is_dense, (losses, *grads))) else None
+    return kernel and (lambda losses, grads: kernel([losses, *grads]))
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    if leaf.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(leaf.stride()[1:], leaf.shape[1:], strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return leaf.stride(0) == expected or leaf.shape[0] == 1
+
+
+def refuse(failure: Tensor, step: Tensor, network: str = "") -> Tensor:
+    """Raise a NonFiniteError if a member, or its ``network``, has failed, at its step ``int64[M]``; give ``failure`` back."""
+    if torch.compiler.is_compiling():
+        _define()
+        return torch.ops.hfta_func.refuse(failure, step, network)
+    return _refuse(failure, step, network)
+
+
+def _refuse(failure: Tensor, step: Tensor, network: str) -> Tensor:
+    for member, (code, at) in enumerate(zip(failure.tolist(), step.tolist(), strict=True)):
+        if code in (Failure.LOSS, Failure.GRADIENT):
+            what = ("loss" if code == Failure.LOSS else "gradient") + (f" of its '{network}'" if network else "")
+            raise NonFiniteError(
+                f"model {member}: the {what} is not finite at step {at}; lower its learning rate or clip its gradients, or "
+                f"go on without it: nonfinite='skip' leaves out the update, nonfinite='freeze' the member"
+            )
+    return failure.clone()
+
+
+@constant_to_compiler
+def _define() -> bool:
+    """Define the same functions as operators, which graphs hold as a whole."""
+    define_operator(
+        "refuse(Tensor failure, Tensor step, str network) -> Tensor",
+        {"CompositeExplicitAutograd": _refuse},
+        fake=lambda failure, step, network: torch.empty_like(failure),
+    )
+    define_operator(
+        "diagnose(Tensor losses, Tensor[] grads) -> Tensor",
+        {"CPU": diagnose},
+        fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
+        prepare=_prepare,
+    )
+    return True
+
+
+DEFINITIONS.append(("diagnose", _define))
 
 
 class Verdict(NamedTuple):

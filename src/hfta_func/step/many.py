@@ -68,9 +68,7 @@ class ManySteps(Compiled):
         tree = plain(batches)
         counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(tree)}
         if len(counts) != 1 or 0 in counts:
-            raise BatchError(
-                f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
-            )
+            raise BatchError(f"the batches have {sorted(counts)} as first axes; stack as many in each, [K, M, N, ...]")
         return looped(lambda state, batch, _: step(state, restored(batch, batches)), state, tree, counts.pop())
 
     def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
@@ -153,16 +151,13 @@ class Loop(ManySteps):
         with torch.set_grad_enabled(inside_transform()):
             result = collect(state)
         if path := written():
-            raise StateError(
-                f"collect writes {path} in place, which stays as it is for members that are not active; return new tensors, "
-                f"such as rl.written(...) without donate=True"
-            )
+            raise StateError(f"collect writes {path} in place; return new tensors, rl.written(...) without donate=True")
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
         for name, value in check_metrics(parts[2]).items():
             if value.shape[:1] != state.keys.shape:
                 raise LossError(
-                    f"metric '{name}' of collect is {[*value.shape]}; give each model its part, [{len(state.keys)}, ...]"
+                    f"metric '{name}' of collect is {[*value.shape]}; give each of {len(state.keys)} models one"
                 )
         return parts
 
