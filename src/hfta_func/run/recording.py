@@ -109,7 +109,7 @@ def marking(kind: str) -> Iterator[None]:
     places += [(noise, "drop", "noise")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (commit.Sharing, "update", "update")]
     places += [(Gradients, "__call__", GRADIENTS), (replay.Replay, "__call__", "replayed")]
-    places += [(commit, "renewed", "update"), (commit, "rounded", "update"), (train, "commit", "commit")]
+    places += [(commit, "renewed", "update"), (train, "commit", "commit")]
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places if kind != "compiled" else ():
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))

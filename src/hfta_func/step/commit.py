@@ -17,11 +17,11 @@ from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
 from hfta_func.errors import StackError, StateError
 from hfta_func.models.sharing import shared_of
-from hfta_func.optim import GradientTransformation, apply_updates
+from hfta_func.optim import GradientTransformation
 from hfta_func.optim._base import is_of_package, renew
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.judge import Verdict
-from hfta_func.step.options import Options, round_stochastically, widen
+from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, check_optimizer, shared_params, without_memory
 
 # Negative, as all numbers are that this package folds into the keys of a state.
@@ -101,8 +101,7 @@ def commit(
     # An optimizer of the user's own may draw random numbers: from the members' keys.
     key = None if is_of_package(optimizer) else random.fold_in(state.keys, state.step + NOISE)
     with contextlib.nullcontext() if key is None else routed_by_member(key):
-        update = rounded if options.stochastic_rounding else renewed
-        params, opt_state = update(optimizer, state, outputs, keep, in_place)
+        params, opt_state = renewed(optimizer, state, outputs, keep, in_place)
     after = TrainState(
         params={path: params.get(path, param) for path, param in state.params.items()},
         buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
@@ -131,14 +130,3 @@ def renewed(
     if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):
         params = where(keep, params, old)
     return params, opt_state
-
-
-def rounded(
-    optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs, keep: Tensor | None, in_place: bool
-) -> tuple[Params, Tree]:
-    """Update in float32 and round at random to the parameters' own bfloat16."""
-    wide = widen(outputs.params)
-    updates, opt_state = optimizer.update(widen(outputs.grads), state.opt_state, wide)
-    params = round_stochastically(state.keys, state.step, apply_updates(wide, updates), outputs.params)
-    old = {path: state.params[path] for path in params}, state.opt_state
-    return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)

@@ -77,16 +77,11 @@ class JointStep(Compiled):
             if name not in steps or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         (first, *_), last = steps.values(), [*steps][-1]
+        alike = {name: getattr(first.options, name) for name in ("batch_dims", "share_frozen", "donate")}
         for name, step in steps.items():
-            for field in ("batch_dims", "share_frozen", "donate", "shared_params"):
-                value, other = (
-                    getattr(step.options, field),
-                    () if field == "shared_params" else getattr(first.options, field),
-                )
-                if value != other:
-                    raise ValueError(
-                        f"{field} is {value} for '{name}'; in a joint step it must be {other} for all networks"
-                    )
+            for field, other in (alike | {"shared_params": ()}).items():
+                if (value := getattr(step.options, field)) != other:
+                    raise ValueError(f"{field} is {value} for '{name}'; in a joint step it must be {other} for all")
             for path, other in step._shapes.ties.items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():

@@ -186,27 +186,23 @@ class _StackedHook:
             return None
         if torch.compiler.is_compiling():
             raise StateError("a hook of a layer of an Ensemble cannot be compiled; remove it, or call it uncompiled")
-        leaves, spec = pytree.tree_flatten(given)
         interpreter: Any = _torch.current_interpreter() if _torch.interpreters() is not None else None
         if not hasattr(interpreter, "batch_size"):
             # A single member runs without vmap.
-            leaves = [leaf[None] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            result = self._hook(self._layer, *pytree.tree_unflatten(leaves, spec))
+            one = pytree.tree_map(lambda leaf: leaf[None] if isinstance(leaf, Tensor) else leaf, given)
+            result = self._hook(self._layer, *one)
             return pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, result)
         level, count = interpreter.level(), interpreter.batch_size()
-        plain, dims = _torch.unwrap_leaves(tuple(leaves), level)
+
+        def stacked(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        plain, dims = _torch.unwrap_leaves(given, level)
         with interpreter.lower():
-            stacked = [
-                _models_first(x, dim, count) if isinstance(x, Tensor) else x for x, dim in zip(plain, dims, strict=True)
-            ]
-            result = self._hook(self._layer, *pytree.tree_unflatten(stacked, spec))
-        leaves, spec = pytree.tree_flatten(result)
-        dims = tuple(0 if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return pytree.tree_unflatten([*_torch.wrap_leaves(tuple(leaves), dims, level)], spec)
-
-
-def _models_first(x: Tensor, dim: int | None, count: int) -> Tensor:
-    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+            result = self._hook(self._layer, *pytree.tree_map(stacked, plain, dims))
+        return pytree.tree_map(lambda x: _torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x, result)
 
 
 def without_stacked_hooks(model: nn.Module) -> nn.Module:

@@ -11,13 +11,9 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func import random
-from hfta_func._types import Params, PerModel, Tree
+from hfta_func._types import PerModel, Tree
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
 from hfta_func.verify import Verify
-
-# Keeps the noise of rounding apart from that of the model.
-_ROUNDING = -(2**61) - 2
 
 LossScaleState = namedtuple("LossScaleState", ["scale", "growth_tracker", "hyperparams"])
 """Each member's loss scale, updates since it last changed, and its hyperparameters."""
@@ -89,38 +85,13 @@ class LossScale:
         )
 
 
-def widen(params: Params) -> Params:
-    """The parameters, with bfloat16 converted to float32."""
-    return {path: param.float() if param.dtype == torch.bfloat16 else param for path, param in params.items()}
-
-
-def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Params) -> Params:
-    """Round float32 leaves to the bfloat16 of ``params``, up or down at random so that the expected value is exact.
-
-    References:
-        Gupta et al., "Deep learning with limited numerical precision", ICML 2015.
-        Zamirai et al., "Revisiting bfloat16 training", arXiv:2010.06192, 2020.
-    """
-    keys = random.fold_in(random.fold_in(keys, step), _ROUNDING)
-    rounded: Params = {}
-    for site, (path, leaf) in enumerate(wide.items()):
-        if params[path].dtype != torch.bfloat16:
-            rounded[path] = leaf
-            continue
-        # A bfloat16 is the upper half of a float32; a carry out of the lower half rounds up.
-        noise = (random.bits(random.fold_in(keys, site), leaf.shape[1:]) & 0xFFFF).to(torch.int32)
-        moved = ((leaf.view(torch.int32) + noise) & -0x10000).view(torch.float32)
-        rounded[path] = torch.where(leaf.isfinite(), moved, leaf).to(torch.bfloat16)
-    return rounded
-
-
 _CHOICES = (
     ("autocast", (None, torch.bfloat16, torch.float16), "torch.bfloat16, torch.float16, or None"),
     ("nonfinite", ("skip", "freeze", "raise"), "'skip', 'freeze' or 'raise'"),
     ("replay", (None, True, False), "True, False, or None for replays in fit only"),
     ("save", ("all", "less"), "'all' or 'less'"),
     ("verify", ("first", True, False), "'first', True or False"),
-    *((name, (True, False), "True or False") for name in ("stochastic_rounding", "donate", "share_frozen")),
+    *((name, (True, False), "True or False") for name in ("donate", "share_frozen")),
 )
 
 
@@ -136,7 +107,6 @@ class Options:
     chunk_size: int | Literal["auto"] | None = None
     autocast: torch.dtype | None = None
     loss_scale: LossScale | PerModel | None = None
-    stochastic_rounding: bool = False
     nonfinite: Literal["skip", "freeze", "raise"] = "skip"
     checkpoint: bool | Sequence[str] = False
     save: Literal["all", "less"] = "all"
@@ -162,8 +132,6 @@ class Options:
             # 1 is equal to True, and no choice.
             if not any(type(value) is type(one) and value == one for one in known):
                 raise ValueError(f"{name} is {value!r}; it must be {text}")
-        if self.shared_params and self.stochastic_rounding:
-            raise ValueError("stochastic_rounding draws from a member's key, which shared_params do not have")
         scale = self.loss_scale
         if scale is not None and not isinstance(scale, LossScale):
             scale = LossScale(scale, backoff_factor=1.0, growth_factor=1.0)

@@ -117,6 +117,7 @@ class Record:
 
     def __init__(self, step: Any, state: TrainState, batch: Tree):
         self.reads, self.is_checked, self.uses = reached_by(step), False, 0
+        self.why_not: str | None = None
         self._second: Tape | None = None
         self._looks, fixed = can_look(state.keys), member_sizes(state)
         with only_computing(self.reads, step._made_from[1], state.keys.device):
@@ -147,27 +148,20 @@ class Record:
             return step.finish(state, StepOutputs(*parts), verdict)
         return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
 
-    def check(self, step: Any, state: TrainState, batch: Tree, trial: Any) -> tuple[Result, str | None]:
-        """What the step returns, compared with the record; why the record is wrong, if it is."""
-        step._check(state, batch)
-        outputs, verdict = step.decide(state, batch)
-        step._gradients.check(trial, state, batch, outputs)
-        why_not = self._differs(step, state, batch, (outputs[:-1], verdict))
-        self.is_checked = why_not is None
-        return step.finish(state, outputs, verdict), why_not
-
-    def _differs(self, step: Any, state: TrainState, batch: Tree, decision: Any) -> str | None:
+    def check(self, step: Any, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
+        """Compare what the step has decided with the record, which is used from then on, or says why not."""
+        decision = outputs[:-1], verdict
         decides = leaves(decision)
         try:
             if not all(map(_same_bits, decides, self._first.rehearse(leaves((state, batch))))):
-                return "its record gives other values than the functions, which read what cannot be seen"
-            if self._second is not None:
+                self.why_not = "its record gives other values than the functions, which read what cannot be seen"
+            elif self._second is not None:
                 expected = leaves(_written(step, state, decision))
                 if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decides]))):
                     self._second = None
         except Exception as error:
-            return f"its record cannot run: {type(error).__name__}"
-        return None
+            self.why_not = f"its record cannot run: {type(error).__name__}"
+        self.is_checked = self.why_not is None
 
 
 def member_sizes(state: TrainState) -> list[Tensor]:

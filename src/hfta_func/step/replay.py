@@ -144,10 +144,9 @@ class Replay:
         """An eager call, in which a record is checked, made, or found to pay."""
         step = self._step
         if record is not None:
-            trial = step.oracle(state.keys, batch)
-            result, why_not = record.check(step, state, batch, trial)
-            if why_not is not None:
-                shape.refuse(why_not)
+            result = step.eagerly(state, batch, functools.partial(record.check, step, state, batch))
+            if record.why_not is not None:
+                shape.refuse(record.why_not)
             return result
         if shape.pays(self.left) and not step.oracle.is_next():
             try:
@@ -172,22 +171,13 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
     """Why this call cannot be replayed, whatever the functions do."""
     if type(state) is not TrainState or torch.is_inference_mode_enabled():
         return "the step refuses it"
-    if torch.compiler.is_compiling() or inside_transform():
-        return "it is part of another computation"
-    if (
-        num_dispatch_modes()
-        or function_modes()
-        or is_autocasting()
-        or torch.is_anomaly_enabled()
-        or _choice.is_explaining()
-    ):
-        return "a context around the step observes or changes operators"
-    if state.keys.device.type == "xla":
-        return "XLA records operators itself"
-    if state.shared or step._gradients.rewrites_params:
-        return "members share trained parameters, or the model writes its own"
-    if not is_plain(batch):
-        return "the batch is a container of its own class"
+    observers = num_dispatch_modes() or function_modes() or is_autocasting() or torch.is_anomaly_enabled()
+    if torch.compiler.is_compiling() or inside_transform() or observers or _choice.is_explaining():
+        return "it is part of another computation, or a context around the step observes or changes operators"
+    if state.keys.device.type == "xla" or state.shared or step._gradients.rewrites_params or not is_plain(batch):
+        return (
+            "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"
+        )
     return None
 
 

@@ -29,7 +29,7 @@ from hfta_func.step.commit import Sharing, commit
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.judge import Verdict, judge, looked_at
 from hfta_func.step.many import Loop, ManySteps
-from hfta_func.step.options import LossScale, Options, widen
+from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.state import TrainState
 from hfta_func.verify import Verify
@@ -44,7 +44,6 @@ def make_train_step(
     chunk_size: int | Literal["auto"] | None = None,
     autocast: torch.dtype | None = None,
     loss_scale: LossScale | PerModel | None = None,
-    stochastic_rounding: bool = False,
     nonfinite: Literal["skip", "freeze", "raise"] = "skip",
     checkpoint: bool | Sequence[str] = False,
     save: Literal["all", "less"] = "all",
@@ -72,8 +71,6 @@ def make_train_step(
             the fastest; a compiled step runs all at once.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass, where ``torch.autocast`` uses it.
         loss_scale: A :class:`LossScale`, or a number or one per member that never changes; by default one for float16 only.
-        stochastic_rounding: Update bfloat16 parameters in float32, optimizer state included, and round the results up or
-            down at random with the member's key, so that updates too small for bfloat16 still count on average.
         nonfinite: What happens to a member whose loss or gradient is not finite: ``"skip"`` skips this update,
             ``"freeze"`` makes the member inactive, ``"raise"`` raises an error, which waits for the device at every step.
             A gradient that overflows because of the loss scale is always skipped.
@@ -123,7 +120,7 @@ def make_train_step(
         torch.Size([3])
     """
     options = Options(
-        *(batch_dims, chunk_size, autocast, loss_scale, stochastic_rounding, nonfinite, checkpoint, save, donate),
+        *(batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate),
         share_frozen=share_frozen,
         shared_params=tuple(shared_params),
         shared_optimizer=shared_optimizer,
@@ -144,8 +141,6 @@ class TrainStep(Compiled):
         self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
-        if options.stochastic_rounding and padding_of(model) is not None:
-            raise ValueError("stochastic_rounding draws for the padding of a padded model, too; leave it out")
         self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
         trained = {
             path for path, param in model.named_parameters() if param.requires_grad and covers(options.network, path)
@@ -197,12 +192,15 @@ class TrainStep(Compiled):
         with torch.set_grad_enabled(inside_transform()):
             return (self._replay or self.eagerly)(state, batch)
 
-    def eagerly(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-        """The step itself, never replayed."""
+    def eagerly(
+        self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """The step itself, never replayed; ``watch`` is called with what it has decided, before anything is written."""
         self._check(state, batch)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
         self._gradients.check(trial, state, batch, outputs)
+        watch(outputs, verdict)
         return self.finish(state, outputs, verdict)
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
@@ -325,7 +323,7 @@ class TrainStep(Compiled):
         return TrainState(
             params=params,
             buffers=buffers | {path: placeholder_for(value) for path, value in numbers.items() if path in known},
-            opt_state=self._opt_state(widen(trained) if self.options.stochastic_rounding else trained, buffers),
+            opt_state=self._opt_state(trained, buffers),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams=numbers,
