@@ -92,12 +92,9 @@ FILES_IN = {
             "batch",
             "options",
             "chunks",
-            "check",
             "members",
             "gradients",
-            "records",
             "replay",
-            "judge",
         ),
         *(
             "commit",

@@ -163,7 +163,7 @@ PLANTED = [
     Planted(
         "the finite check sums in float32",
         *(
-            "step/judge.py",
+            "step/commit.py",
             "leaf.sum([*range(1, leaf.dim())], dtype=wide)",
             "leaf.sum([*range(1, leaf.dim())])",
         ),
@@ -172,7 +172,7 @@ PLANTED = [
     Planted(
         "the finite check looks at the first entry alone",
         *(
-            "step/judge.py",
+            "step/commit.py",
             "torch.stack([leaf.sum() for leaf in leaves])",
             "torch.stack([leaf.flatten()[0] for leaf in leaves])",
         ),
@@ -185,7 +185,11 @@ PLANTED = [
     ),
     Planted(
         "one rounding noise at every step",
-        *("step/options.py", "random.fold_in(random.fold_in(keys, step), _ROUNDING)", "random.fold_in(keys, _ROUNDING)"),
+        *(
+            "step/options.py",
+            "random.fold_in(random.fold_in(keys, step), _ROUNDING)",
+            "random.fold_in(keys, _ROUNDING)",
+        ),
         "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
     ),
     Planted(
@@ -262,12 +266,12 @@ PLANTED = [
     ),
     Planted(
         "an overflow freezes the member",
-        *("step/judge.py", " | (failure == int(Failure.OVERFLOW))", ""),
+        *("step/commit.py", " | (failure == int(Failure.OVERFLOW))", ""),
         "test_step.py::test_an_overflow_under_a_scale_freezes_nobody",
     ),
     Planted(
         "an inactive member that fails raises",
-        *("step/judge.py", 'torch.where(state.active, verdict.report["failure"], 0)', 'verdict.report["failure"]'),
+        *("step/commit.py", 'torch.where(state.active, verdict.report["failure"], 0)', 'verdict.report["failure"]'),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -292,7 +296,7 @@ PLANTED = [
     ),
     Planted(
         "the imaginary part of a gradient is not looked at",
-        *("step/judge.py", "return leaf.sum(", "return leaf.real.sum("),
+        *("step/commit.py", "return leaf.sum(", "return leaf.real.sum("),
         "test_promises.py::test_a_gradient_whose_imaginary_part_is_not_finite",
     ),
     Planted(
@@ -975,13 +979,13 @@ PLANTED = [
     ),
     Planted(
         "a record of an update that reads Python is used",
-        *("step/records.py", "closed and (self._looks", "(self._looks"),
+        *("step/replay.py", "closed and (self._looks", "(self._looks"),
         "test_replay.py::test_updates[a schedule that reads a global]",
     ),
     Planted(
         "a replayed step updates members that do not take part",
         *(
-            "step/records.py",
+            "step/replay.py",
             "if self._second is None or (self._looks and not decision[self._keep].all()):",
             "if self._second is None:",
         ),

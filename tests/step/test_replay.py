@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func._torch import Recorder, Tape, storage_number
-from hfta_func.step import records, replay
+from hfta_func.step import replay
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning"),
@@ -920,7 +920,7 @@ def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPat
     def failing(*args: Any) -> Any:
         raise KeyError("unknown")
 
-    monkeypatch.setattr(records, "reached_by", failing)
+    monkeypatch.setattr(replay, "reached_by", failing)
     step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
     a = b = _state(step, lambda: nn.Linear(3, 2))
     for _ in range(6):

@@ -16,8 +16,8 @@ from hfta_func._kernels import noise
 from hfta_func._torch import marker, replaced
 from hfta_func.calls.body import Body, path_in
 from hfta_func.step import commit, replay, train
-from hfta_func.step.check import Check
 from hfta_func.step.gradients import Gradients
+from hfta_func.step.members import Check
 
 _MOST_EACH = 3e-6
 """Seconds that recording an event costs at most: what is more is other work on the machine."""

@@ -19,8 +19,7 @@ from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, plain
-from hfta_func.step.check import require
-from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
+from hfta_func.step.members import ArrayFunction, Tensors, check_metrics, require
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
 from hfta_func.verify import Verify

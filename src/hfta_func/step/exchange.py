@@ -49,8 +49,8 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
 
     def init(params: Params) -> Any:
         state = optimizer.init(params)
-        if not any(param.numel() for param in params.values()):
-            return state  # Only its structure is asked for.
+        if state.step.is_meta:
+            return state
         if len(counts) != len(state.step):
             raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
 

@@ -103,12 +103,13 @@ class Gradients(ArrayFunction):
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
             self.warn_if_changed()
+            given = self.tensors(state)
             # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
             buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
-            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": buffers}
-            results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
-            results |= {"parameter": outputs.params} if self.rewrites_params else {}
-            self.compare(trial, self.tensors(state), batch, {}, results)
+            grads = outputs.grads if outputs.summed else outputs.grads | outputs.shared
+            after = given._replace(scale=(), trained=outputs.params)
+            results = self._results((grads, outputs.losses, outputs.metrics, buffers), after, {})
+            self.compare(trial, given, batch, {}, results)
 
     def tensors(self, state: TrainState) -> Tensors:
         """What members run with, each with the parameters that all share as its own."""

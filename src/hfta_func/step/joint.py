@@ -18,8 +18,8 @@ from hfta_func._types import Params, Tree
 from hfta_func.errors import StackError, StateError
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
-from hfta_func.step.check import require
-from hfta_func.step.judge import Failure
+from hfta_func.step.commit import Failure
+from hfta_func.step.members import require
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Oracle

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
-from hfta_func._tree import leaves, tree_map, watched, where, write
+from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
-from hfta_func.errors import BatchError, LossError, StateError
+from hfta_func.errors import BatchError, LossError
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.members import Members, check_metrics
 from hfta_func.step.options import Options
@@ -104,7 +104,6 @@ class Loop(ManySteps):
             ValueError: if there is no iteration.
             TraceError: if ``collect`` returns a carry of another structure, shape or dtype; it names the leaf.
             LossError: if ``collect`` reports a metric of a name that the step reports, too, or returns something else.
-            StateError: if ``collect`` writes a tensor of the state in place; it names the tensor.
             Exception: what the steps and ``collect`` raise.
         """
         check_counts(iterations=iterations)
@@ -147,11 +146,8 @@ class Loop(ManySteps):
     def _collect(self, state: TrainState) -> tuple[Any, Any, dict[str, Tensor]]:
         """What members carry next, their batches, and metrics."""
         collect: Any = self.options.collect
-        written = watched({"state": state})
         with torch.set_grad_enabled(inside_transform()):
             result = collect(state)
-        if path := written():
-            raise StateError(f"collect writes {path} in place; return new tensors, rl.written(...) without donate=True")
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
         for name, value in check_metrics(parts[2]).items():

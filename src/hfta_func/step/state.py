@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import inside_transform, is_captured
 from hfta_func._tree import difference, num_models, tree_map
@@ -87,10 +88,21 @@ def expanded_shared(state: Any) -> Params:
 
 
 def without_memory(init: Callable[[Params], Tree], params: Params) -> Tree:
-    """The state that an optimizer's ``init`` makes of parameters with as many axes, but without entries."""
-    return init(
-        {path: param.detach()[(slice(None), *[slice(0)] * (param.dim() - 1))] for path, param in params.items()}
-    )
+    """The state that an optimizer's ``init`` makes of parameters, on the meta device."""
+    with _Plain():
+        return init({path: param.detach().to("meta") for path, param in params.items()})
+
+
+_NEW = {torch.zeros_like: Tensor.new_zeros, torch.ones_like: Tensor.new_ones, torch.empty_like: Tensor.new_empty}
+
+
+class _Plain(TorchFunctionMode):
+    """Makes tensors on the meta device in C++; what PyTorch writes in Python there imports sympy, half a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NEW and len(args) == 1 and args[0].is_meta and {"dtype"}.issuperset(kwargs or ()):
+            return _NEW[func](args[0], args[0].shape, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def check_optimizer(opt_state: Tree, expected: Tree, name: str, option: str) -> None:

@@ -24,11 +24,10 @@ from hfta_func.optim._base import GradientTransformation, Range, check, check_tr
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
-from hfta_func.step.check import Check, check_hparams
-from hfta_func.step.commit import Sharing, commit
+from hfta_func.step.commit import Sharing, Verdict, commit, judge, looked_at
 from hfta_func.step.gradients import Gradients, StepOutputs
-from hfta_func.step.judge import Verdict, judge, looked_at
 from hfta_func.step.many import Loop, ManySteps
+from hfta_func.step.members import Check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.state import TrainState
