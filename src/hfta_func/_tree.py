@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import pytree, writes
+from hfta_func._torch import pytree
 from hfta_func._types import Shared, Tree
 from hfta_func.errors import StackError
 
@@ -51,30 +51,6 @@ def leaves(tree: Tree) -> list[Tensor]:
 def paths(tree: Tree, name: str) -> list[str]:
     """The Python expression for each leaf of a tree called ``name``, in the order of :func:`leaves`."""
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
-
-
-def names(trees: dict[str, Tree]) -> list[str]:
-    """The :func:`paths` of the leaves of trees by name."""
-    return [accessor[1:].codify(accessor[0].entry) for accessor in optree.tree_accessors(cast(Any, trees))]
-
-
-def watched(trees: dict[str, Tree]) -> Callable[[], str | None]:
-    """A function that names a tensor, of trees by name, that has been written in place since; a compiler sees none."""
-    if torch.compiler.is_compiling():
-        return lambda: None
-    tensors = leaves(trees)
-
-    def counts() -> list[int]:
-        return [writes(leaf) if isinstance(leaf, Tensor) else 0 for leaf in tensors]
-
-    def written() -> str | None:
-        after = counts()
-        if after == before:
-            return None
-        return names(trees)[[old != new for old, new in zip(before, after, strict=True)].index(True)]
-
-    before = counts()
-    return written
 
 
 def num_models(tree: Tree) -> int:

@@ -116,18 +116,6 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("call", ["step", "loop", "replayed", "compiled"])
-@pytest.mark.parametrize("path", WRITES)
-def test_a_collect_that_writes_the_state_is_named(path, call):
-    step, state = collecting(WRITES[path])
-    compiled = torch.compile(step.loop, fullgraph=True, backend="eager")
-    calls = {"step": step, "loop": step.loop, "replayed": step.replayed(), "compiled": compiled}
-    # A compiler makes it an error of its own, which says whose it was.
-    with pytest.raises(Exception, match=f"collect writes {path} in place, .* return new tensors") as error:
-        calls[call](state)
-    assert call == "compiled" or error.type is hfta.errors.StateError
-
-
 @pytest.mark.parametrize(
     "result, error, message",
     [
