@@ -71,7 +71,7 @@ PLANTED = [
     ),
     Planted(
         "the first call writes the parameters of its caller",
-        *("step/members.py", "            params = copied(params)", "            pass"),
+        *("step/members.py", "params = copied(params) if self.is_first(keys) else params", "pass"),
         "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",
     ),
     Planted(
@@ -91,11 +91,7 @@ PLANTED = [
     ),
     Planted(
         "auto raises",
-        *(
-            "step/chunks.py",
-            "self._grouped, run, members, batch, count, adds)",
-            "self._grouped, run, members, batch, adds)",
-        ),
+        *("step/chunks.py", "functools.partial(self._grouped, job)", "functools.partial(self._grouped)"),
         "test_step.py::test_auto_keeps_the_fastest",
     ),
     Planted(
@@ -170,29 +166,6 @@ PLANTED = [
         "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
     ),
     Planted(
-        "the finite check looks at the first entry alone",
-        *(
-            "step/commit.py",
-            "torch.stack([leaf.sum() for leaf in leaves])",
-            "torch.stack([leaf.flatten()[0] for leaf in leaves])",
-        ),
-        "test_step.py::test_one_entry_that_is_not_finite_is_found",
-    ),
-    Planted(
-        "one rounding noise for all leaves",
-        *("step/options.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
-        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
-    ),
-    Planted(
-        "one rounding noise at every step",
-        *(
-            "step/options.py",
-            "random.fold_in(random.fold_in(keys, step), _ROUNDING)",
-            "random.fold_in(keys, _ROUNDING)",
-        ),
-        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
-    ),
-    Planted(
         "a loss scale reaches infinity",
         *("step/options.py", "        scale = torch.where(scale.isfinite(), scale, state.scale)\n", ""),
         "test_step.py::test_a_scale_never_becomes_infinite",
@@ -250,18 +223,13 @@ PLANTED = [
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
-        "optimizer states of members that stand still change",
-        *("step/commit.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
-        "test_amp.py::test_members_that_stand_still_keep_what_is_rounded",
-    ),
-    Planted(
         "updates of members that stand still are counted",
         *("optim/_leafwise.py", "new = where(keep, new, {name: getattr(opt_state, name) for name in new})", "pass"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/commit.py", "outputs.params, keep)", "outputs.params, None)"),
+        *("step/commit.py", "outputs.params, keep, donate", "outputs.params, None, donate"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -969,7 +937,7 @@ PLANTED = [
     ),
     Planted(
         "a record is used though a context observes operators",
-        *("step/replay.py", "        or function_modes()\n", ""),
+        *("step/replay.py", " or function_modes()", ""),
         "test_replay.py::test_what_the_step_runs_in",
     ),
     Planted(

@@ -208,15 +208,6 @@ def test_scales_follow_their_members() -> None:
     assert changed.loss_scale.hyperparams["growth_interval"].tolist() == [5.0] * M
 
 
-def test_states_with_and_without_a_scale_do_not_mix() -> None:
-    _, plain, state = _array()
-    _, scaled, other = _array(loss_scale=4.0)
-    (batch,) = _batches(1)
-    for step, wrong in ((scaled, state), (plain, other)):
-        with pytest.raises(hfta.errors.StateError, match="has a loss scale and the step has none, or the other way"):
-            step(wrong, batch)
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

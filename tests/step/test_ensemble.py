@@ -344,21 +344,12 @@ def test_bad_input_is_refused_with_a_cure():
         hfta.errors.BatchError, match=r"the input\[\'args\'\] is a .* of \[0\] but batch_dims has a tuple of \[0, 1\]"
     ):
         whole(X, batch_dims=(0, 0))
-    with pytest.raises(hfta.errors.HyperparameterError, match="got 2 seeds for 3 models"):
-        ensemble(seeds=[1, 2])
     with pytest.raises(hfta.errors.StackError, match="pass the model that the array was stacked from"):
         hfta.Ensemble(models("tied")[0], *hfta.stack_params(models()))
     with pytest.raises(hfta.errors.StackError, match=r"pass \[model\]"):
         hfta.Ensemble.from_modules(nn.Linear(2, 2))
     with pytest.raises(hfta.errors.StackError, match="no models"):
         hfta.Ensemble.from_modules([])
-    for bad in ([], iter(())):
-        with pytest.raises(hfta.errors.BatchError, match="there are no batches"):
-            whole.predict(bad)
-    with pytest.raises(hfta.errors.BatchError, match="the members' output is a dict, not one tensor"):
-        ensemble("gru").predict(X[0])
-    with pytest.raises(hfta.errors.StateError, match="expected a TrainState or Stacked but got dict"):
-        hfta.predict(mlp(), {}, X[0])
     with pytest.raises(hfta.errors.StateError, match="must be of the same model"):
         hfta.predict(models("tied")[0], hfta.stack_params(models()), X[0])
     with pytest.raises(ValueError, match="levels from 0 to 1"):
@@ -369,17 +360,6 @@ def test_bad_input_is_refused_with_a_cure():
     with pytest.raises(hfta.errors.StateError, match="train with make_train_step"):
         table(torch.tensor([0, 1]))
     assert table.eval()(torch.tensor([0, 1])).norm(dim=-1).max() <= 1 + 1e-6
-
-
-def test_a_state_is_no_params():
-    make = lambda: torch.nn.Linear(4, 1)  # noqa: E731
-    step = hfta.make_train_step(make(), lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
-    stacked = hfta.init_params(make, [0, 1])
-    state = step.init(*stacked, seeds=[0, 1])
-    for whole in (state, stacked):
-        with pytest.raises(hfta.errors.StateError, match=r"params is no dict; unpack it: Ensemble\(model, \*stacked\)"):
-            hfta.Ensemble(make(), whole)
-    assert hfta.Ensemble(make(), *hfta.step.stacked(state)).num_models == 2
 
 
 class _Normalised(nn.Module):

@@ -17,7 +17,6 @@ from hfta_func._torch import marker, replaced
 from hfta_func.calls.body import Body, path_in
 from hfta_func.step import commit, replay, train
 from hfta_func.step.gradients import Gradients
-from hfta_func.step.members import Check
 
 _MOST_EACH = 3e-6
 """Seconds that recording an event costs at most: what is more is other work on the machine."""
@@ -107,7 +106,7 @@ def marking(kind: str) -> Iterator[None]:
     """A block in which steps mark their phases, and models their modules; compiled steps have none, replayed no modules."""
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(noise, "drop", "noise")]
-    places += [(train, "judge", "judge"), (Check, "__call__", "check"), (commit.Sharing, "update", "update")]
+    places += [(train, "judge", "judge"), (train, "check", "check"), (commit.Sharing, "update", "update")]
     places += [(Gradients, "__call__", GRADIENTS), (replay.Replay, "__call__", "replayed")]
     places += [(commit, "renewed", "update"), (train, "commit", "commit")]
     with contextlib.ExitStack() as stack:

@@ -20,14 +20,14 @@ from hfta_func._torch import can_look, constant_to_compiler, inside_transform, n
 from hfta_func._tree import per_model, where, write
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
-from hfta_func.errors import NonFiniteError, StackError, StateError
+from hfta_func.errors import NonFiniteError
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim import GradientTransformation
 from hfta_func.optim._base import is_of_package, renew
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, check_optimizer, shared_params, without_memory
+from hfta_func.step.state import TrainState
 
 # Negative, as all numbers are that this package folds into the keys of a state.
 NOISE = -(2**62) - 2**61
@@ -198,8 +198,6 @@ class Sharing:
     def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
         self.paths = frozenset(shared_of(model, paths))
         self._optimizer = optimizer
-        if self.paths and self.paths >= {path for path, param in model.named_parameters() if param.requires_grad}:
-            raise StackError("shared_params leaves members no trained parameter of their own; name fewer")
 
     def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
         """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
@@ -210,27 +208,18 @@ class Sharing:
         # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
         return Shared(params, self._optimizer.init(_as_one(params)))
 
-    def check(self, state: TrainState) -> None:
-        """Raise a StateError unless the state shares what the step does."""
-        shared = state.shared
-        params = shared_params(state)
-        if params.keys() != self.paths:
-            raise StateError(f"the step shares {[*self.paths]}, and the state does not; make one with step.init(...)")
-        if isinstance(shared, Shared):
-            expected = without_memory(self._optimizer.init, _as_one(params))
-            check_optimizer(shared.opt_state, expected, "state.shared.opt_state", "shared_optimizer")
-
     def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
         shared = state.shared
         if not isinstance(shared, Shared):
             return ()
         grads = outputs.shared
-        if keep is not None and not outputs.summed:
-            # Not a product, since 0 times NaN is NaN.
-            grads = {path: torch.where(per_model(keep, grad).bool(), grad, 0) for path, grad in grads.items()}
         if not outputs.summed:
-            grads = {path: grad.sum(0, keepdim=True) for path, grad in grads.items()}
+            # Not a product, since 0 times NaN is NaN.
+            kept = (
+                grads if keep is None else {p: torch.where(per_model(keep, x).bool(), x, 0) for p, x in grads.items()}
+            )
+            grads = {path: grad.sum(0, keepdim=True) for path, grad in kept.items()}
         any_kept = None if keep is None else keep.any().reshape(1)
         # Noise of an optimizer comes from all members, in any order.
         key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))

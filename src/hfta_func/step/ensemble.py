@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from hfta_func import random
 from hfta_func._torch import constant_to_compiler, outside_transforms, set_compiling
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
-from hfta_func.errors import HyperparameterError, StackError, StateError
+from hfta_func.errors import StateError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.sharing import Base, base_of, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
@@ -76,16 +76,9 @@ class Ensemble(nn.Module):
     ):
         super().__init__()
         self.verify: Verify = verify
-        if not isinstance(params, Mapping):
-            raise StateError("params is no dict; unpack it: Ensemble(model, *stacked), or *hfta.step.stacked(state)")
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
-        for path, param in shared_of(model, [*shared]).items():
-            if path not in shared or shared[path].shape != param.shape:
-                raise StackError(
-                    f"the shared '{path}' is not {list(param.shape)} as in the model; it has no model axis"
-                )
         base = Base(model, None, share_frozen).tensors if share_frozen or base_of(model, False) else {}
         self._shared, self._base = [*shared], [*base]
         # In a tuple, or it would be a child with parameters of its own.
@@ -101,8 +94,6 @@ class Ensemble(nn.Module):
         self._layers = Layers(self.array)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
-        if keys.shape != (self.num_models,):
-            raise HyperparameterError(f"got {keys.numel()} seeds for {self.num_models} models; give one per model")
         self.register_buffer("keys", keys.clone())
         # How often the members were called in train mode, which tells one call's noise from the next one's.
         self.register_buffer("calls", torch.zeros_like(keys))

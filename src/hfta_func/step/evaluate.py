@@ -14,12 +14,11 @@ from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, plain
-from hfta_func.step.members import ArrayFunction, Tensors, check_metrics, require
+from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
 from hfta_func.verify import Verify
@@ -104,7 +103,6 @@ class EvalStep(ArrayFunction, Compiled):
             LossError: if a metric is not a tensor.
             VerifyError: if a member alone computes something else.
         """
-        require(state, Stacked)
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
@@ -114,12 +112,8 @@ class EvalStep(ArrayFunction, Compiled):
         check_batch(self.options.batch_dims, plain(batch), first.shape[0])
         if isinstance(state, TrainState):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
-        elif self.takes_hparams:
-            raise StateError(f"{self._name} takes hparams, which a Stacked has not; pass a state of step.init(...)")
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        if bool(shared) != bool(self.options.shared_params):
-            raise StateError("only one of state and step shares trained parameters; see shared_params")
         return self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
 
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> dict[str, Tensor]:
@@ -144,7 +138,7 @@ class EvalStep(ArrayFunction, Compiled):
         return self._mapped(batch, given, tree, common, lambda result, _: self._read(result)[1]["metric"], judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        return None, {"metric": check_metrics(result if isinstance(result, dict) else {self._name: result})}
+        return None, {"metric": dict(result) if isinstance(result, dict) else {self._name: result}}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
         return {"metric": outputs}

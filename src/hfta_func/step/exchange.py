@@ -22,7 +22,6 @@ from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, re
 from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths
 from hfta_func.step.gradients import handed
-from hfta_func.step.state import check_optimizer, without_memory
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
@@ -103,8 +102,6 @@ def from_torch(
     """
     optimizers, named = handed(optimizers, schedulers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
-    if not len(optimizers) == len(named) == len(followed) or not named:
-        raise StackError("pass one optimizer and one model for each member, and as many schedulers or None")
     stages, gaps = (vector(*each, len(named), torch.device("cpu")) for each in (("steps", steps), ("every", every)))
     if schedulers is not None and min(*stages, *gaps) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
@@ -240,10 +237,8 @@ def to_torch(optimizer: GradientTransformation, state: Tree, models: Iterable[nn
         0.2
     """
     state, named = getattr(state, "opt_state", state), [dict(model.named_parameters()) for model in models]
-    if len(named) != (count := num_models(state)):
-        raise StackError(f"got {len(named)} models for {count} members; pass one each")
+    count = num_models(state)
     params = {path: param.expand(count, *param.shape) for path, param in named[0].items() if param.requires_grad}
-    check_optimizer(state, without_memory(optimizer.init, params), "state.opt_state", "optimizer")
     make, call = _call_of(optimizer)
     if make is not optim.partition:
         call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})

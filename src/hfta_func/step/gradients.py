@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied
-from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
+from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared, shared_params
 from hfta_func.verify import Trial
@@ -218,13 +218,9 @@ def grad_and_aux(
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    parts = result if isinstance(result, tuple) else (result, {})
-    if len(parts) != 2 or not isinstance(parts[0], Tensor) or not isinstance(parts[1], Mapping):
-        kinds = ", ".join(type(part).__qualname__ for part in parts)
-        raise LossError(f"the loss function returned ({kinds}); return a scalar tensor, or (loss, dict of metrics)")
-    loss, metrics = parts
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
     if loss.dim() != 0:
         raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
     if hidden := [name for name in _REPORTED if name in metrics]:
         raise LossError(f"metric '{hidden[0]}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
-    return loss, check_metrics(metrics)
+    return loss, dict(metrics)

@@ -15,11 +15,10 @@ from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
 from hfta_func._types import Params, Tree
-from hfta_func.errors import StackError, StateError
+from hfta_func.errors import StackError
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
 from hfta_func.step.commit import Failure
-from hfta_func.step.members import require
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Oracle
@@ -138,10 +137,6 @@ class JointStep(Compiled):
             BatchError: if the rows of a batch cannot be split as ``every`` asks.
             Exception: what a :class:`TrainStep` raises.
         """
-        require(state)
-        groups = getattr(state.opt_state, "groups", {})
-        if groups.keys() != self._steps.keys() or not isinstance(state.loss_scale, dict):
-            raise StateError(f"the state is of {[*groups]}, the step of {[*self._steps]}; make one with step.init(...)")
         with torch.set_grad_enabled(inside_transform()):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)

@@ -15,7 +15,7 @@ from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError
 from hfta_func.step.batch import plain, restored
-from hfta_func.step.members import Members, check_metrics
+from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -150,11 +150,6 @@ class Loop(ManySteps):
             result = collect(state)
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
-        for name, value in check_metrics(parts[2]).items():
-            if value.shape[:1] != state.keys.shape:
-                raise LossError(
-                    f"metric '{name}' of collect is {[*value.shape]}; give each of {len(state.keys)} models one"
-                )
         return parts
 
 

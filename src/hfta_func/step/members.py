@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
-from hfta_func.errors import HyperparameterError, LossError, StateError
+from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
@@ -46,7 +45,7 @@ from hfta_func.step.batch import (
 )
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, check_optimizer, without_memory
+from hfta_func.step.state import TrainState
 from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 T = TypeVar("T")
@@ -292,21 +291,6 @@ def num_positional(func: Callable[..., Any]) -> int:
     return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(func).parameters.values())
 
 
-def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Raise a LossError unless every metric is a tensor; give them back."""
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor):
-            raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
-    return dict(metrics)
-
-
-def require(state: Any, *others: type) -> None:
-    """Raise a StateError unless ``state`` is a TrainState, or of one of the ``others``."""
-    if not isinstance(state, (TrainState, *others)):
-        kinds = " or ".join(kind.__qualname__ for kind in (TrainState, *others))
-        raise StateError(f"expected a {kinds} but got {type(state).__qualname__}; make one with step.init(...)")
-
-
 def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
     """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
     unused = sorted({*names} - known)
@@ -318,31 +302,7 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
         raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
 
 
-@dataclasses.dataclass(eq=False)
-class Check:
-    """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
-
-    _shapes: Shapes
-    _trainable: frozenset[str]
-    _init: Callable[[Params, Params], Tree]
-    _options: Options
-    _check_shared: Callable[[TrainState], None]
-    _expected: Any = None
-
-    def __call__(self, state: TrainState, batch: Tree) -> None:
-        """Raise a StateError or a BatchError that names what does not fit."""
-        require(state)
-        check_state((state.params, filled(state.buffers, state.hparams)), self._shapes)
-        # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
-        if not torch.compiler.is_compiling():
-            self._check_opt_state(state)
-            self._check_shared(state)
-        check_batch(self._options.batch_dims, plain(batch), state.keys.shape[0])
-
-    def _check_opt_state(self, state: TrainState) -> None:
-        if bool(state.loss_scale) != (self._options.scaling is not None):
-            raise StateError("the state has a loss scale and the step has none, or the other way round; use step.init")
-        if self._expected is None:
-            trained = {path: param for path, param in state.params.items() if path in self._trainable}
-            self._expected = without_memory(lambda params: self._init(params, state.buffers), trained)
-        check_optimizer(state.opt_state, self._expected, "state.opt_state", "optimizer")
+def check(state: TrainState, batch: Tree, known: Shapes, dims: Tree) -> None:
+    """Raise a StateError or a BatchError that names what does not fit a model of these shapes and its ``batch_dims``."""
+    check_state((state.params, filled(state.buffers, state.hparams)), known)
+    check_batch(dims, plain(batch), state.keys.shape[0])

@@ -125,6 +125,8 @@ def matrix(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | N
     """
     labels = at(torch.as_tensor(groups), 0)
     weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
+    if weight.shape != labels.shape:
+        raise HyperparameterError(f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one each")
     together = (labels[:, None] == labels) & (labels >= 0)
     shares = torch.where(together, weight.double(), 0.0)
     alone = (shares == 0).all(1)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import Params, Tree
-from hfta_func.errors import BatchError
 from hfta_func.models.stack import Stacked
 from hfta_func.step.batch import apart, check_batch, plain
 from hfta_func.step.batch import together as joined
@@ -111,7 +110,7 @@ class Deployed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation over members, ``[N, ...]``."""
-        prediction = Prediction(_one_tensor(self.ensemble(*args, **kwargs), "deploy models that return it alone"))
+        prediction = Prediction(self.ensemble(*args, **kwargs))
         if self.outputs == "probabilities":
             prediction = Prediction(prediction.scores.softmax(-1))
         return prediction.mean, prediction.std
@@ -151,16 +150,8 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         output = run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
-        parts.append(_one_tensor(output, "call the ensemble itself and pass what you need of its output to Prediction"))
-    if not parts:
-        raise BatchError("there are no batches; pass a tensor, or at least one")
+        parts.append(output)
     return Prediction(torch.cat(parts, dim=1))
-
-
-def _one_tensor(output: Any, cure: str) -> Tensor:
-    if not isinstance(output, Tensor) or output.dim() < 2:
-        raise BatchError(f"the members' output is a {type(output).__qualname__}, not one tensor [M, N, ...]; {cure}")
-    return output
 
 
 def predict(

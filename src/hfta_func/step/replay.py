@@ -205,10 +205,6 @@ class _Shape:
     calls: int = 0
     least: float = float("inf")
 
-    def known(self) -> Record | None:
-        """The record that is right for the Python values of now."""
-        return next((one for one in self.records if one.reads.holds()), None)
-
     def pays(self, left: int | None) -> bool:
         """Whether a record is expected to save more than it costs: over the calls that are left, or as many as there were."""
         if not self.calls or self.why_not is not None:
@@ -219,10 +215,6 @@ class _Shape:
             left = self.calls if cost > _CHEAP else 1_000
         # Python values that have changed are expected to change again after as many calls, but are tried again now and then.
         return min([left, *[max(one.uses, self.calls // 20) for one in self.records[-1:]]]) * saved >= cost
-
-    def refuse(self, why: str) -> None:
-        """Record no more, and use no record."""
-        self.why_not, self.records = why, []
 
 
 class Replay:
@@ -256,7 +248,7 @@ class Replay:
         shape = self._shape(inputs, layout, state)
         if shape is None:
             return self._step.eagerly(state, batch)
-        record = shape.known()
+        record = next((one for one in shape.records if one.reads.holds()), None)
         if record is not None and record.is_checked:
             self._latest, self.status = shape, record.status
             return record(inputs, state, batch, self._step)
@@ -292,14 +284,15 @@ class Replay:
         if record is not None:
             result = step.eagerly(state, batch, functools.partial(record.check, step, state, batch))
             if record.why_not is not None:
-                shape.refuse(record.why_not)
+                shape.why_not, shape.records = record.why_not, []
             return result
         if shape.pays(self.left) and not step.oracle.is_next():
             try:
                 record = Record(step, state, batch)
             except Exception as error:
                 # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
-                shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
+                why_not = str(error) if isinstance(error, NotReplayableError) else type(error).__name__
+                shape.why_not, shape.records = why_not, []
             else:
                 # Instead of the oldest one, if there are many.
                 shape.records, shape.calls = [*shape.records[1 - _RECORDS :], record], 0

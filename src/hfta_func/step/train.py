@@ -13,21 +13,22 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
-from hfta_func.errors import HyperparameterError, LossError, StateError
+from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member, true_sizes
+from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member, true_sizes
+from hfta_func.optim._base import check as check_range
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
 from hfta_func.step.commit import Sharing, Verdict, commit, judge, looked_at
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.many import Loop, ManySteps
-from hfta_func.step.members import Check, check_hparams
+from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.state import TrainState
@@ -118,15 +119,9 @@ def make_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
-    options = Options(
-        *(batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate),
-        share_frozen=share_frozen,
-        shared_params=tuple(shared_params),
-        shared_optimizer=shared_optimizer,
-        replay=replay,
-        collect=collect,
-        verify=verify,
-    )
+    shared = tuple(shared_params), shared_optimizer
+    kept = batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate, share_frozen, *shared
+    options = Options(*kept, replay, collect, verify)
     return TrainStep(model, loss_fn, optimizer, options)
 
 
@@ -150,7 +145,6 @@ class TrainStep(Compiled):
                 f"no parameter of '{options.network or 'the model'}' requires grad; there is nothing to train"
             )
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
-        self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._in_place = options.donate and not self._gradients.rewrites_params
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
@@ -195,7 +189,7 @@ class TrainStep(Compiled):
         self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """The step itself, never replayed; ``watch`` is called with what it has decided, before anything is written."""
-        self._check(state, batch)
+        check(state, batch, self._shapes, self.batch_dims)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
         self._gradients.check(trial, state, batch, outputs)
@@ -294,8 +288,6 @@ class TrainStep(Compiled):
             StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
             HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
-        if not isinstance(params, Mapping):
-            raise StateError("params is no dict; unpack what stack_params returns: step.init(*stacked, seeds=seeds)")
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
         count, replaced = num_models((params, buffers, carry)), known & hparams.keys()
@@ -314,7 +306,7 @@ class TrainStep(Compiled):
         ranges = {name: Range.RATE for name in self._shapes.rates}
         # On the meta device there are no values.
         for name in ranges.keys() & carried.keys() - hparams.keys() if keys.device.type != "meta" else ():
-            check(name, carried[name], Range.RATE)
+            check_range(name, carried[name], Range.RATE)
         allowed = {name: ranges.get(name, Range.FINITE) for name in hparams}
         given = {name: per_member(name, value, count, keys.device, allowed[name]) for name, value in hparams.items()}
         # Of the model's numbers every bit counts: a rate decides what is dropped.
