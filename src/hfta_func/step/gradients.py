@@ -7,7 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ class Gradients(ArrayFunction):
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
         given, shared, summed = self.tensors(state), shared_params(state), False
+        grads, apart, others = cast("tuple[Params, Params, Any]", ({}, {}, ()))
         if shared and can_look(given.keys) and self.options.scaling is None and bool(state.active.all()):
             without_shared = given._replace(trained=_without(given.trained, shared))
             sums, grads, *others = self.compute(without_shared, batch, shared, adds=True)

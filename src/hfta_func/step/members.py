@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Members:
-    """Maps a function of one member over all of them.
+    """What calls of a function for all members know of each other.
 
     Args:
         rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.
@@ -60,13 +60,9 @@ class Members:
 
     def __init__(self, rehearsal: Callable[..., Any]):
         self._rehearsal = rehearsal
-        self._made = MadeCalls()
+        self.made = MadeCalls()
         self._has_run = False
         self._rehearsed: Callable[[], Any] | None = None
-
-    def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
-        """``member`` for all members."""
-        return vmap_routed(member, in_dims, self._made)
 
     def is_first(self, keys: Tensor) -> bool:
         """Whether the members have not been called yet, where values can be looked at: eagerly on a CPU, outside transforms.
@@ -196,7 +192,7 @@ class ArrayFunction:
         def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
             return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
 
-        run = self.members.vmap(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)))
+        run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self.members.made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
 
