@@ -53,6 +53,11 @@ def paths(tree: Tree, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
+def names(trees: dict[str, Tree]) -> list[str]:
+    """The :func:`paths` of the leaves of trees by name."""
+    return [accessor[1:].codify(accessor[0].entry) for accessor in optree.tree_accessors(cast(Any, trees))]
+
+
 def num_models(tree: Tree) -> int:
     """Number of members M of a stacked tree.
 

@@ -415,20 +415,10 @@ def test_batch_leaf_that_is_no_tensor():
 
 BAD_LOSS = {
     "vector": (lambda model, batch: model(batch).mean(1), ["has shape [8]", "reduce it to a scalar", ".mean()"]),
-    "integer": (
-        lambda model, batch: model(batch).argmax(),
-        ["the loss does not depend on any parameter that requires grad"],
-    ),
-    "nothing": (lambda model, batch: None, ["the loss is a NoneType", "return a scalar tensor"]),
-    "metrics that are a list": (
-        lambda model, batch: (square(model, batch), [model(batch).mean()]),
-        ["returned (Tensor, list)", "dict of metrics"],
-    ),
     "metric with the name of the loss": (
         lambda model, batch: (square(model, batch), {"loss": model(batch).mean()}),
         ["metric 'loss' hides what the step reports", "none of loss, finite, failure, loss_scale"],
     ),
-    "three results": (lambda model, batch: (square(model, batch), {}, {}), ["(loss, dict of metrics)"]),
 }
 
 

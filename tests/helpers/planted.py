@@ -751,7 +751,7 @@ PLANTED = [
     ),
     Planted(
         "a member that failed spoils what all share",
-        *("step/commit.py", "if keep is not None and not outputs.summed:", "if False:"),
+        *("step/commit.py", "kept = grads if keep is None else {", "kept = grads if True else {"),
         "test_shared.py::test_a_member_that_fails_contributes_nothing",
     ),
     Planted(
@@ -849,7 +849,7 @@ PLANTED = [
     ),
     Planted(
         "a dropout rate of a model may be any number",
-        *("step/train.py", "check(name, carried[name], Range.RATE)", "pass"),
+        *("step/train.py", "check_range(name, carried[name], Range.RATE)", "pass"),
         "test_number_kinds.py::test_rates_out_of_range_are_refused_by_member_and_path",
     ),
     Planted(
@@ -927,7 +927,7 @@ PLANTED = [
     ),
     Planted(
         "a record is used though a value of Python has changed",
-        *("step/replay.py", "for one in self.records if one.reads.holds()", "for one in self.records"),
+        *("step/replay.py", "for one in shape.records if one.reads.holds()", "for one in shape.records"),
         "test_replay.py::test_what_functions_read_from_python[a closure]",
     ),
     Planted(

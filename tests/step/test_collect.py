@@ -119,8 +119,6 @@ WRITES = {
 @pytest.mark.parametrize(
     "result, error, message",
     [
-        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.errors.LossError,
-         "metric 'a' is a float; metrics"),
         (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.errors.LossError,
          "collect reports 'failed_step', which the step reports too"),
         (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.errors.TraceError,

@@ -350,7 +350,7 @@ class Tied(GAN):
 @pytest.mark.parametrize(
     ("build", "kind", "words"),
     [
-        (lambda: hfta.joint(x=make()), hfta.errors.LossError, "no parameter of 'x' requires grad"),
+        (lambda: hfta.joint(x=make()), hfta.errors.LossError, "no parameter of x requires grad"),
         (lambda: hfta.joint(d=make(), g=make(batch_dims=None)), ValueError, "batch_dims is None for 'g'.* must be 0"),
         (lambda: hfta.joint(d=make(), g=make(donate=True)), ValueError, "donate is True for 'g'.* must be False"),
         (lambda: hfta.joint(d=make(shared_params=["g"])), ValueError, r"shared_params is \('g',\) for 'd'"),

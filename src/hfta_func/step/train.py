@@ -142,7 +142,7 @@ class TrainStep(Compiled):
         self.trainable = frozenset(trained - self._sharing.paths)
         if not self.trainable:
             raise LossError(
-                f"no parameter of '{options.network or 'the model'}' requires grad; there is nothing to train"
+                f"no parameter of {options.network or 'the model'} requires grad; there is nothing to train"
             )
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
