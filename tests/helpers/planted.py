@@ -751,7 +751,7 @@ PLANTED = [
     ),
     Planted(
         "a member that failed spoils what all share",
-        *("step/commit.py", "kept = grads if keep is None else {", "kept = grads if True else {"),
+        *("step/commit.py", "torch.where(per_model(every, x).bool(), x, 0).sum", "x.sum"),
         "test_shared.py::test_a_member_that_fails_contributes_nothing",
     ),
     Planted(

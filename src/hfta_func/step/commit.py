@@ -216,10 +216,8 @@ class Sharing:
         grads = outputs.shared
         if not outputs.summed:
             # Not a product, since 0 times NaN is NaN.
-            kept = (
-                grads if keep is None else {p: torch.where(per_model(keep, x).bool(), x, 0) for p, x in grads.items()}
-            )
-            grads = {path: grad.sum(0, keepdim=True) for path, grad in kept.items()}
+            every = state.active if keep is None else keep
+            grads = {path: torch.where(per_model(every, x).bool(), x, 0).sum(0, True) for path, x in grads.items()}
         any_kept = None if keep is None else keep.any().reshape(1)
         # Noise of an optimizer comes from all members, in any order.
         key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))

@@ -176,13 +176,13 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     stepped.param_groups = copied
     follower = None if scheduler is None else copy.deepcopy(scheduler, {id(optimizer): stepped})
     rows: list[list[list[Any]]] = []
-    for _ in range(steps + 1):
+    for number in range(steps + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if follower is not None and number:
+                follower.step()
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
-        if follower is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                follower.step()
     return [
         {each.name: group[each.name] for each in known}
         | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
