@@ -85,11 +85,6 @@ PLANTED = [
         "test_step.py::test_auto_keeps_the_fastest",
     ),
     Planted(
-        "auto picks the slowest in evaluation",
-        *("step/chunks.py", "return min(sizes, key=best", "return max(sizes, key=best"),
-        "test_evaluate.py::test_auto_keeps_the_fastest",
-    ),
-    Planted(
         "auto raises",
         *("step/chunks.py", "functools.partial(self._grouped, job)", "functools.partial(self._grouped)"),
         "test_step.py::test_auto_keeps_the_fastest",

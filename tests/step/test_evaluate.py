@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from clocks import CallClock
 from hfta_func import random
 
 M = 5
@@ -132,27 +131,6 @@ def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.step.
 
     evaluate = hfta.make_eval_step(members[0], total, batch_dims={"x": 0, "shared": None}, chunk_size=size)
     assert torch.equal(evaluate(state, batch)["total"], batch["x"] + batch["shared"])
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("fast", [1, 2, 4, 5])
-def test_auto_keeps_the_fastest(
-    members: Any, state: hfta.step.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = CallClock(monkeypatch, M, fast)
-
-    def counted(model: nn.Module, x: Tensor) -> Tensor:
-        clock.call()
-        return model(x) + torch.rand(())
-
-    evaluate = hfta.make_eval_step(members[0], counted, chunk_size="auto")
-    plain = hfta.make_eval_step(members[0], lambda model, x: {"counted": model(x) + torch.rand(())})(state, inputs)
-    for _ in range(2):
-        torch.testing.assert_close(evaluate(state, inputs), plain, rtol=1e-12, atol=1e-12)
-    clock.check_measured_once(then=2)
-    # Another shape is measured by itself.
-    evaluate(state, inputs[:3])
-    clock.check_measured_once(then=1)
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, "auto"])

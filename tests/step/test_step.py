@@ -14,7 +14,7 @@ import hfta_func as hfta
 from clocks import CallClock
 from hfta_func import random
 from hfta_func.run.memory import peak_bytes
-from hfta_func.step.chunks import fastest, now
+from hfta_func.step.chunks import fastest
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -153,11 +153,6 @@ def test_sizes_that_are_tried(count: int, sizes: list[int]) -> None:
     runs: list[int] = []
     assert fastest(runs.append, count, CPU) in sizes
     assert runs == sizes * (len(runs) // len(sizes)) and len(runs) > len(sizes)
-
-
-def test_the_clock_goes_on() -> None:
-    times = [now(CPU) for _ in range(3)]
-    assert times == sorted(times)
 
 
 # --- Members that stand still.

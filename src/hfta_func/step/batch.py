@@ -154,8 +154,8 @@ def over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
     parts = _parts(tree)
     if parts is None:
         return func(dims if isinstance(tree, Tensor) else None, tree)
-    inner = dims if _parts(dims) is not None else dict.fromkeys(parts, dims)
-    return _filled(tree, {name: over(func, inner[name], child) for name, child in parts.items()})
+    each: Any = dims if isinstance(dims, (Mapping, tuple, list)) else None
+    return _filled(tree, {name: over(func, dims if each is None else each[name], x) for name, x in parts.items()})
 
 
 def _parts(tree: Any) -> Mapping[Any, Any] | None:
