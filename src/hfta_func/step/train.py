@@ -285,12 +285,13 @@ class TrainStep(Compiled):
             carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
 
         Raises:
-            StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
+            StackError: if a leaf is not ``[M, ...]``.
+            StateError: if params or buffers do not belong to the model.
             HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
-        count, replaced = num_models((params, buffers, carry)), known & hparams.keys()
+        count, replaced = num_models({"params": params, "buffers": buffers, "carry": carry}), known & hparams.keys()
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         keys = random.keys(seeds, device=next(iter(params.values())).device)
