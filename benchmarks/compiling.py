@@ -21,7 +21,7 @@ from benchmarks._measure import ROOT, seconds, table
 from benchmarks.modes import MODES
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 from hfta_func.run import kept
-from hfta_func.step.records import reached_by
+from hfta_func.step.replay import reached_by
 
 WAYS = ("kept", "later process", "array compiled", "stock vmap compiled")
 """A graph as ``hfta.compile`` keeps it, its first step in another process, and modes whose first call compiles."""

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import pytree, writes
+from hfta_func._torch import pytree
 from hfta_func._types import Shared, Tree
 from hfta_func.errors import StackError
 
@@ -56,25 +56,6 @@ def paths(tree: Tree, name: str) -> list[str]:
 def names(trees: dict[str, Tree]) -> list[str]:
     """The :func:`paths` of the leaves of trees by name."""
     return [accessor[1:].codify(accessor[0].entry) for accessor in optree.tree_accessors(cast(Any, trees))]
-
-
-def watched(trees: dict[str, Tree]) -> Callable[[], str | None]:
-    """A function that names a tensor, of trees by name, that has been written in place since; a compiler sees none."""
-    if torch.compiler.is_compiling():
-        return lambda: None
-    tensors = leaves(trees)
-
-    def counts() -> list[int]:
-        return [writes(leaf) if isinstance(leaf, Tensor) else 0 for leaf in tensors]
-
-    def written() -> str | None:
-        after = counts()
-        if after == before:
-            return None
-        return names(trees)[[old != new for old, new in zip(before, after, strict=True)].index(True)]
-
-    before = counts()
-    return written
 
 
 def num_models(tree: Tree) -> int:

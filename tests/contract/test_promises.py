@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import FUNCTIONS
-from hfta_func.step.failures import Failure, diagnose
+from hfta_func.step.commit import Failure, diagnose
 
 M, N, FEATURES = 3, 4, 3
 

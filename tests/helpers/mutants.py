@@ -38,15 +38,13 @@ TESTS = {
     "optim": _OPTIM,
     "random.py": ["test_random.py", "test_data.py"],
     "files": ["test_atomic.py", "test_storage.py", "test_durable.py"],
-    "step/amp.py": ["test_step.py", "test_amp.py"],
     "step/options.py": ["test_evaluate.py", "test_step.py", "test_amp.py"],
     "step/evaluate.py": ["test_evaluate.py", "test_errors.py"],
     "step/batch.py": ["test_evaluate.py", "test_errors.py", "test_plan.py"],
     "step/train.py": [*_STEP, "test_allocator.py"],
     "step/chunks.py": ["test_step.py", "test_evaluate.py"],
     "step/allocator.py": ["test_allocator.py"],
-    "step/failures.py": ["test_step.py", "test_failures.py"],
-    "step/check.py": ["test_errors.py", "test_amp.py"],
+    "step/commit.py": ["test_step.py", "test_failures.py"],
 }
 SLOW = (
     "compile or inductor or True or aot_eager or disk_that_is_full or broken_off or every_bit or distribution or killed "

@@ -584,5 +584,3 @@ def test_bad_input():
         hfta.padded([Heads(4, 2, False), Heads(6, 1, False)])
     with pytest.raises(hfta.errors.StackError, match=r"model 0: the model has the modules"):
         hfta.padded([nn.ModuleDict({"a": nn.ReLU()}), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})])
-    with pytest.raises(ValueError, match="stochastic_rounding draws for the padding"):
-        hfta.make_train_step(model.bfloat16(), loss, hfta.sgd(lr=0.1), stochastic_rounding=True)

@@ -21,7 +21,7 @@ from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import Library, ahead
 from hfta_func._torch.recorded import Call, Slot
 from hfta_func.run import background, kept
-from hfta_func.step import records, replay
+from hfta_func.step import replay
 from hfta_func.verify import Reached, reached
 
 M = 3
@@ -162,7 +162,7 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
 
 def test_names_differ_by_all_that_a_graph_rests_on() -> None:
     step, state = arrayed()
-    digest = records.reached_by(step).digest
+    digest = replay.reached_by(step).digest
     assert digest is not None
 
     default = batch()
@@ -171,7 +171,7 @@ def test_names_differ_by_all_that_a_graph_rests_on() -> None:
         return kept.name_of(step, digest, (state, x))
 
     same = arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7]))
-    assert name() == name() == name(*same) and records.reached_by(same[0]).digest == digest
+    assert name() == name() == name(*same) and replay.reached_by(same[0]).digest == digest
     others = [name(digest="other"), name(x=batch()[:, :2]), name(x=batch().float()), name(x=batch().mT.contiguous().mT)]
     others += [name(*arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7], weight_decay=[0.1, 0.2, 0.3])))]
     others += [name(*arrayed(optimizer=hfta.chain(hfta.clip_grad_norm([1.0] * 3), hfta.adam(lr=[0.5, 0.6, 0.7]))))]
@@ -262,14 +262,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         """As the step runs eagerly, because whatever asks whether it is compiled imports the compiler."""
         with torch.no_grad():
             step.eagerly(*inputs)
-            tape, result = records.recorded(functools.partial(replay._at_once, step), *inputs)
+            tape, result = replay.recorded(
+                lambda *given: step.finish(given[0], *step.decide(*given), looks=False), *inputs
+            )
         return tape, optree.tree_structure(result)
 
     monkeypatch.setattr(kept, "recorded_whole", recorded)
 
 
 def named(step: hfta.step.TrainStep, state: hfta.step.TrainState) -> str:
-    digest = records.reached_by(step).digest
+    digest = replay.reached_by(step).digest
     assert digest is not None
     return kept.name_of(step, digest, (state, batch()))
 
@@ -390,7 +392,7 @@ t.SCALE = {scale}
 step, state = t.{arrayed}
 torch.manual_seed(0)
 x = {x}
-name = t.kept.name_of(step, t.records.reached_by(step).digest, (state, x))
+name = t.kept.name_of(step, t.replay.reached_by(step).digest, (state, x))
 if {makes}:
     t.kept.make(step, (state, x), name)
 quick, other = hfta.compile(step), step

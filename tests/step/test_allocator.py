@@ -44,13 +44,6 @@ def test_opting_out_leaves_the_allocator_alone(library):
     assert library.settings == {}
 
 
-@pytest.mark.parametrize("refused", [TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX])
-def test_a_setting_that_is_refused(library, refused):
-    library.refused = (refused,)
-    assert hfta.step.keep_memory() is False
-    assert len(library.settings) == 3
-
-
 @pytest.mark.parametrize(
     ("platform", "libc"), [("darwin", ("", "")), ("linux", ("musl", "1.2")), ("win32", ("glibc", "2.36"))]
 )

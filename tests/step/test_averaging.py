@@ -164,7 +164,7 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
 def test_bad_input():
     values = torch.randn(M, 2)
     for callback, match in (
-        (hfta.callbacks.averaging([0.5] * M), r"groups is torch.float32 of shape \[6\]; give one integer per model"),
+        (hfta.callbacks.averaging([0.5] * M), r"groups is torch.float32 \[6\]; give one integer per model"),
         (hfta.callbacks.averaging(weights=[1.0] * 5), r"weights is \[5\] for 6 models in groups"),
         (hfta.callbacks.averaging(weights=[[1.0] * 5] * 5), r"weights is \[5, 5\] for 6 models"),
         (

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from clocks import CallClock
 from hfta_func import random
 
 M = 5
@@ -132,27 +131,6 @@ def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.step.
 
     evaluate = hfta.make_eval_step(members[0], total, batch_dims={"x": 0, "shared": None}, chunk_size=size)
     assert torch.equal(evaluate(state, batch)["total"], batch["x"] + batch["shared"])
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("fast", [1, 2, 4, 5])
-def test_auto_keeps_the_fastest(
-    members: Any, state: hfta.step.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = CallClock(monkeypatch, M, fast)
-
-    def counted(model: nn.Module, x: Tensor) -> Tensor:
-        clock.call()
-        return model(x) + torch.rand(())
-
-    evaluate = hfta.make_eval_step(members[0], counted, chunk_size="auto")
-    plain = hfta.make_eval_step(members[0], lambda model, x: {"counted": model(x) + torch.rand(())})(state, inputs)
-    for _ in range(2):
-        torch.testing.assert_close(evaluate(state, inputs), plain, rtol=1e-12, atol=1e-12)
-    clock.check_measured_once(then=2)
-    # Another shape is measured by itself.
-    evaluate(state, inputs[:3])
-    clock.check_measured_once(then=1)
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, "auto"])
@@ -352,36 +330,6 @@ def test_metrics_take_the_hparams_of_a_training_state() -> None:
     state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2], hparams={"scale": [1.0, 2.0, 4.0]})
     evaluate = hfta.make_eval_step(models[0], weighted, batch_dims=0, chunk_size=2)
     assert torch.equal(evaluate(state, x)["weighted"], step(state, x)[1]["loss"])
-    with pytest.raises(hfta.errors.StateError, match="weighted takes hparams, which a Stacked does not hold"):
-        evaluate(hfta.stack_params(models), x)
-
-
-@pytest.mark.parametrize("size", [None, 1])
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ({"a": 1.5}, "metric 'a' is a float; metrics must be tensors"),
-        ({"a": {"b": torch.zeros(())}}, "metric 'a' is a dict; metrics must be tensors"),
-        (None, "metric 'metric' is a NoneType; metrics must be tensors"),
-        ((torch.zeros(()), {}), "metric 'metric' is a tuple; metrics must be tensors"),
-    ],
-)
-def test_metrics_that_are_no_tensors(value: Any, named: str, size: int | None) -> None:
-    def metric(model: nn.Module, x: Tensor) -> Any:
-        return value
-
-    evaluate = hfta.make_eval_step(nn.Linear(4, 1), metric, chunk_size=size)
-    with pytest.raises(hfta.errors.LossError, match=named):
-        evaluate(hfta.stack_params([nn.Linear(4, 1)] * 2), torch.zeros(3, 4))
-
-
-@pytest.mark.parametrize("state", [None, {}, (), ({}, {})])
-def test_something_that_is_no_state(state: Any) -> None:
-    evaluate = hfta.make_eval_step(nn.Linear(4, 1), outputs)
-    with pytest.raises(
-        hfta.errors.StateError, match=f"expected a TrainState or Stacked but got {type(state).__qualname__}"
-    ):
-        evaluate(state, torch.zeros(3, 4))
 
 
 def _gradient(model: Any, x: Tensor) -> Tensor:

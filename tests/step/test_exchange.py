@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
@@ -107,8 +106,8 @@ def test_optimizers_go_on_as_an_array_and_back(case: OptimizerCase, before: int)
     # Products in bfloat16 add up in another order.
     tolerance = 2e-2 if case.ours is hfta.muon else 1e-12
     _assert_same(back, models, tolerance)
-    returned, schedulers = hfta.to_torch(optimizer, state, back)
-    assert schedulers == [] and {type(each) for each in returned} == {case.theirs}
+    returned = hfta.to_torch(optimizer, state, back)
+    assert {type(each) for each in returned} == {case.theirs}
     for i in range(M):
         given, got = ({**each.param_groups[0], "params": ()} for each in (optimizers[i], returned[i]))
         assert given == got
@@ -178,7 +177,7 @@ KINDS = {"sgd": (torch.optim.SGD, {"momentum": 0.9}), "adam": (torch.optim.AdamW
 @pytest.mark.exhaustive(unless="sgd-3-2|OneCycleLR-adam")
 @pytest.mark.parametrize(("kind", "before", "every"), [("sgd", 0, 1), ("sgd", 3, 2), ("adam", 2, 1)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int, every: int) -> None:
+def test_schedulers_go_on_as_an_array(name: str, kind: str, before: int, every: int) -> None:
     """From their start to the end and midway, once per batch and per epoch; a number of the second group is a tensor."""
     make, options = KINDS[kind]
     models, generators = _models({"first": (3, 2), "second": (4,)}), _generators(2)
@@ -205,19 +204,15 @@ def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int
     optimizer = pickle.loads(pickle.dumps(hfta.from_torch(optimizers, schedulers, models=models, **ahead)))
     # Nothing that was passed in has changed.
     assert str(kept) == str([each.state_dict() for each in optimizers])
-    originals = [copy.deepcopy(each) for each in zip(models, optimizers, schedulers, strict=True)]
     params, buffers = hfta.stack_params(models)
     copies = _copies(generators)
     epochs(models, optimizers, schedulers, generators, 7)
     state, params = _train_array(optimizer, optimizer.init(params), params, 7 * every, copies)
     back = hfta.unstack_params(models[0], params, buffers)
     _assert_same(back, models)
-    returned, followers = hfta.to_torch(optimizer, state, back, [scheduler for *_, scheduler in originals])
-    for follower, scheduler, other in zip(followers, schedulers, returned, strict=True):
-        assert type(follower) is type(scheduler) and follower.optimizer is other
-    epochs(models, optimizers, schedulers, generators, 4)
-    epochs(back, returned, followers, copies, 4)
-    _assert_same(back, models)
+    for other, trained in zip(hfta.to_torch(optimizer, state, back), optimizers, strict=True):
+        for group, expected in zip(other.param_groups, trained.param_groups, strict=True):
+            assert float(group["lr"]) == pytest.approx(float(expected["lr"]), rel=1e-12)
 
 
 def _make() -> nn.Module:
@@ -284,7 +279,7 @@ def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
         state, _ = step(state, batch)
     back = hfta.unstack_params(models[0], *hfta.step.stacked(state))
     _assert_same(back, [models[2], models[0]], 1e-11)
-    returned, _ = hfta.to_torch(optimizer, state, back)
+    returned = hfta.to_torch(optimizer, state, back)
     assert [group["maximize"] for group in returned[0].param_groups] == [False, True]
     assert [len(each.state) for each in returned] == [5, 5]
 
@@ -300,8 +295,6 @@ def test_epochs_of_unequal_length() -> None:
     for number in range(4):
         updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
         assert (-updates["w"][:, 0]).tolist() == [0.5 ** min(number // length, 3) for length in lengths]
-    _, followers = hfta.to_torch(optimizer, state, models, schedulers)
-    assert [follower.last_epoch for follower in followers] == [min(4 // length, 3) for length in lengths]
     with pytest.raises(hfta.errors.StackError, match=r"every is \[0, 1.*\]; give"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, *[1] * (M - 1)])
     with pytest.raises(hfta.errors.HyperparameterError, match="every"):
@@ -333,9 +326,7 @@ def test_the_last_value_is_kept() -> None:
         updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
         rates.append(-updates["w"][1, 0].item())
     assert rates == [2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
-    # Schedulers go on after their last step, whose number the optimizers have.
-    solo, followers = hfta.to_torch(optimizer, state, models, schedulers)
-    assert solo[1].param_groups[0]["lr"] == 0.25 and followers[1].last_epoch == 3
+    assert hfta.to_torch(optimizer, state, models)[1].param_groups[0]["lr"] == 0.25
 
 
 class Unknown(torch.optim.SGD):
@@ -378,11 +369,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.Adam(m[2].parameters())]}),
         r"model 2: the optimizer is Adam \(groups: 1\) but in model 0 it is SGD \(groups: 1\)",
     ),
-    (lambda: _refused(lambda m, o: o[1].register_step_pre_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
-    (lambda: _refused(lambda m, o: o[1].register_step_post_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
-    (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter \[1, 2\] .* same order"),
-    (lambda: _refused(lambda m, o: {"models": m[:2]}), "got 3 optimizers, 2 models and 3 schedulers; pass one of each"),
-    (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),
+    (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter that is not .* same order"),
     (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.SGD([m[2].weight], lr=0.1)]}),
         r"model 2: what not all hold in group 0 is \[\] but in model 0 it is \['bias'\]",
@@ -445,7 +432,7 @@ def test_optimizers_of_several_networks_go_on_and_back() -> None:
     for batch in batches[1:3]:
         state, _ = step(state, batch)
     trained = hfta.unstack_params(models[0], *hfta.step.stacked(state))
-    train(trained, {n: hfta.to_torch(made[n], state.opt_state.groups[n], trained)[0] for n in SIGNS}, batches[3:])
+    train(trained, {n: hfta.to_torch(made[n], state.opt_state.groups[n], trained) for n in SIGNS}, batches[3:])
     train(models, optimizers, batches[1:])
     for model, solo in zip(trained, models, strict=True):
         torch.testing.assert_close(model.state_dict(), solo.state_dict(), rtol=0, atol=1e-12)
@@ -463,14 +450,6 @@ def test_what_does_not_go_back() -> None:
     ):
         with pytest.raises(hfta.errors.StackError, match=message):
             hfta.to_torch(optimizer, optimizer.init(params), models)
-    with pytest.raises(hfta.errors.StateError, match="to another optimizer"):
-        hfta.to_torch(adam, sgd.init(params), models)
-    for arguments in ([models[:1]], [models, _schedulers([])["schedulers"] + [None]]):
-        with pytest.raises(hfta.errors.StackError, match="for 3 members; pass one each"):
-            hfta.to_torch(sgd, sgd.init(params), *arguments)
-    schedulers = [lr_scheduler.ExponentialLR(torch.optim.SGD(model.parameters()), 0.9) for model in models]
-    with pytest.raises(hfta.errors.StackError, match="not made of these schedulers"):
-        hfta.to_torch(sgd, sgd.init(params), models, schedulers)
     matrices = hfta.muon(maximize=True)
     with pytest.raises(hfta.errors.StackError, match="Muon has no maximize, which is True"):
         hfta.to_torch(
@@ -479,27 +458,11 @@ def test_what_does_not_go_back() -> None:
 
 
 def test_what_has_not_stepped_goes_back_as_it_was() -> None:
-    """Schedulers do not warn, and the first gradient is the buffer of SGD; one that changes nothing yet counts its steps."""
+    """The first gradient is the buffer of SGD."""
     models = _linear()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=0.5) for model in models]
-    schedulers = [lr_scheduler.StepLR(optimizer, 20) for optimizer in optimizers]
-    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=4)
+    optimizer = hfta.from_torch(optimizers, models=models)
     params, _ = hfta.stack_params(models)
-    state = optimizer.init(params)
-    (solo, *_), (scheduler, *_) = hfta.to_torch(optimizer, state, models, schedulers)
+    solo, *_ = hfta.to_torch(optimizer, optimizer.init(params), models)
     _step(models[0], solo, "weight", "bias")
-    scheduler.step()
     assert solo.state[models[0].bias]["momentum_buffer"].tolist() == [1.0]
-    _, state = optimizer.update({path: torch.ones_like(leaf) for path, leaf in params.items()}, state, params)
-    _, (scheduler, *_) = hfta.to_torch(optimizer, state, models, schedulers)
-    assert scheduler.last_epoch == 1
-
-
-@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-def test_hooks_of_all_optimizers_are_refused(register):
-    handle = register(lambda *_: None)
-    try:
-        with pytest.raises(hfta.HFTAError, match=r"model 0: .* step hooks"):
-            _refused(lambda models, optimizers: {})
-    finally:
-        handle.remove()

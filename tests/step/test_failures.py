@@ -13,7 +13,7 @@ from torch import Tensor
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
 from hfta_func._kernels.native import compiler
-from hfta_func.step import failures
+from hfta_func.step import commit
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -102,14 +102,14 @@ def test_causes_in_a_transform(leaves: int) -> None:
     losses, grads = torch.zeros(2, 3), [torch.randn(2, 3, 4) for _ in range(leaves)]
     grads[-1][1, 2, 3] = float("inf")
     expected = [[0, 0, 0], [0, 0, hfta.step.Failure.GRADIENT]]
-    each = torch.compile(lambda *args: torch.func.vmap(failures.diagnose)(*args), fullgraph=True, backend="aot_eager")
-    assert each(losses, grads).tolist() == torch.func.vmap(failures.diagnose)(losses, grads).tolist() == expected
+    each = torch.compile(lambda *args: torch.func.vmap(commit.diagnose)(*args), fullgraph=True, backend="aot_eager")
+    assert each(losses, grads).tolist() == torch.func.vmap(commit.diagnose)(losses, grads).tolist() == expected
 
 
 def test_an_exported_check_has_no_operator_of_ours() -> None:
     class Check(torch.nn.Module):
         def forward(self, losses: Tensor, grads: list[Tensor]) -> Tensor:
-            return failures.diagnose(losses, grads)
+            return commit.diagnose(losses, grads)
 
     program = torch.export.export(Check(), (torch.zeros(3), [torch.randn(3, 4) for _ in range(30)]))
     assert not [node for node in program.graph.nodes if "hfta" in str(node.target)]
@@ -189,7 +189,7 @@ def test_every_value_of_every_gradient_is_looked_at(
     value: float, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(failures.nonfinite, "program", lambda dtype: None)
+        monkeypatch.setattr(commit.nonfinite, "program", lambda dtype: None)
     elif compiler() is None:
         pytest.skip("needs a C compiler")
     sizes = 3, 5, 7
@@ -200,16 +200,16 @@ def test_every_value_of_every_gradient_is_looked_at(
         *(torch.randn(3, 5, 14, dtype=dtype)[..., ::2], torch.randn(1, 5, 7, dtype=dtype).expand(sizes).clone()),
     ]
     losses = torch.randn(3, dtype=dtype)
-    assert failures.diagnose(losses, gradients).tolist() == [0, 0, 0]
+    assert commit.diagnose(losses, gradients).tolist() == [0, 0, 0]
     large = torch.full((3, 9), torch.finfo(dtype).max, dtype=dtype)
-    assert failures.diagnose(losses, [large]).tolist() == [0, 0, 0]
+    assert commit.diagnose(losses, [large]).tolist() == [0, 0, 0]
     for gradient, member, place in itertools.product(gradients, range(3), range(35)):
         at = member, place // 7, place % 7
         before = gradient[at].clone()
         gradient[at] = value
-        assert failures.diagnose(losses, gradients).tolist() == [2 * (i == member) for i in range(3)]
+        assert commit.diagnose(losses, gradients).tolist() == [2 * (i == member) for i in range(3)]
         gradient[at] = before
     losses[1] = value
     gradients[0][1] = value
     gradients[0][2, 0, 0] = value
-    assert failures.diagnose(losses, gradients).tolist() == [0, 1, 2]
+    assert commit.diagnose(losses, gradients).tolist() == [0, 1, 2]

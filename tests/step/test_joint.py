@@ -350,23 +350,10 @@ class Tied(GAN):
 @pytest.mark.parametrize(
     ("build", "kind", "words"),
     [
-        (lambda: hfta.joint(), hfta.errors.LossError, "there is no network to train; name a step for each"),
-        (
-            lambda: hfta.joint(x=make()),
-            hfta.errors.LossError,
-            r"no parameter of the model in 'x' of \[.*\] requires grad",
-        ),
-        (lambda: hfta.joint(d=make(), g=make(batch_dims=None)), ValueError, "batch_dims is None for 'g' but 0 before"),
-        (
-            lambda: hfta.joint(d=make(), g=make(donate=True)),
-            ValueError,
-            "donate is True for 'g' but False before; give all",
-        ),
-        (
-            lambda: hfta.joint(d=make(shared_params=["g"])),
-            ValueError,
-            "'d' has shared_params, which joint does not train",
-        ),
+        (lambda: hfta.joint(x=make()), hfta.errors.LossError, "no parameter of x requires grad"),
+        (lambda: hfta.joint(d=make(), g=make(batch_dims=None)), ValueError, "batch_dims is None for 'g'.* must be 0"),
+        (lambda: hfta.joint(d=make(), g=make(donate=True)), ValueError, "donate is True for 'g'.* must be False"),
+        (lambda: hfta.joint(d=make(shared_params=["g"])), ValueError, r"shared_params is \('g',\) for 'd'"),
         (lambda: hfta.joint(d=make(), every={"h": 2}), ValueError, "every has 'h': 2; give d integers"),
         (lambda: hfta.joint(d=make(), every={"d": 0}), ValueError, "every has 'd': 0"),
         (
@@ -381,14 +368,9 @@ def test_what_is_refused(build, kind, words):
         build()
 
 
-def test_states_and_batches_that_do_not_fit():
-    step, plain = make_joint(every={"g": 5}), make()
-    parts = hfta.partition({"d": "d", "g": "g"}, {"d": hfta.sgd(), "g": hfta.sgd()})
-    with pytest.raises(hfta.errors.StateError, match=r"the state is of \['d', 'g'\], the step of"):
-        step(start(hfta.make_train_step(GAN(), loss_d, parts)), make_batches()[0])
-    with pytest.raises(hfta.errors.StateError, match=r"the state is of \[\], the step of \['d', 'g'\]; make one"):
-        step(start(plain), make_batches()[0])
-    words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; batches need multiples of 5 rows"
+def test_batches_that_do_not_fit():
+    step = make_joint(every={"g": 5})
+    words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; pass a multiple of 5 rows"
     with pytest.raises(hfta.errors.BatchError, match=words):
         step(start(step), make_batches()[0])
     with pytest.raises(hfta.errors.HyperparameterError, match=r"'gamma'.* would not be used"):

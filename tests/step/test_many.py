@@ -102,7 +102,7 @@ def test_it_can_be_sent_to_other_processes():
 )
 def test_batches_of_unequal_number(wrong):
     step, state = start()
-    with pytest.raises(hfta.errors.BatchError, match="stack as many batches in every leaf"):
+    with pytest.raises(hfta.errors.BatchError, match="stack as many in each"):
         step.many(state, batches() | wrong)
 
 

@@ -290,12 +290,8 @@ def test_bad_uses_are_refused_with_the_cure():
     make = hfta.make_train_step
     with pytest.raises(hfta.errors.StackError, match="shared_params names 'body', which is no parameter"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["body"])
-    with pytest.raises(ValueError, match="shared_params is 'trunk'; it must be a list"):
-        make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params="trunk")
-    with pytest.raises(hfta.errors.StackError, match="no trained parameter of their own"):
+    with pytest.raises(hfta.errors.LossError, match="there is nothing to train"):
         make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["trunk", "norm", "head"])
-    with pytest.raises(ValueError, match="shared_optimizer, but no shared_params"):
-        make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_optimizer=hfta.sgd(lr=0.1))
     frozen = copy.deepcopy(models[0])
     frozen.trunk.requires_grad_(False)
     with pytest.raises(hfta.errors.StackError, match=r"'trunk', which .* require grad; share_frozen=True"):
@@ -317,16 +313,6 @@ def test_bad_uses_are_refused_with_the_cure():
         hfta.stack_params(models, shared_params=NAMES)
     step, state = array(make_models())
     batch = make_batches(1)[0]
-    with pytest.raises(hfta.errors.StateError, match=r"the step shares .*'trunk.0.bias'.* step.init"):
-        step(state._replace(shared=()), batch)
-    other, _ = array(make_models(), shared=hfta.adam(lr=0.1))
-    with pytest.raises(hfta.errors.StateError, match=r"belongs to another optimizer: .*state\.shared.opt_state"):
-        other(state, batch)
-    evaluate = hfta.make_eval_step(models[0], loss_fn, shared_params=NAMES, batch_dims=0)
-    with pytest.raises(
-        hfta.errors.StateError, match=r"shares trained parameters and the step does not, or the reverse"
-    ):
-        evaluate(stacked, batch)
     keeping = {"callbacks": [hfta.callbacks.keep_best("best.safetensors", "loss")]}
     for options in (keeping, {"restore_best": "loss"}, {"workers": 2}):
         with pytest.raises(hfta.errors.StateError, match=r"share 'trunk.0.weight'.*leave out"):

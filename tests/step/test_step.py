@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import optree
@@ -15,7 +14,7 @@ import hfta_func as hfta
 from clocks import CallClock
 from hfta_func import random
 from hfta_func.run.memory import peak_bytes
-from hfta_func.step.chunks import fastest, now
+from hfta_func.step.chunks import fastest
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -154,11 +153,6 @@ def test_sizes_that_are_tried(count: int, sizes: list[int]) -> None:
     runs: list[int] = []
     assert fastest(runs.append, count, CPU) in sizes
     assert runs == sizes * (len(runs) // len(sizes)) and len(runs) > len(sizes)
-
-
-def test_the_clock_goes_on() -> None:
-    times = [now(CPU) for _ in range(3)]
-    assert times == sorted(times)
 
 
 # --- Members that stand still.
@@ -344,77 +338,6 @@ def test_gradients_are_those_of_the_loss_whatever_the_scale() -> None:
     after, metrics = step(state, slopes)
     torch.testing.assert_close(after.params["weight"], state.params["weight"] - slopes, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(metrics["loss"], (state.params["weight"] * slopes).sum((1, 2)), rtol=1e-14, atol=0)
-
-
-# --- Parameters in bfloat16.
-
-
-def test_every_leaf_and_step_is_rounded_by_noise_of_its_own() -> None:
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return (model.a + model.b).float().sum()
-
-    _, step, first = _array(Twins, loss, hfta.sgd(lr=2.0**-9), stochastic_rounding=True)
-    first = first._replace(keys=random.keys([5, 6, 5]))
-    draws = []
-    for number in range(2):
-        state, _ = step(first._replace(step=torch.full((M,), number)), torch.zeros(M, 1))
-        assert {param.dtype for param in state.params.values()} == {torch.bfloat16}
-        draws.append(state)
-        # Both neighbours occur.
-        assert state.params["a"].float().unique().tolist() == [1 - 2.0**-8, 1.0]
-        # Equal seeds round alike, whatever else is in the array.
-        assert torch.equal(state.params["a"][0], state.params["a"][2])
-        alone, _ = step(hfta.take(first, [1])._replace(step=torch.full((1,), number)), torch.zeros(1, 1))
-        assert _identical(alone.params, hfta.take(state.params, [1]))
-    rounded = [state.params[path][member] for state in draws for path in ("a", "b") for member in (0, 1)]
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(rounded, 2))
-
-
-def test_the_noise_of_rounding_never_changes() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
-            self.b = nn.Parameter(torch.full((2, 3), 3.0, dtype=torch.bfloat16))
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return model.a.float().sum() + 2 * model.b.float().sum()
-
-    _, step, state = _array(Two, loss, hfta.sgd(lr=0.001), stochastic_rounding=True)
-    state = state._replace(step=torch.tensor([0, 5, 2**40]))
-    after, _ = step(state, torch.zeros(M, 1))
-    keys = random.fold_in(random.fold_in(state.keys, state.step), -(2**61) - 2)
-    for site, (path, slope) in enumerate((("a", 1.0), ("b", 2.0))):
-        wide = state.params[path].float() - 0.001 * slope
-        noise = random.bits(random.fold_in(keys, site), wide.shape[1:]) % 2**16
-        # The last 16 of a float32's bits are cut off, once noise below their unit has been added.
-        moved = wide.view(torch.int32).long() + noise
-        assert torch.equal(after.params[path].float().view(torch.int32).long(), moved - moved % 2**16)
-
-
-def test_parameters_of_other_types_are_not_rounded() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-            self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
-            self.plain = nn.Parameter(torch.ones(4))
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return (model.small.double() + model.wide + model.plain.double()).sum()
-
-    _, step, state = _array(Mixed, loss, hfta.sgd(lr=2.0**-40), stochastic_rounding=True)
-    after, _ = step(state, torch.zeros(M, 1))
-    assert {path: param.dtype for path, param in after.params.items()} == {
-        path: param.dtype for path, param in state.params.items()
-    }
-    assert torch.equal(after.params["wide"], torch.full((M, 4), 1 - 2.0**-40, dtype=torch.float64))
-    assert torch.equal(after.params["plain"], torch.ones(M, 4))
 
 
 # --- Memory.

@@ -23,8 +23,7 @@ from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
 from hfta_func.step.batch import is_plain
 from hfta_func.step.joint import JointStep
-from hfta_func.step.records import kind_of, reached_by
-from hfta_func.step.replay import why_not_now
+from hfta_func.step.replay import kind_of, reached_by, why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Reached
 from hfta_func.workers.pool import Pool

@@ -34,8 +34,7 @@ from hfta_func._types import Schedule, Tree, recipe
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.step.records import kind_of, only_computing, reached_by
-from hfta_func.step.replay import recorded_whole
+from hfta_func.step.replay import kind_of, only_computing, reached_by, recorded_whole
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import SETTINGS, settle

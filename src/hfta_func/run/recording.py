@@ -15,10 +15,8 @@ from hfta_func import random
 from hfta_func._kernels import noise
 from hfta_func._torch import marker, replaced
 from hfta_func.calls.body import Body, path_in
-from hfta_func.step import replay, train
-from hfta_func.step.check import Check
+from hfta_func.step import commit, replay, train
 from hfta_func.step.gradients import Gradients
-from hfta_func.step.shared import Sharing
 
 _MOST_EACH = 3e-6
 """Seconds that recording an event costs at most: what is more is other work on the machine."""
@@ -108,18 +106,12 @@ def marking(kind: str) -> Iterator[None]:
     """A block in which steps mark their phases, and models their modules; compiled steps have none, replayed no modules."""
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(noise, "drop", "noise")]
-    places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
+    places += [(train, "judge", "judge"), (train, "check", "check"), (commit.Sharing, "update", "update")]
     places += [(Gradients, "__call__", GRADIENTS), (replay.Replay, "__call__", "replayed")]
-    plain = train.commit
-
-    def commit(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
-        return plain(state, outputs, verdict, _marked("update", update), *rest)
-
+    places += [(commit, "renewed", "update"), (train, "commit", "commit")]
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places if kind != "compiled" else ():
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))
-        if kind != "compiled":
-            stack.enter_context(replaced(train, "commit", _marked("commit", commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield

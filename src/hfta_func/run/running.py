@@ -12,7 +12,7 @@ from hfta_func._tree import per_model, tree_map
 from hfta_func._types import ROWS
 from hfta_func.errors import BatchError
 from hfta_func.run.history import FailedStep, History, Metrics
-from hfta_func.step.failures import Failure
+from hfta_func.step.commit import Failure
 
 
 class Running:

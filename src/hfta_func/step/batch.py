@@ -19,37 +19,22 @@ from hfta_func.errors import BatchError
 
 def plain(batch: Tree) -> Tree:
     """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
-    if isinstance(batch, Mapping):
-        return {name: plain(child) for name, child in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [plain(child) for child in batch]
-        # Classes of users are leaves to those who take trees apart, and that of a PackedSequence computes parts from others.
-        if hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
-            return type(batch)(*parts)
-        return parts if isinstance(batch, list) else tuple(parts)
-    if _is_record(batch):
-        return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    return batch
+    parts = _parts(batch)
+    if parts is None:
+        return batch
+    made = {name: plain(child) for name, child in parts.items()}
+    if not isinstance(batch, (tuple, list)):
+        return made
+    # Classes of users are leaves to those who take trees apart, and that of a PackedSequence computes parts from others.
+    if hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
+        return _filled(batch, made)
+    return [*made.values()] if isinstance(batch, list) else tuple(made.values())
 
 
 def restored(tree: Tree, batch: Tree) -> Any:
     """What :func:`plain` has made of a batch, in the containers of that batch."""
-    if isinstance(batch, Mapping):
-        parts = {name: restored(tree[name], child) for name, child in batch.items()}
-        if type(batch) is dict:
-            return parts
-        filled: Any = copy.copy(batch)
-        filled.update(parts)
-        return filled
-    if isinstance(batch, (tuple, list)):
-        return _with_parts(batch, [restored(part, child) for part, child in zip(tree, batch, strict=True)])
-    if _is_record(batch):
-        filled = copy.copy(batch)
-        for name, part in tree.items():
-            # Frozen dataclasses refuse setattr.
-            object.__setattr__(filled, name, restored(part, getattr(batch, name)))
-        return filled
-    return tree
+    parts = _parts(batch)
+    return tree if parts is None else _filled(batch, {name: restored(tree[name], x) for name, x in parts.items()})
 
 
 _TENSOR = object()
@@ -75,12 +60,9 @@ def together(tensors: Any, rest: Any) -> Any:
 
 def is_plain(batch: Tree) -> bool:
     """Whether :func:`plain` would change nothing."""
-    if isinstance(batch, Mapping):
-        return type(batch) is dict and all([is_plain(child) for child in batch.values()])
-    if isinstance(batch, (tuple, list)):
-        known = type(batch) in (tuple, list) or hasattr(batch, "_fields")
-        return known and not isinstance(batch, PackedSequence) and all([is_plain(child) for child in batch])
-    return not _is_record(batch)
+    parts = _parts(batch)
+    known = type(batch) in (dict, tuple, list) or (hasattr(batch, "_fields") and not isinstance(batch, PackedSequence))
+    return parts is None or (known and all(map(is_plain, parts.values())))
 
 
 def is_table(data: Any) -> bool:
@@ -112,29 +94,24 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
     if dims is None or tree is None:
         return
     parts = _parts(tree)
-    if not isinstance(dims, int):
-        dim_parts = _parts(dims)
-        if parts is None or dim_parts is None or isinstance(dims, Mapping) is not isinstance(tree, Mapping):
-            raise BatchError(
-                f"{path} is a {type(tree).__qualname__} but batch_dims has a {type(dims).__qualname__} there; give "
-                f"batch_dims the structure of the batch"
-            )
-        if parts.keys() != dim_parts.keys():
-            names, others = ([*each] if isinstance(tree, dict) else f"{len(each)} parts" for each in (parts, dim_parts))
-            raise BatchError(f"{path} has {names} but batch_dims has {others}; give one entry per part")
+    if not isinstance(dims, int) and (parts is None or parts.keys() != (_parts(dims) or {}).keys()):
+        raise BatchError(f"{path} is {_text(tree)} but batch_dims has {_text(dims)} there; give one entry per part")
     if parts is not None:
         for name, child in parts.items():
             check_batch(dims if isinstance(dims, int) else dims[name], child, count, f"{path}[{name!r}]")
     elif not isinstance(tree, Tensor):
         raise BatchError(f"{path} is a {type(tree).__qualname__}; the leaves of a batch must be tensors")
-    elif tree.is_nested or tree.layout not in (torch.strided, torch.sparse_coo):
-        cure = "make it dense, or share it, batch_dims=None, in a step with chunk_size=1"
-        raise BatchError(f"{path} is nested or compressed, and has no parts for members; {cure}")
-    elif tree.dim() == 0 or tree.shape[0] != count:
+    elif tree.is_nested or tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
-            f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "
-            f"[{count}, N, ...], or share one batch by batch_dims=None, in an Experiment by options={{'batch_dims': None}}"
+            f"{path} is {'nested' if tree.is_nested else list(tree.shape)} but the array has {count} models; give every "
+            f"model its own part [{count}, N, ...], or share one batch by batch_dims=None, in an Experiment by "
+            f"options={{'batch_dims': None}}"
         )
+
+
+def _text(tree: Tree) -> str:
+    parts = _parts(tree)
+    return f"a {type(tree).__qualname__}" + ("" if parts is None else f" of {[*parts]}")
 
 
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
@@ -159,9 +136,8 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     def rows(dim: int | None, leaf: Any) -> Any:
         axis, is_tensor = int(dim is not None), isinstance(leaf, Tensor)
         if is_tensor and (leaf.dim() <= axis or leaf.shape[axis] % count):
-            size = [*leaf.shape]
             raise BatchError(
-                f"axis {axis} of {size} has no {count} equal parts; batches need multiples of {count} rows"
+                f"axis {axis} of {[*leaf.shape]} has no {count} equal parts; pass a multiple of {count} rows"
             )
         return leaf.chunk(count, axis)[part] if is_tensor else leaf
 
@@ -175,24 +151,35 @@ def leaf_dims(dims: Tree, tree: Tree) -> Tree:
 
 def over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
     """``func(dim, leaf)`` for each leaf of a batch that :func:`plain` has made, with its entry of ``dims``."""
-    if isinstance(tree, dict):
-        return {name: over(func, dims[name] if isinstance(dims, Mapping) else dims, tree[name]) for name in tree}
-    if isinstance(tree, (tuple, list)):
-        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(tree)
-        return _with_parts(tree, [over(func, dim, part) for dim, part in zip(inner, tree, strict=True)])
-    return func(dims if isinstance(tree, Tensor) else None, tree)
+    parts = _parts(tree)
+    if parts is None:
+        return func(dims if isinstance(tree, Tensor) else None, tree)
+    each: Any = dims if isinstance(dims, (Mapping, tuple, list)) else None
+    return _filled(tree, {name: over(func, dims if each is None else each[name], x) for name, x in parts.items()})
 
 
-def _parts(tree: Tree) -> Mapping[Any, Tree] | None:
-    """The parts of a dict, a tuple, a NamedTuple or a list by name or position; None for a leaf."""
+def _parts(tree: Any) -> Mapping[Any, Any] | None:
+    """The parts of a container by name or position; None for a leaf."""
     if isinstance(tree, Mapping):
         return tree
-    return dict(enumerate(tree)) if isinstance(tree, (tuple, list)) else None
+    if isinstance(tree, (tuple, list)):
+        return dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    return None
 
 
-def _with_parts(sequence: Any, parts: list[Any]) -> Any:
-    return type(sequence)(*parts) if hasattr(sequence, "_fields") else type(sequence)(parts)
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _filled(tree: Any, parts: dict[Any, Any]) -> Any:
+    """A container like another one, of other parts."""
+    if type(tree) is dict:
+        return parts
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())  # pyright: ignore
+    filled: Any = copy.copy(tree)
+    if isinstance(tree, Mapping):
+        filled.update(parts)
+        return filled
+    for name, part in parts.items():
+        # Frozen dataclasses refuse setattr.
+        object.__setattr__(filled, name, part)
+    return filled

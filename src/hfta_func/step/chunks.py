@@ -8,7 +8,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,91 +24,99 @@ from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
 
-Run = Callable[[Any, Tree], Any]
-"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any M; ``members`` begins with the keys."""
+
+class _Job(NamedTuple):
+    """What members compute: ``run(members, batch) -> results``, trees of ``[M, ...]``; ``members`` begins with the keys."""
+
+    run: Callable[[Any, Tree], Any]
+    members: tuple[Any, ...]
+    batch: Tree
+    dims: Tree
+    adds: bool
+
+    @property
+    def num_models(self) -> int:
+        return self.members[0].shape[0]
+
+    def part(self, start: int, stop: int) -> _Job:
+        members = tree_map(lambda leaf: leaf[start:stop], self.members)
+        return self._replace(members=members, batch=take_batch(self.dims, self.batch, slice(start, stop)))
 
 
 class Chunks:
-    """``chunks(run, members, batch)`` is ``run(members, batch)``, computed in groups of ``size`` members.
+    """``chunks(run, members, batch, dims)`` is ``run(members, batch)``, computed in groups of ``size`` members.
 
     A size of None is all of them; ``"auto"`` times 1, 2, 4, ... and all, once for every shape of batch, and keeps the best.
     """
 
-    def __init__(self, size: int | Literal["auto"] | None, batch_dims: Tree):
+    def __init__(self, size: int | Literal["auto"] | None):
         self.size = size
-        self.batch_dims = batch_dims
         self._alone = False
         self.sizes: dict[Any, int] = {}
         """What ``"auto"`` has found for each shape of batch."""
 
-    def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool = False, size: Any = None) -> Any:
+    def __call__(
+        self, run: Any, members: tuple[Any, ...], batch: Tree, dims: Tree, adds: bool = False, size: Any = None
+    ) -> Any:
         """The results of all members; with ``adds`` their first part has no model axis and is added up over the groups."""
-        count = members[0].shape[0]
-        size = size or (count if self.size is None else self.size)
-        if isinstance(size, str):
-            size = self._fastest(run, members, batch, count, adds)
+        job = _Job(run, members, batch, dims, adds)
+        size = size or self.size or job.num_models
+        size = self._fastest(job) if size == "auto" else size
         with contextlib.nullcontext() if torch.compiler.is_compiling() else as_one_call():
-            return self._grouped(run, members, batch, count, adds, size)
+            return self._grouped(job, size)
 
-    def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, adds: bool, size: int) -> Any:
-        if size >= count:
-            return self._together(run, members, batch, adds)
-        return self._apart(run, members, batch, adds, [*range(0, count, size), count])
+    def _grouped(self, job: _Job, size: int) -> Any:
+        count = job.num_models
+        return self._together(job) if size >= count else self._apart(job, [*range(0, count, size), count])
 
-    def _together(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool) -> Any:
+    def _together(self, job: _Job) -> Any:
         """The results of members that run as one, in smaller groups if they branch differently, or each alone."""
-        count = members[0].shape[0]
+        count = job.num_models
         if self._alone and count > 1:
-            return self._apart(run, members, batch, adds, [*range(count + 1)])
+            return self._apart(job, [*range(count + 1)])
         try:
-            return run(members, batch)
+            return job.run(job.members, job.batch)
         except Diverged as error:
             where, sides, cause = user_code_location(error), error.sides, error.__cause__
-            if count == 1 and sides is None and cause is not None:
-                raise cause from None
             if count == 1:
-                raise TraceError(
-                    f"{where} branches on the value of a tensor below a vmap of the model's own, as vmap refuses alone; "
-                    f"compute with tensors instead (torch.where, masks)"
-                ) from error
+                nested = (
+                    f"{where} branches on the value of a tensor below a vmap of the model's own; use torch.where, masks"
+                )
+                raise (TraceError(nested) if sides is not None or cause is None else cause) from None
         if sides is None:
             # For good: each step would fail first.
             self._alone = True
             turns, why = [*range(1, count)], f"members run one after another, because they cannot run as one: {cause}"
         else:
             turns = [i for i in range(1, count) if sides[i] != sides[i - 1]]
-            why = (
-                f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
-                f"compute with tensors instead (torch.where, masks)"
-            )
+            cure = "members with different values run in groups; compute with tensors instead (torch.where, masks)"
+            why = f"{where.rstrip(',')} branches on the value of a tensor, and {cure}"
         silence = "silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)"
         warnings.warn(f"{why}, or {silence}", LoopWarning, stacklevel=2)
-        return self._apart(run, members, batch, adds, [0, *turns, count])
+        return self._apart(job, [0, *turns, count])
 
-    def _apart(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool, bounds: list[int]) -> Any:
+    def _apart(self, job: _Job, bounds: list[int]) -> Any:
         pieces, total = [], None
         for start, stop in itertools.pairwise(bounds):
-            part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            piece = self._together(run, part, take_batch(self.batch_dims, batch, slice(start, stop)), adds)
-            if adds:
+            piece = self._together(job.part(start, stop))
+            if job.adds:
                 # At once, or there would be one for each group at a time.
                 added, *piece = piece
                 total = added if total is None else tree_map(torch.add, total, added)
             pieces.append(piece)
             del piece
         joined = tree_map(lambda *parts: torch.cat(parts), *pieces)
-        return (total, *joined) if adds else joined
+        return (total, *joined) if job.adds else joined
 
-    def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, adds: bool) -> int:
-        device = members[0].device
+    def _fastest(self, job: _Job) -> int:
+        count, device = job.num_models, job.members[0].device
         # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
         if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
             return count
-        tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+        tensors = (leaf for leaf in leaves(job.batch) if isinstance(leaf, Tensor))
         key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
         if key not in self.sizes:
-            grouped = functools.partial(self._grouped, run, members, batch, count, adds)
-            self.sizes[key] = fastest(grouped, count, device)
+            self.sizes[key] = fastest(functools.partial(self._grouped, job), count, device)
         return self.sizes[key]
 
 

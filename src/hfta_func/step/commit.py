@@ -1,39 +1,252 @@
-"""The only writer of a step: the next state, in new tensors or in those of the old one, and the ways to update parameters."""
+"""What a step makes of gradients: who has failed, who is updated, and the next state, in new tensors or in the old ones.
+
+Parameters that all members share and train start, are checked and are updated here, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import where, write
-from hfta_func._types import Params, Tree
+from hfta_func._kernels import nonfinite
+from hfta_func._kernels.operators import DEFINITIONS, define_operator
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
+from hfta_func._tree import per_model, where, write
+from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
-from hfta_func.optim import GradientTransformation, apply_updates
+from hfta_func.errors import NonFiniteError
+from hfta_func.models.sharing import shared_of
+from hfta_func.optim import GradientTransformation
 from hfta_func.optim._base import is_of_package, renew
-from hfta_func.step import amp
+from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 from hfta_func.step.gradients import StepOutputs
-from hfta_func.step.judge import Verdict
 from hfta_func.step.options import Options
-from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState
-
-Update = Callable[["Tensor | None"], tuple[Params, Tree]]
-"""``update(keep) -> (params, opt_state)``, new for members where ``keep`` (``bool[M]``, None is all) is True."""
-
-Way = Callable[[GradientTransformation, TrainState, StepOutputs], Update]
 
 # Negative, as all numbers are that this package folds into the keys of a state.
 NOISE = -(2**62) - 2**61
 
 
+class Failure(enum.IntEnum):
+    """Why a member was not updated, in ``metrics["failure"]`` of a training step."""
+
+    NONE = 0
+    """It was updated."""
+    LOSS = 1
+    """Its loss is NaN or infinite."""
+    GRADIENT = 2
+    """Its loss is finite, its gradient is not."""
+    OVERFLOW = 3
+    """Its gradient overflowed under a loss scale, which was then lowered."""
+
+
+def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
+    leaves = [losses, *grads]
+    # Transforms have no rule for the operator, and other runtimes do not know it.
+    if torch.compiler.is_compiling():
+        as_one = len(leaves) > MAX_INLINE_LEAVES and not torch.compiler.is_exporting() and not inside_transform()
+    else:
+        as_one = num_dispatch_modes() == num_recorders() > 0
+    if as_one and losses.device.type == "cpu":
+        _define()
+        return torch.ops.hfta_func.diagnose(losses, leaves[1:])
+    if can_look(losses) and (kernel := _kernel_for(leaves)) is not None:
+        # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
+        return kernel([leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves])
+    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
+    sums = torch.stack([_sum(leaf) for leaf in leaves]).isfinite()
+    failure = torch.where(sums.all(0), int(Failure.NONE), int(Failure.GRADIENT))
+    return torch.where(sums[0], failure, int(Failure.LOSS))
+
+
+def _sum(leaf: Tensor) -> Tensor:
+    """A number for each member that is finite exactly if all of its values are."""
+    wide = torch.promote_types(leaf.dtype, torch.float64)
+    # In float64, sums of narrower values do not overflow, and of values that are as wide, not if they are scaled down.
+    leaf = leaf * 2.0**-64 if leaf.dtype == wide else leaf
+    # Over all axes, in whatever order they are in memory: a gradient may be transposed.
+    return leaf.sum([*range(1, leaf.dim())], dtype=wide) if leaf.dim() > 1 else leaf.to(wide)
+
+
+def _kernel_for(leaves: Sequence[Tensor]) -> Callable[[list[Tensor]], Tensor] | None:
+    """The kernel for dense leaves of these shapes."""
+    models, dtype = len(leaves[0]), leaves[0].dtype
+    plain = all(type(leaf) is Tensor and leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves)
+    run = nonfinite.program(dtype) if plain and models else None
+    if run is None:
+        return None
+    sizes = [leaf.numel() // models for leaf in leaves]
+
+    def diagnose(leaves: list[Tensor]) -> Tensor:
+        failure = torch.zeros(models, dtype=torch.int64)
+        run(sizes, models, [leaves, failure])
+        return failure
+
+    return diagnose
+
+
+def _prepare(losses: Tensor, grads: Sequence[Tensor]) -> Callable[..., Tensor] | None:
+    kernel = _kernel_for([losses, *grads]) if all(map(_is_dense, (losses, *grads))) else None
+    return kernel and (lambda losses, grads: kernel([losses, *grads]))
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    if leaf.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(leaf.stride()[1:], leaf.shape[1:], strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return leaf.stride(0) == expected or leaf.shape[0] == 1
+
+
+def refuse(failure: Tensor, step: Tensor, network: str = "") -> Tensor:
+    """Raise a NonFiniteError if a member, or its ``network``, has failed, at its step ``int64[M]``; give ``failure`` back."""
+    if torch.compiler.is_compiling():
+        _define()
+        return torch.ops.hfta_func.refuse(failure, step, network)
+    return _refuse(failure, step, network)
+
+
+def _refuse(failure: Tensor, step: Tensor, network: str) -> Tensor:
+    for member, (code, at) in enumerate(zip(failure.tolist(), step.tolist(), strict=True)):
+        if code in (Failure.LOSS, Failure.GRADIENT):
+            what = ("loss" if code == Failure.LOSS else "gradient") + (f" of its '{network}'" if network else "")
+            raise NonFiniteError(
+                f"model {member}: the {what} is not finite at step {at}; lower its learning rate or clip its gradients, or "
+                f"go on without it: nonfinite='skip' leaves out the update, nonfinite='freeze' the member"
+            )
+    return failure.clone()
+
+
+@constant_to_compiler
+def _define() -> bool:
+    """Define the same functions as operators, which graphs hold as a whole."""
+    define_operator(
+        "refuse(Tensor failure, Tensor step, str network) -> Tensor",
+        {"CompositeExplicitAutograd": _refuse},
+        fake=lambda failure, step, network: torch.empty_like(failure),
+    )
+    define_operator(
+        "diagnose(Tensor losses, Tensor[] grads) -> Tensor",
+        {"CPU": diagnose},
+        fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
+        prepare=_prepare,
+    )
+    return True
+
+
+DEFINITIONS.append(("diagnose", _define))
+
+
+class Verdict(NamedTuple):
+    """What a step decides about every member."""
+
+    keep: Tensor | None  # bool[M], the members to update; None if these are known to be all of them
+    active: Tensor  # bool[M], the members that take part in the next step
+    loss_scale: Tree
+    report: dict[str, Tensor]  # the metrics that every step has
+
+
+def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
+    """Decide from losses and gradients."""
+    # Codes are compared as plain numbers: compilers do not know an enum's members for such.
+    shared = [] if outputs.summed else outputs.shared.values()
+    failure = diagnose(outputs.losses, [*outputs.grads.values(), *shared])
+    succeeded = failure == int(Failure.NONE)
+    report = {"loss": outputs.losses, "finite": succeeded, "failure": failure}
+    scaling, loss_scale, active = options.scaling, state.loss_scale, state.active
+    keep = active & succeeded
+    if scaling is not None:
+        report["loss_scale"] = loss_scale.scale.clone()
+        overflow = scaling.overflowed(loss_scale, failure == int(Failure.GRADIENT))
+        report["failure"] = failure = torch.where(overflow, int(Failure.OVERFLOW), failure)
+        loss_scale = scaling.update(loss_scale, overflow, active)
+    if options.nonfinite == "freeze":
+        active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
+    return Verdict(keep, active, loss_scale, report)
+
+
+def looked_at(verdict: Verdict, state: TrainState, options: Options) -> Verdict:
+    """The verdict, after a look at its values; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
+    keep = verdict.keep
+    assert keep is not None
+    if options.nonfinite == "raise":
+        failure = refuse(torch.where(state.active, verdict.report["failure"], 0), state.step, options.network)
+        # In a graph, what depends on no result is left out.
+        keep = keep & (failure == int(Failure.NONE))
+    return verdict._replace(keep=None if can_look(keep) and bool(keep.all()) else keep)
+
+
+class Sharing:
+    """The shared parameters of a step.
+
+    Args:
+        model: The model that gives their first values.
+        paths: What ``shared_params`` names; empty if members share nothing that is trained.
+        optimizer: What updates them.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
+        self.paths = frozenset(shared_of(model, paths))
+        self._optimizer = optimizer
+
+    def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
+        """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
+        if not self.paths:
+            return ()
+        named = model.named_parameters()
+        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.paths}
+        # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
+        return Shared(params, self._optimizer.init(_as_one(params)))
+
+    def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+        """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
+        shared = state.shared
+        if not isinstance(shared, Shared):
+            return ()
+        grads = outputs.shared
+        if not outputs.summed:
+            # Not a product, since 0 times NaN is NaN.
+            every = state.active if keep is None else keep
+            grads = {path: torch.where(per_model(every, x).bool(), x, 0).sum(0, True) for path, x in grads.items()}
+        any_kept = None if keep is None else keep.any().reshape(1)
+        # Noise of an optimizer comes from all members, in any order.
+        key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))
+        with contextlib.nullcontext() if is_of_package(self._optimizer) else routed_by_member(key):
+            params, opt_state = renew(
+                self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
+            )
+        return Shared({path: param[0] for path, param in params.items()}, opt_state)
+
+
+def _as_one(params: Params) -> Params:
+    return {path: param[None] for path, param in params.items()}
+
+
 def commit(
-    state: TrainState, outputs: StepOutputs, verdict: Verdict, update: Update, sharing: Sharing, options: Options
+    state: TrainState,
+    outputs: StepOutputs,
+    verdict: Verdict,
+    optimizer: GradientTransformation,
+    sharing: Sharing,
+    options: Options,
+    in_place: bool,
 ) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep
-    params, opt_state = update(keep)
+    # An optimizer of the user's own may draw random numbers: from the members' keys.
+    key = None if is_of_package(optimizer) else random.fold_in(state.keys, state.step + NOISE)
+    with contextlib.nullcontext() if key is None else routed_by_member(key):
+        params, opt_state = renewed(optimizer, state, outputs, keep, in_place)
     after = TrainState(
         params={path: params.get(path, param) for path, param in state.params.items()},
         buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
@@ -52,52 +265,13 @@ def commit(
     return state
 
 
-def select_update_mode(options: Options, optimizer: GradientTransformation, rewrites_params: bool) -> Way:
-    """The way to update that the options ask for; of a model that ``rewrites_params`` gradients are computed in a copy."""
-    way = rounded if options.stochastic_rounding else in_place if options.donate and not rewrites_params else plain
-    if is_of_package(optimizer):
-        return way
-
-    def drawing(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-        """The same for an optimizer that may draw random numbers: from the members' keys."""
-        renewed = way(optimizer, state, outputs)
-
-        def update(keep: Tensor | None) -> tuple[Params, Tree]:
-            with routed_by_member(random.fold_in(state.keys, state.step + NOISE)):
-                return renewed(keep)
-
-        return update
-
-    return drawing
-
-
-def plain(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-    """Update into new tensors."""
-
-    def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
-        params = {path: state.params[path] for path in outputs.params}
-        renewed, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep)
-        if keep is not None and any(params[path] is not param for path, param in outputs.params.items()):
-            renewed = where(keep, renewed, params)
-        return renewed, opt_state
-
-    return update
-
-
-def in_place(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-    """Update into the state's own tensors, which saves memory and, for large models, time."""
-    return lambda keep: renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=True)
-
-
-def rounded(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
-    """Update in float32 and round at random to the parameters' own bfloat16."""
-
-    def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        wide = amp.widen(outputs.params)
-        updates, opt_state = optimizer.update(amp.widen(outputs.grads), state.opt_state, wide)
-        params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), outputs.params)
-        old = {path: state.params[path] for path in params}, state.opt_state
-        return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
-
-    return update
+def renewed(
+    optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs, keep: Tensor | None, in_place: bool
+) -> tuple[Params, Tree]:
+    """Parameters and the optimizer's state, new for members where ``keep`` is True, in new tensors or the state's own."""
+    old = {path: state.params[path] for path in outputs.params}
+    params, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=in_place)
+    # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
+    if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):
+        params = where(keep, params, old)
+    return params, opt_state

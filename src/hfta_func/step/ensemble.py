@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from hfta_func import random
 from hfta_func._torch import constant_to_compiler, outside_transforms, set_compiling
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
-from hfta_func.errors import HyperparameterError, StackError, StateError
+from hfta_func.errors import StateError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.sharing import Base, base_of, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
@@ -24,7 +24,7 @@ from hfta_func.step.layers import Layers, follow_member, layers_of, without_stac
 from hfta_func.step.prediction import Deployed, Predicting, Prediction
 from hfta_func.verify import Verify
 
-_MADE = ("_latest", "_runs", "_compiled", "_modules_now")
+_MADE = ("_values", "_runs", "_modules_now")
 """Attributes of an ensemble that are made anew in a copy."""
 
 
@@ -76,20 +76,9 @@ class Ensemble(nn.Module):
     ):
         super().__init__()
         self.verify: Verify = verify
-        if not isinstance(params, Mapping):
-            raise StateError(
-                f"params is a {type(params).__qualname__}; unpack it: Ensemble(model, *stacked), or "
-                f"Ensemble(model, *hfta.step.stacked(state)) of a training state"
-            )
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
-        for path, param in shared_of(model, [*shared]).items():
-            if path not in shared or shared[path].shape != param.shape:
-                given = list(shared[path].shape) if path in shared else "missing"
-                raise StackError(
-                    f"the shared '{path}' is {given} but {list(param.shape)} in the model; it has no model axis"
-                )
         base = Base(model, None, share_frozen).tensors if share_frozen or base_of(model, False) else {}
         self._shared, self._base = [*shared], [*base]
         # In a tuple, or it would be a child with parameters of its own.
@@ -105,10 +94,6 @@ class Ensemble(nn.Module):
         self._layers = Layers(self.array)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
-        if keys.shape != (self.num_models,):
-            raise HyperparameterError(
-                f"got {keys.numel()} seeds but the array has {self.num_models} models; give one integer per model"
-            )
         self.register_buffer("keys", keys.clone())
         # How often the members were called in train mode, which tells one call's noise from the next one's.
         self.register_buffer("calls", torch.zeros_like(keys))
@@ -137,8 +122,7 @@ class Ensemble(nn.Module):
         Raises:
             StackError: if :func:`stack_params` refuses them.
         """
-        if not isinstance(models, nn.Module):
-            models = [*models]
+        models = models if isinstance(models, nn.Module) else [*models]
         params, buffers = stack_params(models, share_frozen=share_frozen, shared_params=shared_params)
         first, *_ = models
         shared = shared_of(first, shared_params)
@@ -166,10 +150,7 @@ class Ensemble(nn.Module):
         run, training = self._choose()
         stacked, common = self.stacked(), (self._tensors(2), self._tensors(3))
         if training and self._writes_tables and torch.is_grad_enabled():
-            raise StateError(
-                "a look-up table with max_norm shortens its own rows as it is read, which an Ensemble in train mode cannot "
-                "do; train with make_train_step, or call .eval()"
-            )
+            raise StateError("an Ensemble in train mode cannot shorten rows by max_norm; train with make_train_step")
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
         output, buffers = run(stacked, common, key, args, kwargs, batch_dims)
@@ -306,39 +287,30 @@ class Ensemble(nn.Module):
         """Note where the tensors are."""
         self._layers.index(self.array, self._shared, self._base)
         self._modules_now = [*self.array.modules()]
-        self._latest: dict[Any, tuple[list[Any], Predicting, bool]] = {}
         self._runs: dict[Any, Predicting] = {}
-        self._compiled: dict[Any, Predicting] = {}
+        self._values: dict[Any, list[Any]] = {}
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
     def _choose(self, training: bool | None = None) -> tuple[Predicting, bool]:
         """What calls the members with the modes and settings that the layers have now, and whether one is in train mode."""
-        if torch.compiler.is_compiling():
-            modes = training, *[module.training for module in self._modules_now]
-            self._prepare(modes)
-            return self._compiled[modes], any(modes)
-        values, latest = self._layers.values(), self._latest.get(training)
-        if latest is not None and len(values) == len(latest[0]) and all(map(operator.is_, values, latest[0])):
-            return latest[1:]
-        signature = training, self._layers.signature(self.array)
-        if signature not in self._runs:
-            # Settings that change all the time would fill the memory.
-            self._runs = self._runs if len(self._runs) < 16 else {}
-            with outside_transforms():
-                self._layers.follow(self.array, self._model[0])
-                verify = self.verify and not self._layers.has_hooks
-                self._runs[signature] = Predicting(self._model[0], training, bool(self._base), verify)
-        is_training = any(module.training for module in self.array.modules())
-        self._latest[training] = self._layers.values(), self._runs[signature], is_training
-        return self._latest[training][1:]
+        modes = training, *[module.training for module in self._modules_now]
+        self._prepare(modes)
+        return self._runs[modes], any(modes)
 
     @constant_to_compiler
     def _prepare(self, modes: tuple[bool | None, ...]) -> bool:
+        before, values = self._values.get(modes, ()), self._layers.values()
+        if len(values) == len(before) and all(map(operator.is_, values, before)):
+            return True
         compiling = set_compiling(False)
         try:
-            self._compiled[modes] = self._choose(modes[0])[0]
+            with outside_transforms():
+                self._layers.follow(self.array, self._model[0])
+                verify = self.verify and not self._layers.has_hooks
+                self._runs[modes] = Predicting(self._model[0], modes[0], bool(self._base), verify)
         finally:
             set_compiling(compiling)
+        self._values[modes] = self._layers.values()
         return True
 
     def __getstate__(self) -> dict[str, Any]:

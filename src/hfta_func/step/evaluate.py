@@ -14,13 +14,11 @@ from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, plain
-from hfta_func.step.check import require
-from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
+from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
 from hfta_func.verify import Verify
@@ -78,9 +76,9 @@ class EvalStep(ArrayFunction, Compiled):
 
     training = False
 
-    def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
+    def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options, held: Any = None):
         self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
-        super().__init__(model, self._made_from[0], metric_fn, options)
+        super().__init__(model, self._made_from[0], metric_fn, options, held)
         self._name = getattr(metric_fn, "__name__", "metric")
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
 
@@ -105,7 +103,6 @@ class EvalStep(ArrayFunction, Compiled):
             LossError: if a metric is not a tensor.
             VerifyError: if a member alone computes something else.
         """
-        require(state, Stacked)
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
@@ -115,35 +112,22 @@ class EvalStep(ArrayFunction, Compiled):
         check_batch(self.options.batch_dims, plain(batch), first.shape[0])
         if isinstance(state, TrainState):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
-        elif self.takes_hparams:
-            raise StateError(
-                f"{self._name} takes hparams, which a Stacked does not hold; pass a state of step.init(...)"
-            )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        if bool(shared) != bool(self.options.shared_params):
-            raise StateError(
-                "the state shares trained parameters and the step does not, or the reverse; see shared_params"
-            )
-        given = Tensors(keys, {}, state.params, buffers, hparams)
-        trial = None if torch.compiler.is_compiling() else self.oracle(keys, plain(batch))
+        return self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
 
-        def measure(params: Params, shared: Params) -> dict[str, Tensor]:
-            with torch.set_grad_enabled(self.takes_gradients):
-                return self.compute(given._replace(frozen=params), batch, shared)
-
+    def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> dict[str, Tensor]:
+        """See :class:`ArrayFunction`."""
         try:
-            metrics = self.members.guard(keys, measure, state.params, shared)
+            with torch.set_grad_enabled(self.takes_gradients):
+                metrics = super().compute(given, batch, common, **how)
         except RuntimeError as error:
             if self.takes_gradients or "does not require grad" not in str(error):
                 raise
             # Such as the residual of a differential equation; what others compute needs no graph.
             self.takes_gradients = True
-            metrics = self.members.guard(keys, measure, state.params, shared)
-        metrics = {name: metric.detach() for name, metric in metrics.items()}
-        self.members.has_run(keys)
-        self.compare(trial, given, batch, shared, {"metric": metrics})
-        return metrics
+            return self.compute(given, batch, common, **how)
+        return {name: metric.detach() for name, metric in metrics.items()}
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> dict[str, Tensor]:
         if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):
@@ -154,7 +138,7 @@ class EvalStep(ArrayFunction, Compiled):
         return self._mapped(batch, given, tree, common, lambda result, _: self._read(result)[1]["metric"], judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        return None, {"metric": check_metrics(result if isinstance(result, dict) else {self._name: result})}
+        return None, {"metric": dict(result) if isinstance(result, dict) else {self._name: result}}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
         return {"metric": outputs}

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfta_func import optim
-from hfta_func._torch import has_step_hooks
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, Tree, recipe, recorded
 from hfta_func.errors import StackError
@@ -24,7 +22,6 @@ from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, re
 from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths
 from hfta_func.step.gradients import handed
-from hfta_func.step.state import check_optimizer, without_memory
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
@@ -105,9 +102,6 @@ def from_torch(
     """
     optimizers, named = handed(optimizers, schedulers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
-    sizes = len(optimizers), len(named), len(followed)
-    if min(sizes) < max(*sizes, 1):
-        raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
     stages, gaps = (vector(*each, len(named), torch.device("cpu")) for each in (("steps", steps), ("every", every)))
     if schedulers is not None and min(*stages, *gaps) < 1:
         raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
@@ -141,12 +135,9 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
     if kind not in _FUNCTIONS:
         cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
         return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
-    if has_step_hooks(optimizer):
-        return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
-    strangers = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in ids]
-    if strangers:
+    if any(id(param) not in ids for group in optimizer.param_groups for param in group["params"]):
         order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
-        return f"its optimizer holds a parameter {list(strangers[0].shape)} that is not the model's; {order}"
+        return f"its optimizer holds a parameter that is not the model's; {order}"
     if isinstance(scheduler, ReduceLROnPlateau):
         return "ReduceLROnPlateau follows a metric; give fit the callback hfta.schedules.plateau(metric, ...) instead"
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -183,8 +174,13 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     # Schedulers write into tensors.
     copied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
     stepped.param_groups = copied
+    follower = None if scheduler is None else copy.deepcopy(scheduler, {id(optimizer): stepped})
     rows: list[list[list[Any]]] = []
-    for _ in range(steps + 1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps + 1):
+    for number in range(steps + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if follower is not None and number:
+                follower.step()
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
@@ -192,16 +188,6 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
         | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
         for number, group in enumerate(optimizer.param_groups)
     ]
-
-
-def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
-    """A copy of a scheduler that follows another optimizer, before its first step and after each, without warnings."""
-    follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-    while True:
-        yield follower
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            follower.step()
 
 
 def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tensor, follows: bool) -> dict[str, Any]:
@@ -229,36 +215,30 @@ def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tens
     return arguments
 
 
-def to_torch(
-    optimizer: GradientTransformation, state: Tree, models: Iterable[nn.Module], schedulers: Iterable[LRScheduler] = ()
-) -> tuple[list[Optimizer], list[LRScheduler]]:
-    """M optimizers of ``torch.optim`` that go on where an array is, and their schedulers: the inverse of :func:`from_torch`.
+def to_torch(optimizer: GradientTransformation, state: Tree, models: Iterable[nn.Module]) -> list[Optimizer]:
+    """M optimizers of ``torch.optim`` that go on where an array is: the inverse of :func:`from_torch`.
 
     Args:
         optimizer: The step's optimizer: one with a counterpart in ``torch.optim``, or a :func:`partition` of one kind.
         state: The training state, or the optimizer's.
         models: The models to train, for example from :func:`unstack_params`.
-        schedulers: The schedulers that :func:`from_torch` was given; they are copied, not changed.
 
     Returns:
-        Optimizers with the accumulated state and the present numbers, and schedulers, if given, that have stepped as far.
+        Optimizers with the accumulated state and the present numbers; make new schedulers over them to go on with one.
 
     Raises:
-        StackError: if there is no counterpart, or not one model and scheduler per member.
+        StackError: if there is no counterpart, or not one model per member.
         StateError: if the state is of another optimizer or model.
 
     Example:
         >>> optimizer, models = optim.sgd(lr=[0.1, 0.2], momentum=0.9), [torch.nn.Linear(4, 1) for _ in range(2)]
         >>> state = optimizer.init({path: torch.zeros(2, *p.shape) for path, p in models[0].named_parameters()})
-        >>> to_torch(optimizer, state, models)[0][1].param_groups[0]["lr"]
+        >>> to_torch(optimizer, state, models)[1].param_groups[0]["lr"]
         0.2
     """
-    state, followed = getattr(state, "opt_state", state), list(schedulers)
-    named, count = [dict(model.named_parameters()) for model in models], num_models(state)
-    if len(named) != count or len(followed) not in (0, count):
-        raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one each")
+    state, named = getattr(state, "opt_state", state), [dict(model.named_parameters()) for model in models]
+    count = num_models(state)
     params = {path: param.expand(count, *param.shape) for path, param in named[0].items() if param.requires_grad}
-    check_optimizer(state, without_memory(optimizer.init, params), "state.opt_state", "optimizer")
     make, call = _call_of(optimizer)
     if make is not optim.partition:
         call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})
@@ -282,13 +262,7 @@ def to_torch(
                         made[-1].state[param][key] = torch.tensor(float(slot[member]))
                     elif slot:
                         made[-1].state[param][key] = slot[path][member].to(param, copy=True)
-    if not followed:
-        return made, []
-    lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
-    if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
-        raise StackError("the optimizer was not made of these schedulers; make new ones over the returned optimizers")
-    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(0, lr["rows"].shape[1] - 1).long()
-    return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
+    return made
 
 
 def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
@@ -321,15 +295,3 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
         else:
             columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """A copy of a scheduler that follows an optimizer, after a number of steps."""
-    present = [{**group} for group in optimizer.param_groups]
-    LambdaLR(optimizer, lambda epoch: 1.0)  # One of any kind makes the optimizer note that it steps.
-    for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
-        group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
-    *_, follower = itertools.islice(_steps_of(scheduler, optimizer), steps + 1)
-    for group, values in zip(optimizer.param_groups, present, strict=True):
-        group.update(values)
-    return follower

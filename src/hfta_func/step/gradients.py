@@ -6,8 +6,8 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied
-from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
+from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared, shared_params
 from hfta_func.verify import Trial
@@ -73,8 +73,7 @@ class Gradients(ArrayFunction):
                 why = f"the lr of an optimizer that from_torch was given has changed from {before} to {now}"
                 cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
                 warnings.warn(f"{why}, {cure}", stacklevel=3)
-        template = self._template()
-        settings = self._settings if template is None else _settings(template)
+        settings = self._settings if (template := self._template()) is None else _settings(template)
         if changed := [name for name, value in settings.items() if self._settings.get(name) != value]:
             self._settings = settings
             why = f"the model was changed after make_train_step ({changed[0]}), which has no effect on the step"
@@ -83,39 +82,35 @@ class Gradients(ArrayFunction):
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
-        given, shared = self.tensors(state), shared_params(state)
+        given, shared, summed = self.tensors(state), shared_params(state), False
+        grads, apart, others = cast("tuple[Params, Params, Any]", ({}, {}, ()))
         if shared and can_look(given.keys) and self.options.scaling is None and bool(state.active.all()):
             without_shared = given._replace(trained=_without(given.trained, shared))
             sums, grads, *others = self.compute(without_shared, batch, shared, adds=True)
-            leaves = (others[0], *grads.values(), *sums.values())
-            if bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
-                return self._outputs(
-                    state, without_shared, grads, others, {path: total[None] for path, total in sums.items()}, True
-                )
+            apart = {path: total[None] for path, total in sums.items()}
             # A sum does not tell whose part is not finite.
-        grads, *others = self.compute(given, batch, {})
-        grads = _unscaled(grads, given.scale)
-        apart = {path: grads[path] for path in shared}
-        return self._outputs(state, given, _without(grads, shared), others, apart)
-
-    def _outputs(
-        self, state: TrainState, given: Tensors, grads: Params, others: Any, shared: Params, summed: bool = False
-    ) -> StepOutputs:
+            every = torch.stack([leaf.sum() for leaf in (others[0], *grads.values(), *sums.values())])
+            summed = bool(every.isfinite().all())
+        if not summed:
+            grads, *others = self.compute(given, batch, {})
+            grads = _unscaled(grads, given.scale)
+            apart = {path: grads.pop(path) for path in shared}
         self.members.has_run(given.keys)
-        losses, metrics, buffers = others
+        (losses, metrics, buffers), trained = others, _without(given.trained, shared)
         buffers = emptied(buffers, state.hparams, state.buffers)
-        return StepOutputs(_without(given.trained, shared), grads, losses, metrics, buffers, shared, summed)
+        return StepOutputs(trained, grads, losses, metrics, buffers, apart, summed)
 
     def check(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
             self.warn_if_changed()
+            given = self.tensors(state)
             # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
             buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
-            results = {"loss": {"": outputs.losses}, "metric": outputs.metrics, "buffer": buffers}
-            results["gradient"] = outputs.grads if outputs.summed else outputs.grads | outputs.shared
-            results |= {"parameter": outputs.params} if self.rewrites_params else {}
-            self.compare(trial, self.tensors(state), batch, {}, results)
+            grads = outputs.grads if outputs.summed else outputs.grads | outputs.shared
+            after = given._replace(scale=(), trained=outputs.params)
+            results = self._results((grads, outputs.losses, outputs.metrics, buffers), after, {})
+            self.compare(trial, given, batch, {}, results)
 
     def tensors(self, state: TrainState) -> Tensors:
         """What members run with, each with the parameters that all share as its own."""
@@ -173,12 +168,10 @@ def _rates(optimizer: Any) -> list[float]:
 
 def _settings(model: nn.Module) -> dict[str, Any]:
     """What a step takes from a model when it is made."""
-    settings: dict[str, Any] = {
-        f"requires_grad of '{path}'": leaf.requires_grad for path, leaf in model.named_parameters()
-    }
+    settings: dict[str, Any] = {f"requires_grad of '{path}'": x.requires_grad for path, x in model.named_parameters()}
     for path, module in model.named_modules():
-        hooks = *module._forward_hooks, *module._forward_pre_hooks
-        settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks
+        name = f"train or eval mode, or hooks, of '{path or type(module).__name__}'"
+        settings[name] = module.training, *module._forward_hooks, *module._forward_pre_hooks
     return settings
 
 
@@ -210,36 +203,25 @@ def grad_and_aux(
     leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
     with torch.enable_grad(), Recalls()() if less else contextlib.nullcontext():
         value, aux = func(leaves)
-    if not value.requires_grad:
-        raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
     try:
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         raise advice(error) or error from error.__cause__
-    result = {}
-    for (path, leaf), grad in zip(leaves.items(), grads, strict=True):
-        # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
-        both = [part for part in (grad, leaf.grad) if part is not None]
-        result[path] = functools.reduce(torch.add, both) if both else torch.zeros_like(leaf)
-    if all(grad is None and leaf.grad is None for leaf, grad in zip(leaves.values(), grads, strict=True)):
-        raise LossError(
-            "the loss depends on no parameter of the model that it is given; compute it from model(...), not from a model "
-            "that a global or a closure holds"
-        )
+    # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
+    parts = {
+        path: [x for x in (grad, leaves[path].grad) if x is not None] for path, grad in zip(leaves, grads, strict=True)
+    }
+    if not any(parts.values()):
+        raise LossError("the loss depends on no parameter of the model that it is given; compute it from model(...)")
+    result = {path: sum(both[1:], both[0]) if both else torch.zeros_like(leaves[path]) for path, both in parts.items()}
     return result, tree_map(torch.Tensor.detach, aux)
 
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    parts = result if isinstance(result, tuple) else (result, {})
-    if len(parts) != 2 or not isinstance(parts[1], Mapping):
-        kinds = ", ".join(type(part).__qualname__ for part in parts)
-        raise LossError(f"the loss function returned ({kinds}); return a scalar tensor, or (loss, dict of metrics)")
-    loss, metrics = parts
-    if not isinstance(loss, Tensor):
-        raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
     if loss.dim() != 0:
         raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
     if hidden := [name for name in _REPORTED if name in metrics]:
         raise LossError(f"metric '{hidden[0]}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
-    return loss, check_metrics(metrics)
+    return loss, dict(metrics)

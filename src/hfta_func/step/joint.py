@@ -15,11 +15,10 @@ from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
 from hfta_func._types import Params, Tree
-from hfta_func.errors import LossError, StackError, StateError
+from hfta_func.errors import StackError
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
-from hfta_func.step.check import require
-from hfta_func.step.failures import Failure
+from hfta_func.step.commit import Failure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Oracle
@@ -73,19 +72,15 @@ class JointStep(Compiled):
 
     def __init__(self, steps: Mapping[str, TrainStep], every: Mapping[str, int], once: bool = False):
         self._made_from = steps, every, once
-        if not steps:
-            raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
         for name, count in every.items():
-            if name not in steps or not isinstance(count, int) or count < 1:
+            if name not in steps or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         (first, *_), last = steps.values(), [*steps][-1]
+        alike = {name: getattr(first.options, name) for name in ("batch_dims", "share_frozen", "donate")}
         for name, step in steps.items():
-            if step.options.shared_params:
-                raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
-            for field in ("batch_dims", "share_frozen", "donate"):
-                value, other = getattr(step.options, field), getattr(first.options, field)
-                if value != other:
-                    raise ValueError(f"{field} is {value} for '{name}' but {other} before; give all steps the same")
+            for field, other in (alike | {"shared_params": ()}).items():
+                if (value := getattr(step.options, field)) != other:
+                    raise ValueError(f"{field} is {value} for '{name}'; in a joint step it must be {other} for all")
             for path, other in step._shapes.ties.items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():
@@ -142,10 +137,6 @@ class JointStep(Compiled):
             BatchError: if the rows of a batch cannot be split as ``every`` asks.
             Exception: what a :class:`TrainStep` raises.
         """
-        require(state)
-        groups = getattr(state.opt_state, "groups", {})
-        if groups.keys() != self._steps.keys() or not isinstance(state.loss_scale, dict):
-            raise StateError(f"the state is of {[*groups]}, the step of {[*self._steps]}; make one with step.init(...)")
         with torch.set_grad_enabled(inside_transform()):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfta_func import _torch
 from hfta_func._torch import MODULE_ATTRIBUTES, places_of, pytree
@@ -23,7 +21,6 @@ from hfta_func.models.scalar_attributes import hold
 from hfta_func.models.skeleton import outline
 
 _READERS = "torch/nn/init.py", "torch/optim/_muon.py"
-_MIXING = "Adafactor", "LBFGS"
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 _TENSORS = "_parameters", "_buffers"
@@ -60,21 +57,6 @@ def _refuse_readers() -> None:
         )
 
 
-@functools.cache
-def watch_optimizers() -> None:
-    """Have optimizers of PyTorch checked that mix the entries of a parameter."""
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if type(optimizer).__name__ in _MIXING and any(isinstance(param, StackedParameter) for param in params):
-        raise StateError(
-            f"{type(optimizer).__name__} computes one update from the entries of all members; train an Ensemble with an "
-            f"optimizer that treats entries alike, such as Adam, or the models by make_train_step and hfta.from_torch"
-        )
-
-
 def layers_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the model that holds these tensors ``[M, ...]`` by path, numbers of the members' own among them."""
     tree = outline(model)
@@ -108,12 +90,12 @@ class Layers:
 
         ``owners`` are path, module and name of parameters, buffers, parameters that members share and train, and their base.
         """
-        watch_optimizers()
         common = {*shared, *base}
         named = [[path for path, _ in every] for every in (tree.named_parameters(), tree.named_buffers())]
-        kinds = *([path for path in paths if path not in common] for paths in named), shared, base
-        owners = [[(path, *path.rpartition(".")[::2]) for path in paths] for paths in kinds]
-        self.owners = [[(path, tree.get_submodule(at), name) for path, at, name in each] for each in owners]
+        self.owners: list[list[tuple[str, nn.Module, str]]] = []
+        for paths in (*([path for path in every if path not in common] for every in named), shared, base):
+            places = [(path, *path.rpartition(".")[::2]) for path in paths]
+            self.owners.append([(path, tree.get_submodule(at), name) for path, at, name in places])
         for _, module, name in self.owners[0]:
             # Pickles forget it.
             getattr(module, name).__class__ = StackedParameter
@@ -121,8 +103,8 @@ class Layers:
         for layer in tree.modules():
             if "training" not in vars(layer):  # A compiled one, which passes it on.
                 continue
-            # Twice, because of one name alone a getter returns no tuple.
-            get = operator.itemgetter("training", "training", *_plain(layer))
+            # Of one name alone a getter returns no tuple.
+            get = operator.itemgetter("training", "_modules", *_plain(layer))
             self._watched.append((vars(layer), get, [vars(layer)[kind] for kind in (*_HOOKS, *_BACKWARD, *_TENSORS)]))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +112,7 @@ class Layers:
         return {name: value for name, value in vars(self).items() if name not in ("owners", "_watched")}
 
     def values(self) -> list[Any]:
-        """Objects that are others once a user has changed the layers, in a fraction of the time of :meth:`signature`."""
+        """Objects that are others once a user has changed the modes, settings, hooks or children of layers."""
         values: list[Any] = []
         for names, get, tables in self._watched:
             values += get(names)
@@ -139,13 +121,6 @@ class Layers:
             values += [next(reversed(table), None) for table in tables[:2]]
         return values
 
-    def signature(self, tree: nn.Module) -> tuple[Any, ...]:
-        """What differs once a user has changed the modes, settings, hooks or children of layers."""
-        return tuple(
-            (layer.training, *_names(layer), *(tuple(vars(layer)[kind]) for kind in _HOOKS), *_plain(layer).items())
-            for layer in tree.modules()
-        )
-
     def follow(self, tree: nn.Module, model: nn.Module) -> None:
         """Bring the changes to the model; raises a StateError if they are to its parameters or children."""
         layers = [*tree.named_modules()]
@@ -153,8 +128,8 @@ class Layers:
         if names != self._names:
             differing = (path for (path, _), a, b in zip(layers, names, self._names, strict=False) if a != b)
             raise StateError(
-                f"'{next(differing, layers[-1][0])}' of an Ensemble is not the layer that its models have there, or has "
-                f"other parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
+                f"'{next(differing, layers[-1][0])}' of an Ensemble is another layer than in its models, or has other "
+                f"parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
             )
         self.has_hooks = False
         for at, ((_, layer), module) in enumerate(zip(layers, model.modules(), strict=True)):
@@ -211,27 +186,23 @@ class _StackedHook:
             return None
         if torch.compiler.is_compiling():
             raise StateError("a hook of a layer of an Ensemble cannot be compiled; remove it, or call it uncompiled")
-        leaves, spec = pytree.tree_flatten(given)
         interpreter: Any = _torch.current_interpreter() if _torch.interpreters() is not None else None
         if not hasattr(interpreter, "batch_size"):
             # A single member runs without vmap.
-            leaves = [leaf[None] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            result = self._hook(self._layer, *pytree.tree_unflatten(leaves, spec))
+            one = pytree.tree_map(lambda leaf: leaf[None] if isinstance(leaf, Tensor) else leaf, given)
+            result = self._hook(self._layer, *one)
             return pytree.tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, result)
         level, count = interpreter.level(), interpreter.batch_size()
-        plain, dims = _torch.unwrap_leaves(tuple(leaves), level)
+
+        def stacked(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        plain, dims = _torch.unwrap_leaves(given, level)
         with interpreter.lower():
-            stacked = [
-                _models_first(x, dim, count) if isinstance(x, Tensor) else x for x, dim in zip(plain, dims, strict=True)
-            ]
-            result = self._hook(self._layer, *pytree.tree_unflatten(stacked, spec))
-        leaves, spec = pytree.tree_flatten(result)
-        dims = tuple(0 if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return pytree.tree_unflatten([*_torch.wrap_leaves(tuple(leaves), dims, level)], spec)
-
-
-def _models_first(x: Tensor, dim: int | None, count: int) -> Tensor:
-    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+            result = self._hook(self._layer, *pytree.tree_map(stacked, plain, dims))
+        return pytree.tree_map(lambda x: _torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x, result)
 
 
 def without_stacked_hooks(model: nn.Module) -> nn.Module:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
-from hfta_func._tree import leaves, tree_map, watched, where, write
+from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
-from hfta_func.errors import BatchError, LossError, StateError
+from hfta_func.errors import BatchError, LossError
 from hfta_func.step.batch import plain, restored
-from hfta_func.step.members import Members, check_metrics
+from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -68,9 +68,7 @@ class ManySteps(Compiled):
         tree = plain(batches)
         counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(tree)}
         if len(counts) != 1 or 0 in counts:
-            raise BatchError(
-                f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
-            )
+            raise BatchError(f"the batches have {sorted(counts)} as first axes; stack as many in each, [K, M, N, ...]")
         return looped(lambda state, batch, _: step(state, restored(batch, batches)), state, tree, counts.pop())
 
     def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
@@ -106,7 +104,6 @@ class Loop(ManySteps):
             ValueError: if there is no iteration.
             TraceError: if ``collect`` returns a carry of another structure, shape or dtype; it names the leaf.
             LossError: if ``collect`` reports a metric of a name that the step reports, too, or returns something else.
-            StateError: if ``collect`` writes a tensor of the state in place; it names the tensor.
             Exception: what the steps and ``collect`` raise.
         """
         check_counts(iterations=iterations)
@@ -149,21 +146,10 @@ class Loop(ManySteps):
     def _collect(self, state: TrainState) -> tuple[Any, Any, dict[str, Tensor]]:
         """What members carry next, their batches, and metrics."""
         collect: Any = self.options.collect
-        written = watched({"state": state})
         with torch.set_grad_enabled(inside_transform()):
             result = collect(state)
-        if path := written():
-            raise StateError(
-                f"collect writes {path} in place, which stays as it is for members that are not active; return new tensors, "
-                f"such as rl.written(...) without donate=True"
-            )
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
-        for name, value in check_metrics(parts[2]).items():
-            if value.shape[:1] != state.keys.shape:
-                raise LossError(
-                    f"metric '{name}' of collect is {[*value.shape]}; give each model its part, [{len(state.keys)}, ...]"
-                )
         return parts
 
 

@@ -1,4 +1,4 @@
-"""How training, evaluation and prediction call one model's function for all members."""
+"""How training, evaluation and prediction call one model's function for all members, and whether a state fits them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextvars
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,26 +20,39 @@ from hfta_func._torch import (
     inside_transform,
     is_walked,
     set_compiling,
+    writes,
 )
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
-from hfta_func.errors import LossError
+from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.functional import bind
+from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
+from hfta_func.models.stack import Shapes, check_state
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import copied, is_plain, leaf_dims, numbered, of_member, plain, restored, take_batch
-from hfta_func.step.check import unwritten
+from hfta_func.step.batch import (
+    check_batch,
+    copied,
+    is_plain,
+    leaf_dims,
+    numbered,
+    of_member,
+    plain,
+    restored,
+    take_batch,
+)
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
 from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 T = TypeVar("T")
 
 
 class Members:
-    """Maps a function of one member over all of them.
+    """What calls of a function for all members know of each other.
 
     Args:
         rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.
@@ -47,13 +60,9 @@ class Members:
 
     def __init__(self, rehearsal: Callable[..., Any]):
         self._rehearsal = rehearsal
-        self._made = MadeCalls()
+        self.made = MadeCalls()
         self._has_run = False
         self._rehearsed: Callable[[], Any] | None = None
-
-    def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
-        """``member`` for all members."""
-        return vmap_routed(member, in_dims, self._made)
 
     def is_first(self, keys: Tensor) -> bool:
         """Whether the members have not been called yet, where values can be looked at: eagerly on a CPU, outside transforms.
@@ -67,10 +76,18 @@ class Members:
 
         Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
         """
-        if self.is_first(keys):
-            params = copied(params)
-        with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
-            return call(*params)
+        params = copied(params) if self.is_first(keys) else params
+        # A compiler makes copies.
+        every = [(*pair, writes(pair[1])) for tree in params for pair in tree.items()] if can_look(keys) else []
+        result = call(*params)
+        for path, param, count in every:
+            if writes(param) != count:
+                raise StateError(
+                    f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a "
+                    f"step returns anew, or change it between steps: state._replace(params=...); what only a first call "
+                    f"writes, write by calling each model once on a batch before stacking"
+                )
+        return result
 
     def rehearse(self, *given: Tree) -> None:
         """Make the ``rehearsal`` while a compiler traces, once in each trace, as padded sizes depend on shapes.
@@ -103,22 +120,7 @@ class Members:
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
-        if can_look(keys) and not is_walked():
-            self._has_run = True
-
-
-def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:
-    """``func(model, batch)``, or ``func(model, batch, hparams)``, for :func:`bind`: a function of a plain tree.
-
-    Its argument ``like`` returns the batch whose containers the tree is put back into. A loss or a metric may write its
-    batch and its numbers, so it gets copies.
-    """
-
-    def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
-        batch = restored(copied(tree), like())
-        return func(model, batch, copied(hparams)) if takes_hparams else func(model, batch)
-
-    return call
+        self._has_run |= can_look(keys) and not is_walked()
 
 
 class Tensors(NamedTuple):
@@ -159,9 +161,14 @@ class ArrayFunction:
         **how: Any,
     ):
         self.takes_hparams = num_positional(func) >= 3
-        self.chunks = Chunks(options.chunk_size, options.batch_dims)
-        call, share = with_batch(func, self.takes_hparams), options.share_frozen
-        self._bound: Any = bind(model, call, training=self.training, share_frozen=share, **how)
+        self.chunks = Chunks(options.chunk_size)
+
+        def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
+            # A loss or a metric may write its batch and its numbers.
+            arguments = copied((tree, hparams) if self.takes_hparams else (tree,))
+            return func(model, restored(arguments[0], like()), *arguments[1:])
+
+        self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
         self._source, self.options = (outline, func), options
         self.oracle = Oracle(options.verify, held or func, outline)
         self.members = Members(self._rehearse)
@@ -185,7 +192,7 @@ class ArrayFunction:
         def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
             return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
 
-        run = self.members.vmap(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)))
+        run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self.members.made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
 
@@ -206,13 +213,24 @@ class ArrayFunction:
         self.members.rehearse(given, batch, common)
         run = functools.partial(self._run, batch, common=common)
         calls = self.oracle.as_one_call(run, len(given.keys))
-        results = self._chunks(batch)(calls or run, given, plain(batch), **how)
+        results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)
         if calls is not None:
             calls.end()
         return results
 
-    def _chunks(self, batch: Tree) -> Chunks:
-        return self.chunks
+    def called(self, given: Tensors, batch: Tree, shared: Params, base: Params) -> Any:
+        """The results of all members, which write no parameter, compared with members alone in some calls."""
+        trial = None if torch.compiler.is_compiling() else self.oracle(given.keys, plain(batch))
+
+        def run(trained: Params, frozen: Params, shared: Params) -> Any:
+            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
+
+        outputs = self.members.guard(given.keys, run, given.trained, given.frozen, shared)
+        self.members.has_run(given.keys)
+        if trial is not None:
+            common = shared | base
+            self.compare(trial, given, batch, common, None if given.trained else self._results(outputs, given, common))
+        return outputs
 
     def compare(self, trial: Trial | None, given: Tensors, batch: Tree, common: Params, results: Any = None) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
@@ -248,7 +266,8 @@ class ArrayFunction:
             members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
             run = functools.partial(self._run, batch, common=held, judged=judged)
             with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
-                outputs = self._chunks(batch)(run, members, cast(plain(batch)), size=watch and len(given.keys))
+                size = watch and len(given.keys)
+                outputs = self.chunks(run, members, cast(plain(batch)), self.dims_of(batch), size=size)
                 return self._results(outputs, members, held)
 
         return Case(
@@ -264,16 +283,22 @@ class ArrayFunction:
 
 def num_positional(func: Callable[..., Any]) -> int:
     """How many arguments a loss or a metric takes by position."""
-    if not callable(func) or (isinstance(func, nn.Module) and type(func).__module__.startswith("torch.nn.")):
-        cure = "write one, such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
-        raise LossError(f"{type(func).__qualname__} is no function of a model and a batch; {cure}")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(func).parameters.values())
 
 
-def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Raise a LossError unless every metric is a tensor; give them back."""
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor):
-            raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
-    return dict(metrics)
+def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
+    """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
+    unused = sorted({*names} - known)
+    if unused and not takes_hparams:
+        cure = f"give it a third argument, or name a number of the model by its path: {numbers_text(known, unused[0])}"
+        raise HyperparameterError(f"hparams {unused} would not be used: the loss takes only (model, batch); {cure}")
+    wrong = [name for name in unused if "." in name]
+    if wrong:
+        raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
+
+
+def check(state: TrainState, batch: Tree, known: Shapes, dims: Tree) -> None:
+    """Raise a StateError or a BatchError that names what does not fit a model of these shapes and its ``batch_dims``."""
+    check_state((state.params, filled(state.buffers, state.hparams)), known)
+    check_batch(dims, plain(batch), state.keys.shape[0])

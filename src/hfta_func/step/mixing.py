@@ -102,7 +102,7 @@ def at(groups: Tensor | Sequence[int] | Groups, turn: int) -> Tensor:
     labels = torch.as_tensor(groups(turn) if callable(groups) else groups)
     if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise HyperparameterError(
-            f"groups is {labels.dtype} of shape {list(labels.shape)}; give one integer per model, -1 for models that are away"
+            f"groups is {labels.dtype} {list(labels.shape)}; give one integer per model, -1 is away"
         )
     return labels
 
@@ -126,9 +126,7 @@ def matrix(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | N
     labels = at(torch.as_tensor(groups), 0)
     weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
     if weight.shape != labels.shape:
-        raise HyperparameterError(
-            f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one number per model [{len(labels)}]"
-        )
+        raise HyperparameterError(f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one each")
     together = (labels[:, None] == labels) & (labels >= 0)
     shares = torch.where(together, weight.double(), 0.0)
     alone = (shares == 0).all(1)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hfta_func import random
-from hfta_func._tree import leaves, num_models, paths, tree_map
+from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import Params, Tree
-from hfta_func.errors import BatchError, StateError
-from hfta_func.models.skeleton import outline
-from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.models.stack import Stacked
 from hfta_func.step.batch import apart, check_batch, plain
 from hfta_func.step.batch import together as joined
-from hfta_func.step.chunks import Chunks
+from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, shared_params, stacked
+from hfta_func.step.state import TrainState, shared_params
 from hfta_func.verify import Verify
 
 
@@ -100,9 +97,7 @@ class Prediction:
     def scores(self) -> Tensor:
         """The outputs of classifiers, ``[M, N, C]``."""
         if self.outputs.dim() < 3 or self.outputs.shape[-1] < 2:
-            raise ValueError(
-                f"the members' outputs are {list(self.outputs.shape)}; classes need scores [M, N, C], and two or more of them"
-            )
+            raise ValueError(f"outputs are {list(self.outputs.shape)}; scores are [M, N, C] of two classes or more")
         return self.outputs
 
 
@@ -115,7 +110,7 @@ class Deployed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation over members, ``[N, ...]``."""
-        prediction = Prediction(_one_tensor(self.ensemble(*args, **kwargs), "deploy models that return it alone"))
+        prediction = Prediction(self.ensemble(*args, **kwargs))
         if self.outputs == "probabilities":
             prediction = Prediction(prediction.scores.softmax(-1))
         return prediction.mean, prediction.std
@@ -151,27 +146,12 @@ class Deployed(nn.Module):
 
 def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for ``batches``."""
-    if isinstance(batches, Tensor | Mapping):
-        batches = [batches]
-    if not isinstance(batches, Iterable) or hasattr(batches, "ndim"):
-        raise BatchError(f"batches is a {type(batches).__qualname__}; pass one tensor or an iterable of batches")
     parts = []
-    for batch in batches:
-        if isinstance(batch, Mapping):
-            output = run(**batch)
-        else:
-            output = run(*batch) if isinstance(batch, tuple | list) else run(batch)
-        parts.append(_one_tensor(output, "call the ensemble itself and pass what you need of its output to Prediction"))
-    if not parts:
-        raise BatchError("there are no batches; pass a tensor, or at least one")
+    for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        output = run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
+        parts.append(output)
     return Prediction(torch.cat(parts, dim=1))
-
-
-def _one_tensor(output: Any, cure: str) -> Tensor:
-    if not isinstance(output, Tensor) or output.dim() < 2:
-        what = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
-        raise BatchError(f"the members' output is {what}; a prediction needs one tensor [M, N, ...], so {cure}")
-    return output
 
 
 def predict(
@@ -204,21 +184,12 @@ def predict(
         >>> predict(models[0], stack_params(models), torch.randn(8, 4)).mean.shape
         torch.Size([8, 1])
     """
-    if not isinstance(state, TrainState | Stacked):
-        raise StateError(
-            f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
-        )
-    shared = shared_params(state)
-    members = Stacked(state.params, stacked(state).buffers)
-    check_state(members, shapes(model, share_frozen, [*shared]))
-    count, device = num_models(members), leaves(members)[0].device
-    batches = batches if inputs is None else map(inputs, batches)
-    given = isinstance(state, TrainState)
-    keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        return Predicting(outline(model, share_frozen, [*shared]), False, share_frozen, verify).batches(
-            members, (shared, {}), keys, batches, batch_dims
-        )
+    shared, batches = [*shared_params(state)], batches if inputs is None else map(inputs, batches)
+    options = {"share_frozen": share_frozen, "shared_params": shared, "verify": verify}
+    # A batch is the arguments by position and those by name.
+    dims = (tuple(batch_dims), None) if isinstance(batch_dims, tuple | list) else batch_dims
+    evaluate = EvalStep(model, _output, Options(dims, **options), type(model).forward)
+    return gather(lambda *args, **kwargs: evaluate(state, (args, kwargs))["output"], batches)
 
 
 class Arguments(NamedTuple):
@@ -226,11 +197,15 @@ class Arguments(NamedTuple):
 
     args: Any
     kwargs: dict[str, Any]
-    dims: Any
+    dims: Any = None
 
 
-def _call(model: nn.Module, batch: Arguments) -> Any:
-    return model(*batch.args, **batch.kwargs)
+def _call(model: nn.Module, batch: Any) -> Any:
+    return model(*batch[0], **batch[1])
+
+
+def _output(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"output": _call(model, batch)}
 
 
 class Predicting(ArrayFunction):
@@ -272,38 +247,24 @@ class Predicting(ArrayFunction):
     ) -> tuple[Any, Params]:
         """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
         batch = Arguments(args, kwargs, tuple(batch_dims) if isinstance(batch_dims, list) else batch_dims)
-        if isinstance(batch.dims, tuple) and len(batch.dims) != len(args):
-            raise BatchError(
-                f"batch_dims has {len(batch.dims)} parts for {len(args)} arguments; give one for each of them"
-            )
-        tree, (shared, base) = plain(batch), common
-        tensors = tree_map(
-            lambda leaf: leaf if isinstance(leaf, Tensor) else None, {"args": tree[0], "kwargs": tree[1]}
+        (shared, base), dims = (
+            common,
+            {"args": batch.dims, "kwargs": None if isinstance(batch.dims, tuple) else batch.dims},
         )
-        dims = {"args": batch.dims, "kwargs": None} if isinstance(batch.dims, tuple) else batch.dims
-        check_batch(dims, tensors, keys.shape[0], "the input")
+        # What is no tensor belongs to all members.
+        parts = tree_map(
+            lambda leaf: leaf if isinstance(leaf, Tensor) else None, plain({"args": args, "kwargs": kwargs})
+        )
+        check_batch(dims, parts, keys.shape[0], "the input")
         differs = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
         trained, frozen = ({k: x for k, x in stacked.params.items() if (k in differs) == on} for on in (True, False))
         given = Tensors(keys, trained, frozen, stacked.buffers, {})
-        trial = None if torch.compiler.is_compiling() else self.oracle(keys, tree)
-
-        def together(trained: Params, frozen: Params, shared: Params) -> Any:
-            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
-
-        outputs, buffers = self.members.guard(keys, together, trained, frozen, shared)
-        self.members.has_run(keys)
-        outputs = joined(outputs, self._rest)
-        results = None if trained else {"output": _named(outputs), "buffer": buffers}
-        self.compare(trial, given, batch, shared | base, results)
-        return outputs, buffers
+        outputs, buffers = self.called(given, batch, shared, base)
+        return joined(outputs, self._rest), buffers
 
     def dims_of(self, batch: Any) -> Tree:
         """See :class:`ArrayFunction`."""
         return (batch.dims, None, None) if isinstance(batch.dims, tuple) else batch.dims
-
-    def _chunks(self, batch: Tree) -> Chunks:
-        # Members that branch differently run in groups.
-        return Chunks(None, self.dims_of(batch))
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         def tensors(output: Any, buffers: Params) -> Any:

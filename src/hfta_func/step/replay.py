@@ -1,11 +1,14 @@
-"""Steps without the Python that computes them: the operators of one step, replayed on the next ones."""
+"""Steps without the Python that computes them: the operators of one step on tapes, replayed on the next ones."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import optree
@@ -14,19 +17,27 @@ from torch import Tensor
 
 from hfta_func._torch import (
     NotReplayableError,
+    Recorder,
     Tape,
+    can_look,
     function_modes,
     inside_transform,
     is_autocasting,
     likeness,
     num_dispatch_modes,
+    replaced,
 )
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
+from hfta_func.calls.modes import Mode
+from hfta_func.models.sizes import PRESENT, SIZE
+from hfta_func.optim._base import is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import is_plain
-from hfta_func.step.records import Record, Result, kind_of, member_sizes, recorded
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
+from hfta_func.verify import Held, Reached
 
 _STEPS = 4
 """What a record and its check cost, in steps."""
@@ -34,10 +45,153 @@ _CHEAP = 0.1
 """So many seconds for a record are spent at once, where the number of calls is not known."""
 _SAVED, _PYTHON = 0.3, 0.05
 """The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
-_SAVED_OF_SMALL, _SMALL = 0.7, 0.002
-"""The same for small steps, of which most is Python, in seconds."""
 _RECORDS, _SHAPES = 3, 8
 """Most records of a shape of batch, one for each set of Python values, and most shapes: more cost more than they save."""
+
+
+def _decided(step: Any, state: TrainState, batch: Tree) -> Any:
+    """What a step decides, in tensors without names: those of :class:`StepOutputs`, and a :class:`Verdict`."""
+    outputs, verdict = step.decide(state, batch)
+    return outputs[:-1], verdict
+
+
+def _written(step: Any, state: TrainState, decision: Any) -> Any:
+    """What a step writes then."""
+    parts, verdict = decision
+    # Where values can be looked at, the record is for steps that update all members.
+    verdict = verdict._replace(keep=None) if can_look(state.keys) else verdict
+    return step.finish(state, StepOutputs(*parts), verdict, looks=False)
+
+
+class _Unread(Mode):
+    """Refuses functions that read values past the dispatcher, of tensors that have others in the next call."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and not self._recorder.is_fixed(args[0]):
+            raise NotReplayableError("it reads the values of a tensor")
+        return func(*args, **kwargs)
+
+
+def recorded(
+    call: Callable[..., Any], *arguments: Tree, compiling: bool = False, fixed: Sequence[Tensor] = ()
+) -> tuple[Tape, Any]:
+    """The tape of a call, for calls in which the ``fixed`` arguments have the same values, and what it returned."""
+    numbers = [number for number, leaf in enumerate(leaves(arguments)) if any(leaf is one for one in fixed)]
+    # A tensor that stands in two places now may be two in the next call.
+    inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
+    recorder = Recorder(inputs, compiling, numbers)
+    try:
+        with recorder, _Unread(recorder):
+            results = call(*optree.tree_unflatten(layout, inputs))
+    except NotReplayableError:
+        raise
+    except Exception as error:
+        raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
+    return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
+
+
+def reached_by(step: Any) -> Reached:
+    """What the step's functions can reach; the numbers of its optimizer are in its state."""
+    model, loss_fn, _, options = step._made_from
+    return Reached(loss_fn, options, model=model)
+
+
+@contextlib.contextmanager
+def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[None]:
+    """A block that raises a NotReplayableError if ``func`` does more than compute from what it can reach.
+
+    What it has changed is then put back, as the call is made once more.
+    """
+    held, printed = Held([func], device), False
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        nonlocal printed
+        printed = True
+        show(*args, **kwargs)
+
+    show = builtins.print
+    if reads.why_not is not None:
+        raise NotReplayableError(f"its functions can reach {reads.why_not}")
+    try:
+        with replaced(builtins, "print", note):
+            yield
+        is_pure = reads.holds() and not printed
+    finally:
+        moved = held.restore()
+    if moved or not is_pure:
+        raise NotReplayableError("it prints, draws from another generator, or changes objects of Python")
+
+
+class Record:
+    """Two tapes, for what a step decides and for what it writes then, and what they rest on; making it calls the step."""
+
+    def __init__(self, step: Any, state: TrainState, batch: Tree):
+        self.reads, self.is_checked, self.uses = reached_by(step), False, 0
+        self.why_not: str | None = None
+        self._second: Tape | None = None
+        self._looks, fixed = can_look(state.keys), member_sizes(state)
+        with only_computing(self.reads, step._made_from[1], state.keys.device):
+            self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
+        self._decision: Any = optree.tree_structure(decision)
+        self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
+        closed = is_of_package(step.optimizer, closed=True)
+        if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
+            with contextlib.suppress(NotReplayableError):
+                writes = functools.partial(_written, step)
+                self._second, result = recorded(writes, state, decision, fixed=fixed)
+                self._result: Any = optree.tree_structure(result)
+        self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
+        # What the update starts from are the state's own tensors.
+        (params, *others), verdict = decision
+        outputs = StepOutputs({path: state.params[path] for path in params}, *others)
+        self.first_result: Any = step.finish(state, outputs, verdict)
+
+    def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Any:
+        """What the step returns."""
+        self.uses += 1
+        trial = step.oracle(state.keys)
+        decision = self._first(inputs)
+        if trial is not None:
+            step._gradients.check(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
+        if self._second is None or (self._looks and not decision[self._keep].all()):
+            parts, verdict = self._decision.unflatten(decision)
+            return step.finish(state, StepOutputs(*parts), verdict)
+        return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
+
+    def check(self, step: Any, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
+        """Compare what the step has decided with the record, which is used from then on, or says why not."""
+        decision = outputs[:-1], verdict
+        decides = leaves(decision)
+        try:
+            if not all(map(_same_bits, decides, self._first.rehearse(leaves((state, batch))))):
+                self.why_not = "its record gives other values than the functions, which read what cannot be seen"
+            elif self._second is not None:
+                expected = leaves(_written(step, state, decision))
+                if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decides]))):
+                    self._second = None
+        except Exception as error:
+            self.why_not = f"its record cannot run: {type(error).__name__}"
+        self.is_checked = self.why_not is None
+
+
+def member_sizes(state: TrainState) -> list[Tensor]:
+    """What tells the sizes of the members of a padded model, where reading it costs nothing."""
+    if state.keys.device.type != "cpu":
+        return []
+    return [leaf for path, leaf in state.buffers.items() if path.rpartition(".")[2] in (SIZE, PRESENT)]
+
+
+def kind_of(leaf: Tensor) -> tuple[Any, ...]:
+    """What a graph of operators rests on about a tensor."""
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,29 +205,16 @@ class _Shape:
     calls: int = 0
     least: float = float("inf")
 
-    def known(self) -> Record | None:
-        """The record that is right for the Python values of now."""
-        return next((one for one in self.records if one.reads.holds()), None)
-
     def pays(self, left: int | None) -> bool:
         """Whether a record is expected to save more than it costs: over the calls that are left, or as many as there were."""
         if not self.calls or self.why_not is not None:
             return False
         cost = _STEPS * self.least
-        saved = max(_SAVED * min(self.least, _PYTHON), _SAVED_OF_SMALL * min(self.least, _SMALL))
+        saved = _SAVED * min(self.least, _PYTHON)
         if left is None:
             left = self.calls if cost > _CHEAP else 1_000
         # Python values that have changed are expected to change again after as many calls, but are tried again now and then.
         return min([left, *[max(one.uses, self.calls // 20) for one in self.records[-1:]]]) * saved >= cost
-
-    def add(self, record: Record) -> None:
-        """Keep a record, instead of the oldest one if there are many."""
-        self.records = [*self.records[1 - _RECORDS :], record]
-        self.calls = 0
-
-    def refuse(self, why: str) -> None:
-        """Record no more, and use no record."""
-        self.why_not, self.records = why, []
 
 
 class Replay:
@@ -82,9 +223,6 @@ class Replay:
     Once it pays, the operators of one call are recorded, and later calls run these. A record is used only while every Python
     value that the user's functions can reach is as it was, and not before it has given the bits of the step itself on another
     batch. What cannot be replayed keeps running as it is.
-
-    Args:
-        step: The training step.
 
     Attributes:
         left: How many calls are left, if that is known.
@@ -99,7 +237,7 @@ class Replay:
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
-    def __call__(self, state: TrainState, batch: Tree) -> Result:
+    def __call__(self, state: TrainState, batch: Tree) -> Any:
         """The next state and the metrics."""
         if self.left is not None:
             self.left -= 1
@@ -110,7 +248,7 @@ class Replay:
         shape = self._shape(inputs, layout, state)
         if shape is None:
             return self._step.eagerly(state, batch)
-        record = shape.known()
+        record = next((one for one in shape.records if one.reads.holds()), None)
         if record is not None and record.is_checked:
             self._latest, self.status = shape, record.status
             return record(inputs, state, batch, self._step)
@@ -140,22 +278,24 @@ class Replay:
             self._shapes[key] = _Shape(settings, likeness(inputs))
         return self._shapes[key]
 
-    def _learn(self, shape: _Shape, record: Record | None, state: TrainState, batch: Tree) -> Result:
+    def _learn(self, shape: _Shape, record: Record | None, state: TrainState, batch: Tree) -> Any:
         """An eager call, in which a record is checked, made, or found to pay."""
         step = self._step
         if record is not None:
-            trial = step.oracle(state.keys, batch)
-            result, why_not = record.check(step, state, batch, trial)
-            if why_not is not None:
-                shape.refuse(why_not)
+            result = step.eagerly(state, batch, functools.partial(record.check, step, state, batch))
+            if record.why_not is not None:
+                shape.why_not, shape.records = record.why_not, []
             return result
         if shape.pays(self.left) and not step.oracle.is_next():
             try:
-                shape.add(record := Record(step, state, batch))
+                record = Record(step, state, batch)
             except Exception as error:
                 # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
-                shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
+                why_not = str(error) if isinstance(error, NotReplayableError) else type(error).__name__
+                shape.why_not, shape.records = why_not, []
             else:
+                # Instead of the oldest one, if there are many.
+                shape.records, shape.calls = [*shape.records[1 - _RECORDS :], record], 0
                 step.oracle.calls += 1
                 # The record would hold a second state as long as the step lives.
                 result, record.first_result = record.first_result, None
@@ -174,20 +314,13 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
         return "the step refuses it"
     if torch.compiler.is_compiling() or inside_transform():
         return "it is part of another computation"
-    if (
-        num_dispatch_modes()
-        or function_modes()
-        or is_autocasting()
-        or torch.is_anomaly_enabled()
-        or _choice.is_explaining()
-    ):
+    observers = num_dispatch_modes() or function_modes() or is_autocasting() or torch.is_anomaly_enabled()
+    if observers or _choice.is_explaining():
         return "a context around the step observes or changes operators"
-    if state.keys.device.type == "xla":
-        return "XLA records operators itself"
-    if state.shared or step._gradients.rewrites_params:
-        return "members share trained parameters, or the model writes its own"
-    if not is_plain(batch):
-        return "the batch is a container of its own class"
+    if state.keys.device.type == "xla" or state.shared or step._gradients.rewrites_params or not is_plain(batch):
+        return (
+            "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"
+        )
     return None
 
 
@@ -198,9 +331,9 @@ def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any
     with torch.no_grad():
         # The first call learns what the model does.
         step.eagerly(state, batch)
-        tape, result = recorded(functools.partial(_at_once, step), state, batch, compiling=True)
+
+        def at_once(state: TrainState, batch: Tree) -> Any:
+            return step.finish(state, *step.decide(state, batch), looks=False)
+
+        tape, result = recorded(at_once, state, batch, compiling=True)
     return tape, optree.tree_structure(result)
-
-
-def _at_once(step: Any, state: TrainState, batch: Tree) -> Result:
-    return step.finish(state, *step.decide(state, batch), looks=False)

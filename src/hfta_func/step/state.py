@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import inside_transform, is_captured
-from hfta_func._tree import difference, leaves, num_models, paths, tree_map
+from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.scalar_attributes import filled
@@ -87,31 +86,6 @@ def expanded_shared(state: Any) -> Params:
     return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
 
 
-def without_memory(init: Callable[[Params], Tree], params: Params) -> Tree:
-    """The state that an optimizer's ``init`` makes of parameters, on the meta device."""
-    with _Plain():
-        return init({path: param.detach().to("meta") for path, param in params.items()})
-
-
-_NEW = {torch.zeros_like: Tensor.new_zeros, torch.ones_like: Tensor.new_ones, torch.empty_like: Tensor.new_empty}
-
-
-class _Plain(TorchFunctionMode):
-    """Makes tensors on the meta device in C++; what PyTorch writes in Python there imports sympy, half a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NEW and len(args) == 1 and args[0].is_meta and {"dtype"}.issuperset(kwargs or ()):
-            return _NEW[func](args[0], args[0].shape, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def check_optimizer(opt_state: Tree, expected: Tree, name: str, option: str) -> None:
-    """Raise a StateError unless the state of an optimizer has the structure of one of the step's ``option``."""
-    mismatch = difference(opt_state, expected, name, "the state", f"this step's {option}")
-    if mismatch is not None:
-        raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")
-
-
 def refuse_shared(state: Any, option: str) -> None:
     """Raise a StateError if members share and train parameters, where ``option`` needs members that can be trained apart."""
     shared = getattr(state, "shared", ())
@@ -120,17 +94,6 @@ def refuse_shared(state: Any, option: str) -> None:
             f"{option} takes members apart, but they share '{next(iter(shared.params))}', which they train together; leave "
             f"out {option}, or shared_params"
         )
-
-
-def check_carry(carry: Tree, count: int) -> Tree:
-    """Raise a StateError unless every leaf of a carry is a tensor with a part for each of ``count`` members."""
-    for path, leaf in zip(paths(carry, "carry"), leaves(carry), strict=True):
-        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
-            what = f"{[*leaf.shape]}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
-            raise StateError(
-                f"{path} is {what}, but every leaf of what {count} models carry is a tensor [{count}, ...]"
-            )
-    return carry
 
 
 def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None) -> T:
@@ -163,9 +126,7 @@ def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tens
     count = num_models(tree)
     weight = torch.ones(count) if weights is None else torch.as_tensor(weights)
     if weight.shape not in ((count,), (count, count)):
-        raise HyperparameterError(
-            f"weights is {list(weight.shape)} for {count} models; give one number per model [{count}], or [{count}, {count}]"
-        )
+        raise HyperparameterError(f"weights is {list(weight.shape)} for {count} models; give one each, or [M, M]")
     rows = weight.double().expand(count, count)
     if not bool((rows.isfinite() & (rows >= 0)).all()) or not bool((rows.sum(1) > 0).all()):
         raise HyperparameterError("weights must be finite, not negative, and more than 0 in sum")

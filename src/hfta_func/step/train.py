@@ -13,28 +13,25 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
-from hfta_func.errors import HyperparameterError, LossError, StateError
+from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member, true_sizes
+from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member, true_sizes
+from hfta_func.optim._base import check as check_range
 from hfta_func.optim._transforms import covers
-from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
-from hfta_func.step.amp import LossScale
 from hfta_func.step.batch import plain
-from hfta_func.step.check import Check, check_hparams
-from hfta_func.step.commit import commit, select_update_mode
+from hfta_func.step.commit import Sharing, Verdict, commit, judge, looked_at
 from hfta_func.step.gradients import Gradients, StepOutputs
-from hfta_func.step.judge import Verdict, judge, looked_at
 from hfta_func.step.many import Loop, ManySteps
-from hfta_func.step.options import Options
+from hfta_func.step.members import check, check_hparams
+from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
-from hfta_func.step.shared import Sharing
-from hfta_func.step.state import TrainState, check_carry
+from hfta_func.step.state import TrainState
 from hfta_func.verify import Verify
 
 
@@ -47,7 +44,6 @@ def make_train_step(
     chunk_size: int | Literal["auto"] | None = None,
     autocast: torch.dtype | None = None,
     loss_scale: LossScale | PerModel | None = None,
-    stochastic_rounding: bool = False,
     nonfinite: Literal["skip", "freeze", "raise"] = "skip",
     checkpoint: bool | Sequence[str] = False,
     save: Literal["all", "less"] = "all",
@@ -75,8 +71,6 @@ def make_train_step(
             the fastest; a compiled step runs all at once.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass, where ``torch.autocast`` uses it.
         loss_scale: A :class:`LossScale`, or a number or one per member that never changes; by default one for float16 only.
-        stochastic_rounding: Update bfloat16 parameters in float32, optimizer state included, and round the results up or
-            down at random with the member's key, so that updates too small for bfloat16 still count on average.
         nonfinite: What happens to a member whose loss or gradient is not finite: ``"skip"`` skips this update,
             ``"freeze"`` makes the member inactive, ``"raise"`` raises an error, which waits for the device at every step.
             A gradient that overflows because of the loss scale is always skipped.
@@ -125,15 +119,9 @@ def make_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
-    options = Options(
-        *(batch_dims, chunk_size, autocast, loss_scale, stochastic_rounding, nonfinite, checkpoint, save, donate),
-        share_frozen=share_frozen,
-        shared_params=tuple(shared_params) if not isinstance(shared_params, str) else shared_params,
-        shared_optimizer=shared_optimizer,
-        replay=replay,
-        collect=collect,
-        verify=verify,
-    )
+    shared = tuple(shared_params), shared_optimizer
+    kept = batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate, share_frozen, *shared
+    options = Options(*kept, replay, collect, verify)
     return TrainStep(model, loss_fn, optimizer, options)
 
 
@@ -147,19 +135,18 @@ class TrainStep(Compiled):
         self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
-        parameters = dict(model.named_parameters())
-        if options.stochastic_rounding and padding_of(model) is not None:
-            raise ValueError("stochastic_rounding draws for the padding of a padded model, too; leave it out")
         self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
-        trained = {path for path, param in parameters.items() if param.requires_grad and covers(options.network, path)}
+        trained = {
+            path for path, param in model.named_parameters() if param.requires_grad and covers(options.network, path)
+        }
         self.trainable = frozenset(trained - self._sharing.paths)
         if not self.trainable:
-            where = f" in '{options.network}' of {[*dict(model.named_children())]}" if options.network else ""
-            raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
+            raise LossError(
+                f"no parameter of {options.network or 'the model'} requires grad; there is nothing to train"
+            )
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
-        self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
-        self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
+        self._in_place = options.donate and not self._gradients.rewrites_params
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
@@ -198,12 +185,15 @@ class TrainStep(Compiled):
         with torch.set_grad_enabled(inside_transform()):
             return (self._replay or self.eagerly)(state, batch)
 
-    def eagerly(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-        """The step itself, never replayed."""
-        self._check(state, batch)
+    def eagerly(
+        self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """The step itself, never replayed; ``watch`` is called with what it has decided, before anything is written."""
+        check(state, batch, self._shapes, self.batch_dims)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
         self._gradients.check(trial, state, batch, outputs)
+        watch(outputs, verdict)
         return self.finish(state, outputs, verdict)
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
@@ -216,10 +206,10 @@ class TrainStep(Compiled):
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """The next state and the metrics; unless it ``looks``, values have been looked at."""
         verdict = looked_at(verdict, state, self.options) if looks else verdict
-        update = self._update(self.optimizer, state, outputs)
         # A metric may be a tensor of the state, which is overwritten.
         metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
-        return commit(state, outputs, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
+        after = commit(state, outputs, verdict, self.optimizer, self._sharing, self.options, self._in_place)
+        return after, {**verdict.report, **metrics}
 
     def _opt_state(self, trained: Params, buffers: Params) -> Tree:
         """The optimizer's state before the first update."""
@@ -265,14 +255,12 @@ class TrainStep(Compiled):
         return self._many
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Any:
         """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
 
         ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
         ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
         """
-        if self._loop is None:
-            raise ValueError("the step collects nothing; make it with make_train_step(..., collect=)")
         return self._loop
 
     @torch.inference_mode(False)
@@ -297,22 +285,18 @@ class TrainStep(Compiled):
             carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
 
         Raises:
-            StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
+            StackError: if a leaf is not ``[M, ...]``.
+            StateError: if params or buffers do not belong to the model.
             HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
-        if not isinstance(params, Mapping):
-            kind = type(params).__qualname__
-            raise StateError(f"params is a {kind}; unpack what stack_params returns: step.init(*stacked, seeds=seeds)")
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
-        count, replaced = num_models((params, buffers)), known & hparams.keys()
+        count, replaced = num_models({"params": params, "buffers": buffers, "carry": carry}), known & hparams.keys()
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         keys = random.keys(seeds, device=next(iter(params.values())).device)
         if keys.shape != (count,):
-            raise HyperparameterError(
-                f"got {keys.numel()} seeds but the array has {count} models; give one integer per model"
-            )
+            raise HyperparameterError(f"got {keys.numel()} seeds but the array has {count} models; give one per model")
         check_hparams(hparams, known, self._gradients.takes_hparams)
         if keys.device.type == "cpu":
             keep_memory_once()
@@ -323,7 +307,7 @@ class TrainStep(Compiled):
         ranges = {name: Range.RATE for name in self._shapes.rates}
         # On the meta device there are no values.
         for name in ranges.keys() & carried.keys() - hparams.keys() if keys.device.type != "meta" else ():
-            check(name, carried[name], Range.RATE)
+            check_range(name, carried[name], Range.RATE)
         allowed = {name: ranges.get(name, Range.FINITE) for name in hparams}
         given = {name: per_member(name, value, count, keys.device, allowed[name]) for name, value in hparams.items()}
         # Of the model's numbers every bit counts: a rate decides what is dropped.
@@ -331,12 +315,12 @@ class TrainStep(Compiled):
         return TrainState(
             params=params,
             buffers=buffers | {path: placeholder_for(value) for path, value in numbers.items() if path in known},
-            opt_state=self._opt_state(amp.widen(trained) if self.options.stochastic_rounding else trained, buffers),
+            opt_state=self._opt_state(trained, buffers),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams=numbers,
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
             shared=self._sharing.init(self.outline, keys.device),
-            carry=check_carry(carry, count),
+            carry=carry,
         )
