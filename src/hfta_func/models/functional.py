@@ -28,8 +28,17 @@ from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
-from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
-from hfta_func.models.copies import aliases, copied_module
+from hfta_func.models.attributes import (
+    Snapshot,
+    Undoing,
+    aliases,
+    count,
+    count_later,
+    examined,
+    first_member,
+    undo,
+)
+from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
@@ -316,8 +325,8 @@ def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
     return [*numbers.values(), *arguments]
 
 
-def _with_attributes(body: Body) -> tuple[Body, Attributes]:
-    return body, Attributes(body.model)
+def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
+    return body, Snapshot(body.model)
 
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
