@@ -391,15 +391,3 @@ def copies_a_layer(model):
 @pytest.mark.parametrize("way", ["together", "one by one", "evaluated", "ensemble"])
 def test_a_call_may_copy_a_module(way, count):
     assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), way, count)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantized_buffers_are_refused():
-    def build(model):
-        ones = torch.ones(4, dtype=torch.float32)
-        model.register_buffer("table", torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8))
-
-    with pytest.raises(
-        hfta.errors.StackError, match=r"'table' is a quantized tensor, and these cannot be stacked; assign"
-    ):
-        hfta.stack_params([Model(build)])

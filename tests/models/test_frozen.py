@@ -259,7 +259,8 @@ def test_bases_that_differ_are_refused_with_the_difference(path, message):
     with torch.no_grad():
         models[2].get_parameter(path).view(-1)[3].add_(0.5) if "." in path else models[2].mask[3].add_(0.5)
     with pytest.raises(
-        hfta.errors.StackError, match=rf"model 2: the frozen {message} is not that of model 0.*share_frozen"
+        hfta.errors.StackError,
+        match=rf"model 2: 1 entries of the frozen {message} are not those of model 0.*share_frozen",
     ):
         hfta.stack_params(models, share_frozen=True)
 
@@ -277,15 +278,22 @@ def test_states_with_and_without_the_base_are_told_apart():
         hfta.export_model(models[0], state, 0)
 
 
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, lambda n: nn.InstanceNorm1d(n, track_running_stats=True)])
-def test_statistics_of_the_base_in_train_mode_are_refused(kind):
-    model = nn.Sequential(kind(4).requires_grad_(False), nn.Flatten(), nn.Linear(8, 1))
-    with pytest.raises(hfta.errors.StackError, match=r"'0' .* writes its running statistics in train mode.*eval mode"):
-        hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
-    model[0].eval()
-    hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
-    # Evaluation writes nothing.
-    hfta.make_eval_step(model.train(), lambda m, x: m(x).mean(), share_frozen=True)
+@pytest.mark.parametrize("first", [(), (nn.Linear(2, 2),)])
+def test_statistics_of_the_base_in_train_mode_are_refused(kind, first):
+    model = nn.Sequential(*first, kind(4).requires_grad_(False), nn.Flatten(), nn.Linear(8, 1))
+    step = hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
+    state = step.init(*hfta.stack_params([model], share_frozen=True), seeds=[0])
+    for count in (1, 3):
+        many = hfta.take(state, [0] * count)
+        with pytest.raises(
+            hfta.errors.StateError, match=r"writes '.\.running_mean', which all members share.*eval mode"
+        ):
+            step(many, torch.randn(count, 5, 4, 2))
+    model[len(first)].eval()
+    step = hfta.make_train_step(model, lambda m, x: m(x).mean(), hfta.sgd(lr=0.1), share_frozen=True)
+    step(state, torch.randn(1, 5, 4, 2))
 
 
 class Writes(nn.Module):

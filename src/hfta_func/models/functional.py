@@ -42,7 +42,7 @@ from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, explained, hold
+from hfta_func.models.scalar_attributes import changed, hold
 from hfta_func.models.sharing import Base, base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import skeleton
@@ -97,7 +97,7 @@ class Bound:
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
         has_base = share_frozen or base_of(model, False)
-        self._base = Base(model, training, share_frozen) if has_base else None
+        self._base = Base(model, share_frozen) if has_base else None
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
@@ -269,7 +269,7 @@ class Bound:
         written = (lambda number: 0) if torch.compiler.is_compiling() else writes  # which a compiler does not count
         before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
-        with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
+        with mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:

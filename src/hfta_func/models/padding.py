@@ -36,7 +36,7 @@ from hfta_func.models.sizes import (
     sizes_in,
     tensors_by_path,
 )  # fmt: skip
-from hfta_func.models.structure import check_materialised
+from hfta_func.models.structure import check_module
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
 
@@ -169,7 +169,7 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
     if not models:
         raise StackError("no models to pad; pass at least one of every size")
     for member, model in enumerate(models):
-        check_materialised(model, f"model {member}: ")
+        check_module(model, f"model {member}: ")
     base = largest(models)
     of_base = f"model {next(member for member, model in enumerate(models) if model is base)}"
     kinds: dict[Any, tuple[nn.Module, dict[str, str]]] = {}

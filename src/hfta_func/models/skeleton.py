@@ -14,12 +14,12 @@ from hfta_func.models.blocks import pass_over_blocks
 from hfta_func.models.copies import copied_module, mark
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
-from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
+from hfta_func.models.structure import check_module, check_no_backward_hooks, computed
 
 
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
     """A copy of the model whose parameters and buffers have no storage, except shared ones."""
-    check_materialised(model)
+    check_module(model)
     memo: dict[int, Any] = {}
     for leaf in model.parameters():
         memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)

@@ -18,7 +18,7 @@ from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
-from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
+from hfta_func.models.structure import check_module, check_same_structure, computed, pairs, ties
 
 
 class Stacked(NamedTuple):
@@ -211,7 +211,7 @@ class Shapes(NamedTuple):
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
     """The :class:`Shapes` of a model, which must not contain lazy modules that have not been run."""
-    check_materialised(model)
+    check_module(model)
     base = frozenset({*base_of(model, share_frozen), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
@@ -295,7 +295,7 @@ def _stack(
     for member, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
-        check_materialised(model, f"model {member}: ")
+        check_module(model, f"model {member}: ")
         if first is None:
             first, base = model, base_of(model, share_frozen)
             shared = shared_of(model, shared_params)
