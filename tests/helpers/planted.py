@@ -759,12 +759,12 @@ PLANTED = [
     ),
     Planted(
         "a counter stays as it was",
-        *("models/functional.py", "            count_later(template, {", "            dict({"),
+        *("models/functional.py", "            count(template, self._left)", "            pass"),
         "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
     ),
     Planted(
         "each group of members counts as a call",
-        *("models/attributes.py", "    if _pending.get() is not None:", "    if True:"),
+        *("models/functional.py", "            if self.ends_calls:", "            if True:"),
         "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
     ),
     Planted(

@@ -8,8 +8,6 @@ anything else that an earlier call has left, such as the hidden state of a recur
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import functools
 import gc
 import operator
@@ -130,13 +128,7 @@ class Snapshot:
 
     def restore(self) -> str:
         """Put everything back; returns what has drawn meanwhile, empty as generators are not held here."""
-        for _, _, content, before in self._contents:
-            if isinstance(content, dict):
-                for key in content.keys() - before.keys():
-                    del content[key]
-                content.update((key, value) for key, value in before.items() if content.get(key, self) is not value)
-            elif _differ(content, before):
-                undo([(content, None, before)])
+        undo((content, None, before) for _, _, content, before in self._contents if _differ(content, before))
         for _, tensor, count, values in self._tensors:
             if values is not None and writes(tensor) != count:
                 tensor.detach().copy_(values)
@@ -163,21 +155,22 @@ class Snapshot:
     def new(self) -> Iterator[tuple[Any, Any, Any]]:
         """What calls have put there since: who holds it, its key there, and the value."""
         for _, _, content, before in self._contents:
-            if isinstance(content, dict):
-                yield from [(content, key, x) for key, x in content.items() if before.get(key, self) is not x]
-            elif not isinstance(content, set):
-                is_longer = len(content) > len(before)
-                entries = range(len(before) if is_longer else 0, len(content))
-                yield from [(content, i, content[i]) for i in entries if is_longer or content[i] is not before[i]]
+            old = dict(_entries(before))
+            yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
         yield from [(x, key, _get(x, key)) for x, key, before in self._names if _get(x, key) is not before]
 
     def held(self) -> Iterator[tuple[Any, Any, Any]]:
         """All that is held by key or index: who holds it, its key there, and the value."""
         for _, module, content, before in self._contents:
-            if not isinstance(content, set) and (module is None or content is vars(module)):
-                every = before.items() if isinstance(content, dict) else enumerate(before)
-                yield from [(content, key, x) for key, x in every if module is None or key not in MODULE_ATTRIBUTES]
+            if module is None or content is vars(module):
+                yield from [(content, key, x) for key, x in _entries(before) if key not in MODULE_ATTRIBUTES]
         yield from self._names
+
+
+def _entries(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, set):
+        return []
+    return [*(content.items() if isinstance(content, dict) else enumerate(content))]
 
 
 def undo(changes: Iterable[Undoing]) -> None:
@@ -270,33 +263,6 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         counters |= counted.keys()
         is_read |= not _agree(*alone)
     return counters, is_read
-
-
-_pending: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("pending", default=None)
-
-
-@contextlib.contextmanager
-def as_one_call(counts: bool = True) -> Iterator[None]:
-    """A block whose calls count as one, such as those of all groups of members in a step, or not at all."""
-    if _pending.get() is not None:
-        yield
-        return
-    pending: dict[Any, Any] = {}
-    token = _pending.set(pending)
-    try:
-        yield
-    finally:
-        _pending.reset(token)
-    for model, numbers in pending.values() if counts else ():
-        count(model, numbers)
-
-
-def count_later(model: nn.Module, numbers: Mapping[str, Any]) -> None:
-    """Set the counters of a model, after the block of :func:`as_one_call` if there is one."""
-    if (pending := _pending.get()) is None:
-        count(model, numbers)
-    else:
-        pending[id(model)] = model, numbers
 
 
 def count(model: nn.Module, numbers: Mapping[str, Any]) -> None:

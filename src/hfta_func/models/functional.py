@@ -33,7 +33,6 @@ from hfta_func.models.attributes import (
     Undoing,
     aliases,
     count,
-    count_later,
     examined,
     first_member,
     undo,
@@ -102,6 +101,9 @@ class Bound:
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
+        self._left: dict[str, Any] = {}
+        self.ends_calls = True
+        """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._start(inner)
@@ -170,12 +172,20 @@ class Bound:
         if self._counters and num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
-            count_later(template, {path: changed[path] for path in self._counters if path in changed})
+            self._left.update((path, changed[path]) for path in self._counters if path in changed)
+            if self.ends_calls:
+                self.end_call()
         # The backward pass runs rematerialised modules again.
         if not (self._checkpoint or checkpoints):
             undo(attributes.undoing(changed))
             self._idle.append((body, attributes))
         return results
+
+    def end_call(self) -> None:
+        """Let the counters of the model go on."""
+        if self._left and (template := self._template()) is not None:
+            count(template, self._left)
+            self._left.clear()
 
     def _numbered(self, params: Params, buffers: Params, *args: Any, **kwargs: Any) -> Any:
         """A call whose buffers include numbers in which members differ."""

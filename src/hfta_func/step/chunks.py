@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
@@ -19,7 +18,6 @@ from hfta_func._types import Tree
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.errors import LoopWarning, TraceError
-from hfta_func.models.attributes import as_one_call
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
@@ -47,8 +45,7 @@ class Chunks:
         size = size or (count if self.size is None else self.size)
         if isinstance(size, str):
             size = self._fastest(run, members, batch, count, adds)
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else as_one_call():
-            return self._grouped(run, members, batch, count, adds, size)
+        return self._grouped(run, members, batch, count, adds, size)
 
     def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, adds: bool, size: int) -> Any:
         if size >= count:

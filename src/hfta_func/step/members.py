@@ -162,6 +162,7 @@ class ArrayFunction:
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         call, share = with_batch(func, self.takes_hparams), options.share_frozen
         self._bound: Any = bind(model, call, training=self.training, share_frozen=share, **how)
+        self._bound.ends_calls = False
         self._source, self.options = (outline, func), options
         self.oracle = Oracle(options.verify, held or func, outline)
         self.members = Members(self._rehearse)
@@ -209,6 +210,7 @@ class ArrayFunction:
         results = self._chunks(batch)(calls or run, given, plain(batch), **how)
         if calls is not None:
             calls.end()
+        self._bound.end_call()
         return results
 
     def _chunks(self, batch: Tree) -> Chunks:
