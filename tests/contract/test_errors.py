@@ -198,7 +198,7 @@ def test_one_model_instead_of_a_list():
 
 def test_something_else_in_the_list():
     models = [Net(), Net().state_dict()]
-    with refused(hfta.errors.StackError, "model 1 is a OrderedDict; every model must be a torch.nn.Module"):
+    with refused(hfta.errors.StackError, "model 1: OrderedDict is not a torch.nn.Module; pass a model"):
         hfta.stack_params(models)
 
 

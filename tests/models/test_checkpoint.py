@@ -407,14 +407,14 @@ def test_the_callers_model_stays_as_it_is() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("path", ["layer3", "layer1.2", "layer1.0.body.7", "stem.weight"])
+@pytest.mark.parametrize("path", ["layer3", "stem.weight"])
 def test_unknown_paths_are_named(path: str) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', .* such as '(layer|stem).*pass True"):
+    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', which .* its blocks are 'layer1.0', 'layer1.1'"):
         hfta.make_train_step(ResNet(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["layer1.0", path])
 
 
 def test_containers_that_are_never_called_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'blocks', which .* such as 'blocks.1', 'blocks.0'"):
+    with pytest.raises(ValueError, match=r"'blocks', which .* its blocks are 'blocks.0', 'blocks.1'"):
         hfta.make_train_step(Exchanges(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["blocks"])
 
 

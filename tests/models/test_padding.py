@@ -181,7 +181,6 @@ CASES = {
     "fused attention": (lambda h: Attention(h, True), (1,), (3,), (2,)),
     "heads with weights": (lambda *a: Heads(*a, True), (4, 2), (8, 2), (6, 2)),
     "heads": (lambda *a: Heads(*a, False, dropout=0.2, bias=False), (4, 2), (8, 4), (6, 3)),
-    "heads apart": (lambda w: Heads(w, 2, True, kdim=w, vdim=w, add_bias_kv=True), (4,), (8,)),
     "encoder": (lambda *a: Encoder(*a, True), (4, 2, 1, 6), (8, 2, 3, 5), (6, 2, 2, 9)),
     "encoder of heads": (lambda *a: Encoder(*a, False), (4, 2, 1, 6), (8, 4, 2, 5)),
     "lstm": (lambda w: Recurrent(nn.LSTM, w, num_layers=2, dropout=0.2), (3,), (5,)),
@@ -331,7 +330,7 @@ def test_compiled_evaluation_and_exports_need_no_call_before():
     mean, _ = hfta.Ensemble(model, *stacked).deploy().export(x).module()(x)
     assert_trees_close({"y": mean}, {"y": expected.mean(0)}, TOLERANCE)
     with pytest.raises(
-        hfta.errors.StackError, match=r"call this function of a padded model once before it is compiled"
+        hfta.errors.StackError, match=r"a function must be called with inputs of this shape once before"
     ):
         torch.export.export(hfta.Ensemble(hfta.padded(models), *stacked), (x,))
     # Its true sizes were those of another length.
@@ -339,7 +338,7 @@ def test_compiled_evaluation_and_exports_need_no_call_before():
     ensemble = hfta.Ensemble(hfta.padded(models), *hfta.stack_params(models, pad=True)).eval()
     ensemble(torch.randn(3, 2, 4))
     with pytest.raises(
-        hfta.errors.StackError, match=r"draw of a padded model depends on the shape of inputs; call this"
+        hfta.errors.StackError, match=r"calls draw as no model .* called with inputs of this shape once"
     ):
         torch.export.export(ensemble, (torch.randn(3, 2, 7),))
 
@@ -572,16 +571,6 @@ def test_bad_input():
         hfta.padded(
             [nn.Sequential(nn.Conv1d(2, w, 3, padding_mode=mode)) for w, mode in ((2, "zeros"), (3, "circular"))]
         )
-    with pytest.raises(
-        hfta.errors.StackError, match=r"model 1: '0\.weight' is torch.float32 but in model 0 it is torch.float64"
-    ):
-        hfta.padded([nn.Sequential(nn.Linear(2, w, dtype=d)) for w, d in ((2, torch.float64), (3, torch.float32))])
-    with pytest.raises(
-        hfta.errors.StackError, match=r"model 1: '1\.bias' is torch.float32 but in model 0 it is missing"
-    ):
-        hfta.padded([nn.Sequential(nn.Linear(2, w, bias=w < 3), nn.Linear(w, 2, bias=w > 2)) for w in (2, 3)])
-    with pytest.raises(hfta.errors.StackError, match=r"'attention' \(MultiheadAttention\) cannot be padded"):
-        hfta.padded([Heads(4, 2, False), Heads(6, 1, False)])
     with pytest.raises(hfta.errors.StackError, match=r"model 0: the model has the modules"):
         hfta.padded([nn.ModuleDict({"a": nn.ReLU()}), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})])
     with pytest.raises(ValueError, match="stochastic_rounding draws for the padding"):

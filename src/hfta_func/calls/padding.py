@@ -87,16 +87,12 @@ class Padded:
 
     def _next(self, name: str, sizes: Sequence[int]) -> Sizes:
         event = self.events[self.position] if self.position < len(self.events) else None
-        if event is None or event.name != name:
+        # A compiler may trace inputs of other shapes than those of the latest call.
+        is_known = event is not None and event.name == name and len(sizes) == len(event.whole)
+        if event is None or not is_known or any(sizes[axis] != event.whole[axis] for axis in event.axes):
             raise StackError(
-                f"the model calls {name} where models of the members' true sizes do not; members of different size must run "
-                f"the same code, so stack those that do not as arrays of their own"
-            )
-        if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
-            # A compiler may trace inputs of other shapes than those of the latest call.
-            raise StackError(
-                f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
-                f"this shape, before it is compiled"
+                f"the model calls {name} as no model of the members' true sizes did; members of different size must run the "
+                f"same code, and a function must be called with inputs of this shape once before it is compiled"
             )
         self.position += 1
         return event
@@ -280,8 +276,6 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     for position in (5, 6):
         if isinstance(packed := given[position], Tensor):
             given[position] = torch.cat([packed[:size] * factor.to(packed.dtype), packed[size:]])
-    if (apart := kwargs.get("q_proj_weight")) is not None:
-        kwargs["q_proj_weight"] = apart * factor.to(apart.dtype)
     return call(*given, **kwargs)
 
 

@@ -27,7 +27,7 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
-from hfta_func.errors import StateError, TraceError
+from hfta_func.errors import TraceError
 from hfta_func.models.attributes import (
     Snapshot,
     Undoing,
@@ -61,8 +61,8 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
         draw from ``key``; without a key they draw from PyTorch's generator.
 
     Raises:
-        StackError: if a lazy module has not been run yet.
-        StateError: from ``apply``, if it is given a parameter or buffer that the model does not have.
+        StackError: if this is no module, or one with hooks of the backward pass.
+        KeyError: from ``apply``, if it is given a parameter that the model does not have.
         RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:
@@ -114,8 +114,6 @@ class Bound:
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
-        named = (*inner.named_parameters(), *inner.named_buffers())
-        self._marks = {path: vars(tensor) for path, tensor in named if vars(tensor)}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         # What calls have changed; what of it are counters, which calls may read.
@@ -153,7 +151,7 @@ class Bound:
                 )
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
-            padded = None if self._events is None else self._events.latest(buffers[SIZE])
+            padded = None if self._events is None else Padded(buffers[SIZE], self._events.latest)
             results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
@@ -264,17 +262,9 @@ class Bound:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
-        for path in self._marks.keys() & given.keys():
-            for name, value in self._marks[path].items():
-                setattr(given[path], name, value)
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
-        if not tensors.keys() <= body.places.keys():
-            unknown = sorted(path.removeprefix("model.") for path in tensors.keys() - body.places.keys())
-            raise StateError(
-                f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
-            )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
         written = (lambda number: 0) if torch.compiler.is_compiling() else writes  # which a compiler does not count
         before = [*map(written, numbers.values())]

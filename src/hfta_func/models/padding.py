@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -227,8 +227,6 @@ def _padded(
     everywhere = [key for key in parts[0] if all(key in each for each in parts)]
     for key in everywhere:
         columns = [each[key] for each in parts]
-        if len({tuple(map(len, column)) for column in columns}) > 1:
-            raise StackError(f"'{'.'.join(key).lstrip('.')}' has another number of axes in some models")
         grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
         for column, lengths in zip(columns, growth, strict=True):
             for alone, large in zip(itertools.chain(*column[:2]), itertools.chain(*grown[key][:2]), strict=True):
@@ -334,10 +332,3 @@ def _grow_settings(
             setattr(module, name, new[0] if type(old) is int else type(old)(new))
     if isinstance(module, nn.MultiheadAttention):
         module.head_dim = module.embed_dim // module.num_heads
-        heads = [each[path] for each in modules if path in each]
-        size: Callable[[Any], int] = lambda like: like.embed_dim // like.num_heads  # noqa: E731
-        if module.num_heads * max(map(size, heads)) != module.embed_dim:
-            raise StackError(
-                f"'{path}' (MultiheadAttention) cannot be padded: models differ in the number of heads and in the size of a "
-                f"head; give all models one of the two"
-            )

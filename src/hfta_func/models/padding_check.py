@@ -34,15 +34,8 @@ class Events:
     def __init__(self, padding: Padding, numbers: Sequence[str], func: Callable[..., Any], watched: Callable[..., Any]):
         self.padding, self._numbers, self._func, self._watched = padding, numbers, func, watched
         self._known: dict[Any, list[Sizes]] = {}
-        self._latest: list[Sizes] | None = None
-
-    def latest(self, size: Tensor) -> Padded:
-        """What computes the results of a member of a size, while a compiler traces, which knows no values."""
-        if self._latest is None:
-            raise StackError(
-                "call this function of a padded model once before it is compiled, so that its sizes are known"
-            )
-        return Padded(size, self._latest)
+        # Those of the latest call, while a compiler traces, which knows no values.
+        self.latest: list[Sizes] = []
 
     def __call__(
         self, model: nn.Module, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor | None
@@ -66,7 +59,7 @@ class Events:
             # Without a key nothing draws from one.
             known = [event for event in known if key is not None or event.name not in ("site", "draw")]
             self._known[shapes, str(spec), key is None] = known
-        self._latest = known
+        self.latest = known
         return Padded(buffers[SIZE], known)
 
     def _learn(self, model: nn.Module, trees: list[Params], inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
