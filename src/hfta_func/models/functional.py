@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,7 +42,7 @@ from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, hold
 from hfta_func.models.sharing import Base, base_of
-from hfta_func.models.sizes import SIZE
+from hfta_func.models.sizes import SIZE, tensors_by_path
 from hfta_func.models.skeleton import skeleton
 
 
@@ -104,14 +103,14 @@ class Bound:
         self._left: dict[str, Any] = {}
         self.ends_calls = True
         """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
-        base = {} if self._base is None else self._base.tensors
-        self._count = sum(path not in base for path, _ in inner.named_buffers())
+        self._skeleton = inner
+        self._paths = {path for path, _ in (*inner.named_parameters(), *inner.named_buffers())}
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
         """Use a skeleton for all calls, in which the ``numbers`` are buffers."""
         self._inner, self._numbers = inner, numbers
-        self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
+        self._shared = {id(tensor): tensor for tensor in tensors_by_path(inner).values()}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
@@ -121,8 +120,6 @@ class Bound:
         self._counters: set[str] = set()
         self._is_counted = False
         self._undoing: list[Undoing] = []
-        # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
-        self._others: dict[tuple[str, ...], Bound] = {}
         padding = padding_of(inner)
         self._events = None if padding is None else Events(padding, numbers, self._func, self._watched)
 
@@ -139,8 +136,9 @@ class Bound:
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """Call the function with one member's tensors; see :class:`Bound`."""
-        if len(buffers) > self._count and not self._numbers:
-            return self._numbered(params, buffers, *args, key=key, **kwargs)
+        numbers = tuple([path for path in buffers if path not in self._paths])
+        if numbers != self._numbers:
+            self._prepare(numbers)
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
             if self._is_counted:
@@ -185,12 +183,6 @@ class Bound:
             count(template, self._left)
             self._left.clear()
 
-    def _numbered(self, params: Params, buffers: Params, *args: Any, **kwargs: Any) -> Any:
-        """A call whose buffers include numbers in which members differ."""
-        numbers = tuple([path for path in buffers if path not in self._holders])
-        self._prepare(numbers)
-        return self._others[numbers](params, buffers, *args, **kwargs)
-
     def _watched(
         self,
         watch: Callable[[nn.Module], None],
@@ -210,26 +202,20 @@ class Bound:
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
         """A block whose calls, one at a time, use a new copy of the model after ``watch(copy)``."""
-        every, idle = (self, *self._others.values()), []
-        for each in every:
-            idle.append(each._idle)
-            watch((body := each._make()).model)
-            each._idle = [_with_attributes(body)]
+        idle, body = self._idle, self._make()
+        watch(body.model)
+        self._idle = [_with_attributes(body)]
         try:
             yield
         finally:
-            for each, bodies in zip(every, idle, strict=True):
-                each._idle = bodies
+            self._idle = idle
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
     @constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:
-        if numbers not in self._others:
-            inner = copied_module(self._inner, dict(self._shared))
-            hold(inner, numbers)
-            other = copy.copy(self)
-            other._start(inner, numbers)
-            self._others[numbers] = other
+        inner = copied_module(self._skeleton, {id(leaf): leaf for leaf in tensors_by_path(self._skeleton).values()})
+        hold(inner, numbers)
+        self._start(inner, numbers)
         return True
 
     @contextlib.contextmanager
