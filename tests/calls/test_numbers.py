@@ -583,7 +583,7 @@ def test_members_run_alone_where_a_number_must_be_one_of_pythons(read):
 
 @pytest.mark.parametrize("read", REFUSED)
 def test_a_number_that_must_be_one_of_pythons_fails_loudly(read):
-    with pytest.raises(TypeError, match="Tensor|tensors"):
+    with pytest.raises(TypeError, match=r"Tensor|tensors"):
         step_of(REFUSED[read], (1.0, 2.0))
 
 

@@ -145,14 +145,6 @@ def _with_sum(model, x, func):
     return model(x).sum(), metrics
 
 
-def test_padding_stays_zero():
-    adapters = hfta.models.stack_adapters(make_base(), [lora(1), lora(2), lora(4)], seeds=range(3))
-    _, state = train(adapters, make_batches(3))
-    for path, leaf in state.params.items():
-        part = leaf[0][1:] if "lora_A" in path else leaf[0][:, 1:]
-        assert part.shape.numel() > 0 and not part.any()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -279,31 +271,6 @@ def check_kind(kind):
         with torch.no_grad():
             expected = loss_fn(model.eval(), batches[0, member])
         torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=0)
-
-
-def test_a_kind_that_draws_in_training_is_that_of_arrays_of_one():
-    base, config = make_llama(), peft.PveraConfig(r=4, **_ON_ATTENTION)
-    batches = make_batches(3)
-    _, state = train(hfta.models.stack_adapters(base, [config] * 3, seeds=range(3)), batches, seeds=[5, 6, 7])
-    for member in range(3):
-        own = hfta.models.stack_adapters(base, [config], seeds=[member])
-        _, alone = train(own, batches[:, [member]], [LR[member]], seeds=[5 + member])
-        for path, leaf in alone.params.items():
-            torch.testing.assert_close(state.params[path][member], leaf[0], rtol=1e-10, atol=1e-12)
-
-
-def test_a_kind_whose_gradient_alone_is_not_a_number():
-    # At its start, the vectors that HRA makes orthogonal come in equal pairs.
-    base, config = make_llama(), peft.HRAConfig(r=2, apply_GS=True, **_ON_ATTENTION)
-    adapters, batches = hfta.models.stack_adapters(base, [config] * 3, seeds=range(3)), make_batches(1)
-    step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=LR), share_frozen=True)
-    state = step.init(double(adapters.params), double(adapters.buffers), seeds=range(3))
-    _, metrics = step(state, batches[0])
-    for member in range(3):
-        model = solo(base, config, member)
-        loss_fn(model, batches[0, member]).backward()
-        finite = all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-        assert (metrics["failure"][member] == 0) == finite, metrics["failure"]
 
 
 @pytest.mark.sampled(every=2)

@@ -285,13 +285,6 @@ def test_in_every_way(way):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["attention", "encoder", "lstm", "images, two groups", "blocks", "tied words"])
-@pytest.mark.parametrize("way", ["checkpointed", "one by one", "replayed"])
-def test_other_models_in_these_ways(name, way):
-    assert_alone(models_of(name), steps=4, **WAYS[way])
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["layer norms", "encoder", "images, two groups", "lstm"])
 def test_compiled(name):
     torch._dynamo.reset()
@@ -305,18 +298,6 @@ class Flattened(nn.Module):
 
     def forward(self, x):
         return self.outer(F.dropout(self.inner(x).flatten(1), 0.5).logsumexp(1, keepdim=True))
-
-
-def test_compiled_for_inputs_of_each_shape():
-    torch._dynamo.reset()
-    models = [Flattened(channels).double() for channels in (2, 4)]
-    model = hfta.padded(models)
-    step = hfta.make_train_step(model, lambda model, batch: model(batch).sum(), hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.stack_params(models, pad=model), seeds=[0, 1])
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for length in (4, 7, 9):
-        batch = torch.randn(3, 2, length, dtype=torch.float64)
-        assert_trees_close({**run(state, batch)[1]}, {**step(state, batch)[1]}, TOLERANCE)
 
 
 def test_compiled_evaluation_and_exports_need_no_call_before():
@@ -341,16 +322,6 @@ def test_compiled_evaluation_and_exports_need_no_call_before():
         hfta.errors.StackError, match=r"calls draw as no model .* called with inputs of this shape once"
     ):
         torch.export.export(ensemble, (torch.randn(3, 2, 7),))
-
-
-def test_many_compiled_steps():
-    torch._dynamo.reset()
-    models = [Layer(width, normed) for width in (3, 5)]
-    step = hfta.make_train_step(hfta.padded(models), loss, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models, pad=True), seeds=[0, 1])
-    stacked = tuple(torch.stack(each).float() for each in zip(*batches(2, 3), strict=True))
-    compiled, _ = torch.compile(step.many, fullgraph=True, backend="aot_eager")(state, stacked)
-    assert_trees_close(compiled, step.many(state, stacked)[0], 1e-5)
 
 
 @pytest.mark.sampled(every=2)
@@ -411,35 +382,6 @@ def test_evaluation_prediction_and_files(tmp_path):
     assert_trees_close(both, hfta.take(now, [2, 0]), 1e-12)
 
 
-@pytest.mark.exhaustive
-def test_fit_stops_members_early_as_alone():
-    models = models_of("layer norms")
-    ((x, y),) = batches(1, 1)
-    data, seeds = (x[0].repeat(4, 1), y[0].repeat(4, 1)), [0, 1, 2]
-
-    def run(members, model, stacked):
-        step = hfta.make_train_step(model, loss, hfta.sgd(lr=[(1.0, 0.01, 0.3)[i] for i in members]))
-        state = step.init(*stacked, seeds=[seeds[i] for i in members])
-        loader = hfta.ArrayLoader(data, 8, seeds=[seeds[i] for i in members])
-        stop = hfta.callbacks.early_stopping("val", patience=1, mode="min")
-        evaluate = hfta.make_eval_step(model, lambda model, batch: {"val": loss(model, batch)}, batch_dims=None)
-        return hfta.fit(
-            *(step, state, loader), epochs=6, evaluate=lambda s: evaluate(s, data), callbacks=[stop], progress=False
-        )
-
-    model = hfta.padded(models)
-    state, history = run(seeds, model, hfta.stack_params(models, pad=model))
-    found = hfta.unstack_params(model, *hfta.step.stacked(state))
-    epochs = []
-    for i, alone in enumerate(models):
-        own, own_history = run([i], alone, hfta.stack_params([alone]))
-        (expected,) = hfta.unstack_params(alone, *hfta.step.stacked(own))
-        assert_trees_close({**found[i].state_dict()}, {**expected.state_dict()}, TOLERANCE, f"model {i}")
-        epochs.append(len(own_history))
-    assert len(set(epochs)) > 1
-    assert len(history) == max(epochs)
-
-
 def test_seeds_make_the_members():
     def make(width, depth):
         return mlp(width, depth, 0.1)
@@ -487,15 +429,6 @@ def test_random_programs_of_drawn_sizes(seed):
     assert_alone(drawn(random.Random(seed)), lambda lr: hfta.sgd(lr=lr, weight_decay=0.1))
 
 
-class Outputs(nn.Module):
-    def __init__(self, func):
-        super().__init__()
-        self.inner, self.func = nn.Linear(5, 5), func
-
-    def forward(self, x):
-        return self.func(self.inner(x))[:, :2]
-
-
 REFUSED = {
     "kernels": (lambda k: Images(3, nn.Conv2d(3, 3, k, padding=k // 2)), (3, 5), r"'body\.2' \(Conv2d\);"),
     "groups": (lambda c: Images(c, nn.Conv2d(c, c, 3, padding=1, groups=2)), (2, 4), r"'body\.2' \(Conv2d\);"),
@@ -538,16 +471,6 @@ def test_what_cannot_be_padded_is_named(name):
     kind = hfta.errors.StackError if name == "code" else hfta.errors.VerifyError
     with pytest.raises(kind, match=message):
         step(state, x)
-
-
-def test_rounding_is_no_difference():
-    for seed in range(2):
-        torch.manual_seed(seed)
-        # A norm over two units makes them 1 and -1; where they are close, it enlarges their rounding.
-        models = [mlp(width, 2, 0.0, norm=nn.LayerNorm) for width in (2, 16)]
-        apply = hfta.functional(model := hfta.padded(models))
-        run = hfta.vmap(lambda params, buffers, x: apply(params, buffers, x)[0], (0, 0, None))  # noqa: B023
-        assert run(*hfta.stack_params(models, pad=model), torch.randn(32, 5)).isfinite().all()
 
 
 def test_bad_input():

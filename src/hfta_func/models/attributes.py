@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, Places, is_wrapped, pytree, writes
-from hfta_func._torch import first_member as first_member
 from hfta_func.calls.body import Body, Reference, contents, is_users_file
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number
@@ -198,9 +197,10 @@ def _get(holder: Any, key: str) -> Any:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The names in code."""
+    """The names in code, and its texts, which may be names."""
     inner = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return {*code.co_names}.union(*inner)
+    texts = (part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+    return {*code.co_names}.union(texts, *inner)
 
 
 def _differ(held: Any, before: Any) -> bool:

@@ -10,32 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import (
-    NotReplayableError,
-    call_with,
-    constant_to_compiler,
-    num_recorders,
-    outside_transforms,
-    places_of,
-    pytree,
-    tensors_of,
-    writes,
-)
+from hfta_func import _torch
+from hfta_func._torch import NotReplayableError, first_member, pytree, tensors_of
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
 from hfta_func.errors import TraceError
-from hfta_func.models.attributes import (
-    Snapshot,
-    Undoing,
-    aliases,
-    count,
-    examined,
-    first_member,
-    undo,
-)
+from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
 from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
@@ -126,7 +109,7 @@ class Bound:
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, remat and self._checkpoint)
-        body.places = places_of(body)
+        body.places = _torch.places_of(body)
         body.aliases = aliases(body.model, body.places)
         shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
@@ -165,7 +148,7 @@ class Bound:
             self._examine(params, buffers, args, kwargs, key)
             self._examined.update(changed)
             self._undoing = self._first[1].undoing(self._examined)
-        if self._counters and num_recorders():
+        if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
             self._left.update((path, changed[path]) for path in self._counters if path in changed)
@@ -211,7 +194,7 @@ class Bound:
             self._idle = idle
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
-    @constant_to_compiler
+    @_torch.constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:
         inner = copied_module(self._skeleton, {id(leaf): leaf for leaf in tensors_by_path(self._skeleton).values()})
         hold(inner, numbers)
@@ -252,14 +235,16 @@ class Bound:
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        written = (lambda number: 0) if torch.compiler.is_compiling() else writes  # which a compiler does not count
+        written = (
+            (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes
+        )  # which a compiler does not count
         before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
-                output = call_with(body.places, tensors, body, *args, **kwargs)
+                output = _torch.call_with(body.places, tensors, body, *args, **kwargs)
         if self._renorms and params is not whole:
             for path in whole.keys() & {*tables_with_max_norm(self._inner)}:
                 whole[path].detach().copy_(params[path].detach())
@@ -291,7 +276,7 @@ class Bound:
             return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
-        with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
+        with _torch.outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
             counters, is_counted = examined(run, self._make)
         self._counters |= counters
         self._is_counted |= is_counted

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import outside_transforms, pytree, unwritten
+from hfta_func._torch import first_member, outside_transforms, pytree, unwritten
 from hfta_func._types import Params
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
 from hfta_func.errors import HFTAError, StackError
-from hfta_func.models.attributes import first_member
 from hfta_func.models.padding import Padding, Size
 from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
