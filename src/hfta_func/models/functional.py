@@ -24,8 +24,8 @@ from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, hold
-from hfta_func.models.sharing import Base, base_of
-from hfta_func.models.sizes import SIZE, tensors_by_path
+from hfta_func.models.sharing import Base
+from hfta_func.models.sizes import SIZE, joined, tensors_by_path
 from hfta_func.models.skeleton import skeleton
 
 
@@ -77,8 +77,7 @@ class Bound:
     ):
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
-        has_base = share_frozen or base_of(model, False)
-        self._base = Base(model, share_frozen) if has_base else None
+        self._base = Base(model, share_frozen)
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
@@ -111,9 +110,8 @@ class Bound:
         rematerialise(body.model, remat and self._checkpoint)
         body.places = _torch.places_of(body)
         body.aliases = aliases(body.model, body.places)
-        shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
-            names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]
+            names = [name for name in tensors_of(module) if joined(path, name) in self._base.buffers]
             body.fixed |= {(id(module), name) for name in names}
         return body
 
@@ -133,7 +131,7 @@ class Bound:
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
             padded = None if self._events is None else Padded(buffers[SIZE], self._events.latest)
-            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
+            results = self._call(self._first[0], self._base.without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
@@ -141,7 +139,7 @@ class Bound:
         template = self._template() or self._inner
         self.counts |= {path: _attribute(template, path) for path in self._counters}
         count(body.model, self.counts)
-        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params) as shared:
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if not self._examined.issuperset(changed):
@@ -179,7 +177,7 @@ class Bound:
         body = self._make(False)
         watch(body.model)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        with checkpoints_of(body.model, body.fixed), self._reading(params) as shared:
+        with checkpoints_of(body.model, body.fixed), self._base.reading(params) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     @contextlib.contextmanager
@@ -200,19 +198,6 @@ class Bound:
         hold(inner, numbers)
         self._start(inner, numbers)
         return True
-
-    @contextlib.contextmanager
-    def _reading(self, params: Params) -> Iterator[Mapping[str, Tensor]]:
-        if self._base is None:
-            yield {}
-            return
-        given = {path: params[path] for path in self._base.tensors if path in params}
-        with self._base.reading(given) as shared:
-            yield shared
-
-    def _base_without(self, params: Params) -> Mapping[str, Tensor]:
-        """The base of the model without the paths in ``params``."""
-        return {} if self._base is None else {k: v for k, v in self._base.tensors.items() if k not in params}
 
     def _call(
         self,
@@ -235,9 +220,8 @@ class Bound:
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        written = (
-            (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes
-        )  # which a compiler does not count
+        # A compiler counts no writes.
+        written = (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes
         before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with mode:
@@ -248,8 +232,7 @@ class Bound:
         if self._renorms and params is not whole:
             for path in whole.keys() & {*tables_with_max_norm(self._inner)}:
                 whole[path].detach().copy_(params[path].detach())
-        if self._base is not None:
-            self._base.check_kept(given, tensors, "model.")
+        self._base.check_kept(given, tensors, "model.")
         for (path, number), version in zip(numbers.items(), before, strict=True):
             if tensors[f"model.{path}"] is not number or written(number) != version:
                 raise changed(path)
@@ -273,7 +256,7 @@ class Bound:
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
             padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
+            return self._call(body, self._base.without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with _torch.outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
@@ -315,5 +298,5 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, module in model.named_modules():
         for name, tensor in tensors_of(module).items():
             if tensor is not None:
-                paths.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+                paths.setdefault(id(tensor), []).append(joined(path, name))
     return {names[0]: tuple(names) for names in paths.values()}

@@ -14,7 +14,7 @@ from hfta_func._torch import first_member, outside_transforms, pytree, unwritten
 from hfta_func._types import Params
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
-from hfta_func.errors import HFTAError, StackError
+from hfta_func.errors import StackError
 from hfta_func.models.padding import Padding, Size
 from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
@@ -63,15 +63,7 @@ class Events:
 
     def _learn(self, model: nn.Module, trees: list[Params], inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
         whole = Recorder()
-        try:
-            self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
-        except RuntimeError as error:
-            if isinstance(error, HFTAError):
-                raise
-            raise StackError(
-                f"{repr(whole.path) if whole.path else 'the model'} cannot be padded, because it does not run in the "
-                f"largest sizes of all models ({error}); give all models one size there"
-            ) from error
+        self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
         return _joined(
             self.padding, whole.events, [self._alone(model, size, inputs, key) for size in self.padding.sizes]
         )
@@ -101,7 +93,7 @@ class Events:
 def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:
     """The events of all sizes in one, those of the padded model."""
     sizes: list[list[tuple[int, ...] | None]] = [[] for _ in whole]
-    for number, (events, size) in enumerate(zip(alone, padding.sizes, strict=True)):
+    for events, size in zip(alone, padding.sizes, strict=True):
         lacks = [f"{path}." for path in padding.optional if path not in size.modules]
         has = [not any(f"{event.path}.".startswith(path) for path in lacks) for event in whole]
         expected = [event for event, is_there in zip(whole, has, strict=True) if is_there]
@@ -110,8 +102,8 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
             other = next((e for e, n in zip(expected, names, strict=False) if (e.name, len(e.sizes)) != n), None)
             where = f"'{other.path}'" if other is not None and other.path else "the model"
             raise StackError(
-                f"{where} does not call the same functions in a model of every size ({_shown(padding, number)}), so it "
-                f"cannot be padded; give all models one size there, or stack each size as an array of its own"
+                f"{where} does not call the same functions in a model of every size, so it cannot be padded; give all "
+                f"models one size there, or stack each size as an array of its own"
             )
         rest = iter(events)
         for column, is_there in zip(sizes, has, strict=True):
@@ -144,8 +136,3 @@ def _tracked(recorder: Recorder, model: nn.Module) -> None:
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
-
-
-def _shown(padding: Padding, number: int) -> str:
-    leaves = dict(padding.sizes[number].model.named_parameters())
-    return ", ".join(f"'{path}' {[*leaf.shape]}" for path, leaf in [*leaves.items()][:2])

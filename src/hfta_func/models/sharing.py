@@ -73,9 +73,14 @@ class Base:
         slots = places_of(model)
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
 
+    def without(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The base without the paths in ``params``."""
+        return {path: tensor for path, tensor in self.tensors.items() if path not in params}
+
     @contextlib.contextmanager
-    def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
+    def reading(self, params: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """A block that reads the base, with the tensors of ``params`` in place of those with the same paths."""
+        given = {path: params[path] for path in self.tensors if path in params}
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
                 raise StateError(

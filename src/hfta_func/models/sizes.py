@@ -124,14 +124,10 @@ def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
             key = f"{path}.out_proj".lstrip("."), "weight"
             parts[key] = (parts[key][0], heads)
         elif isinstance(module, nn.RNNBase):
-            directions = 1 + module.bidirectional
-            for key, axes in parts.items():
-                if key[0] == path:
-                    gates = axes[0][0] // module.hidden_size
-                    rows = axes[0] if "_hr_" in key[1] else (gates, module.hidden_size)
-                    inner = (directions, axes[1][0] // directions) if len(axes) > 1 else ()
-                    below = "_ih_" in key[1] and "_l0" not in key[1]
-                    parts[key] = (rows, inner if below else axes[1]) if len(axes) > 1 else (rows,)
+            # Gates stand one below another.
+            own = {key: axes for key, axes in parts.items() if key[0] == path}
+            size = module.hidden_size
+            parts |= {key: ((axes[0][0] // size, size), *axes[1:]) for key, axes in own.items()}
     return parts
 
 
