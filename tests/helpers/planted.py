@@ -809,7 +809,7 @@ PLANTED = [
     ),
     Planted(
         "quantised bases of models are compared as if they were plain",
-        *("models/sharing.py", "if len(parts(tensor)) > 1 and", "if False and"),
+        *("models/sharing.py", "zip(parts(tensor.detach()), parts(first.detach()), strict=True)", "[(tensor, first)]"),
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(

@@ -125,9 +125,9 @@ def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
             parts[key] = (parts[key][0], heads)
         elif isinstance(module, nn.RNNBase):
             # Gates stand one below another.
-            own = {key: axes for key, axes in parts.items() if key[0] == path}
             size = module.hidden_size
-            parts |= {key: ((axes[0][0] // size, size), *axes[1:]) for key, axes in own.items()}
+            of_module = {key: axes for key, axes in parts.items() if key[0] == path}
+            parts |= {key: ((axes[0][0] // size, size), *axes[1:]) for key, axes in of_module.items()}
     return parts
 
 
