@@ -146,7 +146,7 @@ class Snapshot:
     def again(self) -> Snapshot:
         """The same places as they are now."""
         again = Snapshot()
-        again._contents = [(*place, content, content.copy()) for *place, content, _ in self._contents]
+        again._contents = [(path, module, content, content.copy()) for path, module, content, _ in self._contents]
         again._names = [(holder, key, _get(holder, key)) for holder, key, _ in self._names]
         again._tensors = [(path, x, writes(x), x.detach().clone()) for path, x, *_ in self._tensors]
         return again

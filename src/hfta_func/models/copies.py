@@ -22,7 +22,6 @@ from hfta_func._torch import outside_transforms, pytree
 from hfta_func.calls.body import contents
 
 T = TypeVar("T", bound=nn.Module)
-_TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 _UNCOPIED = torch.sparse_csr, torch.jagged
 _lock = threading.RLock()
 

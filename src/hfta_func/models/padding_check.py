@@ -16,7 +16,6 @@ from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
 from hfta_func.errors import StackError
 from hfta_func.models.padding import Padding, Size
-from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
 
 
@@ -71,11 +70,12 @@ class Events:
     def _alone(self, model: nn.Module, size: Size, inputs: tuple[Any, Any], key: Tensor) -> list[Event]:
         """The events of a model of a true size, in the modes of the padded one."""
         alone, recorder = copy.deepcopy(size.model), Recorder()
-        known = numbers_of(alone)
         for path, inner in size.modules.items():
             alone.get_submodule(inner).training = model.get_submodule(path).training
-            for module, name in (known[at] for at in (f"{inner}.{number}".lstrip(".") for number in self._names(path))):
+        for owner, _, name in (number.rpartition(".") for number in self._numbers):
+            if owner in size.modules:
                 # At a rate of 0 nothing is drawn, but members' rates differ.
+                module = alone.get_submodule(size.modules[owner])
                 setattr(module, name, getattr(module, name) or 0.5)
         _tracked(recorder, alone)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
@@ -84,10 +84,6 @@ class Events:
         with mode, torch.no_grad():
             self._func(alone, *args, **kwargs)
         return recorder.events
-
-    def _names(self, path: str) -> list[str]:
-        """The numbers of a module in which members differ."""
-        return [name for owner, _, name in (number.rpartition(".") for number in self._numbers) if owner == path]
 
 
 def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:
