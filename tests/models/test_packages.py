@@ -129,11 +129,6 @@ def test_each_member_has_a_graph_of_its_own(name: str) -> None:
     assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
 
 
-def test_choosing_nodes_by_score() -> None:
-    graphs.TopKPooling(4)
-    assert_as_alone(lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together")
-
-
 _SMALL: dict[str, Any] = {"transforms": 2, "hidden_features": (6,)}
 FLOWS: dict[str, Callable[[], nn.Module]] = {
     "autoregressive": lambda: zuko.flows.MAF(3, 2, **_SMALL),

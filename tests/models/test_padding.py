@@ -248,24 +248,6 @@ def test_members_are_their_models_alone(name):
     assert_alone(models_of(name))
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", ["normed by hand", "blocks", "images, depthwise"])
-def test_members_are_loops_of_torch(name):
-    models = models_of(name)
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout | nn.Dropout2d):
-                module.p = 0.0
-    _, _, found = assert_alone(models, lambda lr: hfta.adamw(lr=lr, eps=1e-3, weight_decay=0.2), steps=3)
-    for i, (model, trained) in enumerate(zip(models, found, strict=True)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05 * (i + 1), eps=1e-3, weight_decay=0.2)
-        for batch in batches(len(models), 3):
-            optimizer.zero_grad()
-            loss(model, [leaf[i] for leaf in batch]).backward()
-            optimizer.step()
-        assert_trees_close({**trained.state_dict()}, {**model.state_dict()}, TOLERANCE, f"model {i}")
-
-
 WAYS = {
     "one by one": {"chunk_size": 1},
     "in pairs": {"chunk_size": 2},

@@ -154,13 +154,6 @@ def test_ties_stay_ties():
         assert "mean" not in model.state_dict()
 
 
-def test_module_list_and_iterators():
-    models = [nn.Linear(4, 2) for _ in range(NUM_MODELS)]
-    stacked = hfta.stack_params(models)
-    assert equal(hfta.stack_params(nn.ModuleList(models)), stacked)
-    assert equal(hfta.stack_params(iter(models)), stacked)
-
-
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("kind", [list, torch.tensor])
 def test_new_models_from_seeds(name, kind):
@@ -301,21 +294,6 @@ def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_si
     else:
         step(state, batch)
     assert equal((state, batch), before)
-
-
-def test_frozen_parameters_travel():
-    models = [Tied() for _ in range(NUM_MODELS)]
-    optimizer = hfta.adam(lr=[0.1, 0.2, 0.3], weight_decay=[0.1, 0.2, 0.3])
-    step = hfta.make_train_step(models[0], lambda model, batch: model(batch).square().mean(), optimizer)
-    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
-    assert state.opt_state.exp_avg.keys() == {"encoder.weight", "encoder.bias"}
-    trained, _ = run(step, state, torch.randn(3, 8, 4))
-    for path in state.params:
-        frozen = path.startswith("head.")
-        for member in range(NUM_MODELS):
-            assert torch.equal(trained.params[path][member], state.params[path][member]) == frozen
-    for model in hfta.unstack_params(models[0], trained.params, trained.buffers):
-        assert {path for path, own in model.named_parameters() if not own.requires_grad} == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("steps", [1, 20])
