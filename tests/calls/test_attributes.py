@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.models.attributes import Attributes, undo
+from hfta_func.models.attributes import Snapshot, undo
 from hfta_func.step import replay
 
 LRS = [0.1, 0.05, 0.02]
@@ -483,7 +483,7 @@ def test_every_kind_of_change_is_found_and_undone() -> None:
     model = nn.Sequential(Nested(), nn.Dropout(0.5))
     model.extra = (["a"], {1, 2})
     before = copy.deepcopy(model)
-    attributes = Attributes(model)
+    attributes = Snapshot(model)
     assert attributes.changed() == {}
     model[0].memory["seen"].append(1)
     model[1].p = 0.25

@@ -726,12 +726,12 @@ PLANTED = [
     ),
     Planted(
         "a counter stays as it was",
-        *("models/functional.py", "            count_later(template, {", "            dict({"),
+        *("models/functional.py", "            count(template, self._left)", "            pass"),
         "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
     ),
     Planted(
         "each group of members counts as a call",
-        *("models/attributes.py", "    if _pending.get() is not None:", "    if True:"),
+        *("models/functional.py", "            if self.ends_calls:", "            if True:"),
         "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
     ),
     Planted(
@@ -776,7 +776,7 @@ PLANTED = [
     ),
     Planted(
         "quantised bases of models are compared as if they were plain",
-        *("models/sharing.py", "if len(parts(tensor)) > 1 and", "if False and"),
+        *("models/sharing.py", "zip(parts(tensor.detach()), parts(first.detach()), strict=True)", "[(tensor, first)]"),
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(

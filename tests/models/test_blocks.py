@@ -1,6 +1,5 @@
 """Blocks of a padded model run for the members that have them, wherever it is known which these are."""
 
-import copy
 from typing import ClassVar
 
 import pytest
@@ -139,25 +138,3 @@ def test_replays_are_for_members_of_the_same_sizes(monkeypatch):
     for order in ([3, 2, 1, 0], [1, 1, 0, 2], [0, 1, 2, 3]):
         (state, _), (other, _) = step(hfta.take(state, order), X), eager(hfta.take(other, order), X)
         assert_trees_close(state, other, 0.0)
-
-
-def test_derivatives_of_derivatives():
-    models = [copy.deepcopy(model).eval() for model in models_of(ORDERS["any order"], "quiet")]
-    model = hfta.padded(models)
-    apply, trees = hfta.functional(model), hfta.stack_params(models, pad=model)
-
-    def value(x):
-        return torch.vmap(lambda params, buffers: apply(params, buffers, x)[0].sin().sum())(*trees)
-
-    expected = [lambda x, one=one: one(x).sin().sum() for one in models]
-    value(X)
-    for found, alone in zip(
-        (torch.func.jacfwd(value)(X), torch.func.jacrev(value)(X), torch.func.hessian(value)(X[:2])[:, 0, 0]),
-        (
-            torch.stack([torch.func.jacrev(one)(X) for one in expected]),
-            torch.stack([torch.func.jacrev(one)(X) for one in expected]),
-            torch.stack([torch.func.hessian(one)(X[:2])[0, 0] for one in expected]),
-        ),
-        strict=True,
-    ):
-        assert_trees_close({"d": found}, {"d": alone}, 1e-9)

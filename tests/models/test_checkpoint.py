@@ -13,15 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn
-from hfta_func.models.functional import bind
 from hfta_func.models.remat import blocks
-from hfta_func.testing import assert_matches_solo
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -168,88 +165,11 @@ def test_the_bits_are_those_of_a_step_without(name: str, options: dict[str, Any]
     assert all(not torch.equal(after.buffers[path], old) for path, old in state.buffers.items())
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", MODELS)
-def test_members_share_a_batch(name: str) -> None:
-    plain, checkpointed, state = _pair(MODELS[name], checkpoint=[""], batch_dims=None)
-    _assert_same_steps(plain, checkpointed, state, [(x[0], y[0]) for x, y in batches(1, 3)])
-
-
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("name", MODELS)
-def test_members_are_arrays_of_one(name: str) -> None:
-    _, step, state = _pair(MODELS[name])
-    assert_matches_solo(step, state, batches(M, 5), rtol=1e-10)
-
-
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("checkpoint", [[""], ["layer1"], ["layer1", "layer1.1", "layer2.1.body"], "stem", []], ids=str)
 def test_any_parts_may_be_chosen(checkpoint: Any) -> None:
     plain, checkpointed, state = _pair(ResNet, checkpoint)
     _assert_same_steps(plain, checkpointed, state, batches(M, 3))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["resnet", "transformer"])
-def test_compiled_it_runs_plainly(name: str) -> None:
-    torch._dynamo.reset()
-    plain, checkpointed, state = _pair(MODELS[name])
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(checkpointed, fullgraph=True, backend=counter)
-    a = b = state
-    for batch in batches(M, 3):
-        (a, _), (b, _) = plain(a, batch), compiled(b, batch)
-    optree.tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12), b, a)
-    assert counter.frame_count == 1
-
-
-def test_under_autocast() -> None:
-    plain, checkpointed, state = _pair(Tower)
-    state = optree.tree_map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, state)
-    data = batches(M, 2, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        _assert_same_steps(plain, checkpointed, state, data)
-        narrow, _ = checkpointed(state, data[0])
-    assert not torch.equal(narrow.params["head.weight"], plain(state, data[0])[0].params["head.weight"])
-
-
-def test_inside_a_vmap_of_arrays() -> None:
-    plain, checkpointed, state = _pair(ResNet)
-    other = state._replace(keys=state.keys + 1)
-    states, data = (
-        optree.tree_map(lambda *leaves: torch.stack(leaves), *pair) for pair in ((state, other), batches(M, 2))
-    )
-    _assert_identical(hfta.vmap(checkpointed)(states, data), hfta.vmap(plain)(states, data))
-
-
-def test_the_loss_may_transform_the_model() -> None:
-    def views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, targets = batch
-        logits = torch.func.vmap(model)(torch.stack([inputs, inputs.flip(-1)]))
-        return F.cross_entropy(logits.mean(0), targets)
-
-    def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        slope = torch.func.grad(lambda inputs: model(inputs).square().sum())(batch[0])
-        return loss_fn(model, batch) + slope.square().mean()
-
-    for loss in (views, penalised):
-        plain, checkpointed, state = _pair(Tower, loss=loss)
-        _assert_same_steps(plain, checkpointed, state, batches(M, 2))
-
-
-@pytest.mark.parametrize("key", [None, 5])
-def test_one_model_without_a_model_axis(key: int | None) -> None:
-    model = ResNet().double()
-    params, buffers = (dict(tree) for tree in (model.named_parameters(), model.named_buffers()))
-    (batch,) = batches(1, 1)
-    found = []
-    for checkpoint in (False, True):
-        torch.manual_seed(3)
-        apply = bind(model, loss_fn, checkpoint)
-        keys = None if key is None else hfta.random.keys([key])[0]
-        loss, new = apply(params, buffers, (batch[0][0], batch[1][0]), key=keys)
-        found.append((torch.autograd.grad(loss, list(params.values())), new))
-    _assert_identical(found[1], found[0])
 
 
 class Counter(TorchDispatchMode):
@@ -348,43 +268,6 @@ def test_what_a_model_saves_by_itself(save: str, options: dict[str, Any]) -> Non
     _assert_same_steps(plain, saving, state, batches(M, 3))
 
 
-def test_what_a_model_saves_inside_a_vmap_of_arrays_and_under_grad() -> None:
-    members = [Saving().double() for _ in range(M)]
-    plain, saving = (
-        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]))
-        for model in (members[0], Saving(torch_checkpoint).double())
-    )
-    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
-    states, data = (
-        optree.tree_map(lambda *leaves: torch.stack(leaves), *pair)
-        for pair in ((state, state._replace(keys=state.keys + 1)), batches(M, 2))
-    )
-    _assert_identical(hfta.vmap(saving)(states, data), hfta.vmap(plain)(states, data))
-
-    (batch,) = batches(M, 1)
-
-    def total(step: Any, lr: Tensor) -> Tensor:
-        after, _ = step(hfta.with_hyperparams(state, lr=lr), batch)
-        return after.params["head.weight"].square().sum()
-
-    lr = torch.tensor([0.1, 0.05, 0.02], dtype=torch.float64)
-    slopes = [torch.func.grad(functools.partial(total, step))(lr) for step in (saving, plain)]
-    torch.testing.assert_close(*slopes, rtol=1e-10, atol=0)
-
-
-def test_what_a_model_saves_runs_twice_and_holds_less() -> None:
-    rows = 512
-    members = [Saving().double() for _ in range(M)]
-    plain, saving = (
-        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1))
-        for model in (members[0], Saving(torch_checkpoint).double())
-    )
-    state, (batch,) = plain.init(*hfta.stack_params(members), seeds=SEEDS), batches(M, 1, rows)
-    without, with_ = _count(plain, state, batch), _count(saving, state, batch)
-    assert with_.calls["tanh"] == 2 * without.calls["tanh"] == 2 * 12
-    assert without.peak - with_.peak >= 2 * 3 * M * rows * 64 * 8
-
-
 def test_the_blocks_of_a_model() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -401,20 +284,14 @@ def test_the_blocks_of_a_model() -> None:
     assert blocks(Parts()) == ["second.0.0", "second.1"]
 
 
-def test_the_callers_model_stays_as_it_is() -> None:
-    model = ResNet()
-    hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("path", ["layer3", "layer1.2", "layer1.0.body.7", "stem.weight"])
+@pytest.mark.parametrize("path", ["layer3", "stem.weight"])
 def test_unknown_paths_are_named(path: str) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', .* such as '(layer|stem).*pass True"):
+    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', which .* its blocks are 'layer1.0', 'layer1.1'"):
         hfta.make_train_step(ResNet(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["layer1.0", path])
 
 
 def test_containers_that_are_never_called_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'blocks', which .* such as 'blocks.1', 'blocks.0'"):
+    with pytest.raises(ValueError, match=r"'blocks', which .* its blocks are 'blocks.0', 'blocks.1'"):
         hfta.make_train_step(Exchanges(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["blocks"])
 
 
@@ -424,49 +301,3 @@ def test_a_part_that_writes_its_input_is_refused() -> None:
     state = step.init(*hfta.stack_params([model]), seeds=[0])
     with pytest.raises(hfta.errors.TraceError, match=r"modified by an inplace operation"):
         step(state, batches(1, 1, dtype=torch.float32)[0])
-
-
-def test_errors_keep_their_place() -> None:
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), nn.Sequential(Gate()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks(x)
-
-    class Gate(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.poisson(x.detach().abs())
-
-    model = Branching().double()
-    step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
-    state = step.init(*hfta.stack_params([model, model]), seeds=[0, 1])
-    with pytest.raises(hfta.HFTAError, match=r"module 'blocks.1.0' \(.*Gate\)") as caught:
-        step(state, batches(2, 1)[0])
-    # While somebody looks at the error, nothing of the checkpoint is still in force.
-    x = torch.ones(2, requires_grad=True)
-    x.square().sum().backward()
-    assert caught and x.grad is not None and x.grad.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("chosen", [True, ["0"], ["0.0"], [""]])
-@pytest.mark.parametrize("chunk_size", [None, 1])
-def test_parts_with_tables_that_shorten_their_rows(chosen, chunk_size):
-    def make():
-        table = torch.nn.Embedding(7, 4, max_norm=0.8)
-        part = torch.nn.Sequential(table, torch.nn.Linear(4, 4))
-        return torch.nn.Sequential(part, torch.nn.Sequential(torch.nn.Linear(4, 1))).double()
-
-    def train(**options):
-        step = hfta.make_train_step(
-            make(), lambda model, rows: model(rows).square().mean(), hfta.sgd(lr=0.1), batch_dims=None, **options
-        )
-        state = step.init(*hfta.init_params(make, [0, 1, 2]), seeds=[0, 1, 2])
-        for _ in range(2):
-            state, _ = step(state, torch.arange(6))
-        return state.params
-
-    expected = train()
-    for path, leaf in train(checkpoint=chosen, chunk_size=chunk_size).items():
-        torch.testing.assert_close(leaf, expected[path], rtol=1e-12, atol=1e-12)

@@ -129,20 +129,6 @@ def test_each_member_has_a_graph_of_its_own(name: str) -> None:
     assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
 
 
-def test_the_first_graphs_of_a_process() -> None:
-    class First(graphs.GCNConv):
-        pass
-
-    # The first model of a class fills a cache of source texts, which the others find.
-    models = [First(4, 5) for _ in range(M)]
-    assert torch.equal(hfta.stack_params(models).params["lin.weight"][0], models[0].lin.weight)
-
-
-def test_choosing_nodes_by_score() -> None:
-    graphs.TopKPooling(4)
-    assert_as_alone(lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together")
-
-
 _SMALL: dict[str, Any] = {"transforms": 2, "hidden_features": (6,)}
 FLOWS: dict[str, Callable[[], nn.Module]] = {
     "autoregressive": lambda: zuko.flows.MAF(3, 2, **_SMALL),
@@ -318,35 +304,3 @@ class Marginal(nn.Module):
 @pytest.mark.parametrize("kernel", [gpytorch.kernels.RBFKernel, gpytorch.kernels.MaternKernel])
 def test_gaussian_processes(kernel: type[Any], way: str) -> None:
     assert_as_alone(lambda: Marginal(kernel), randn(M, 8), way, tolerance=1e-9)
-
-
-class Sparse(gpytorch.models.ApproximateGP):
-    def __init__(self) -> None:
-        moments = gpytorch.variational.CholeskyVariationalDistribution(4)
-        super().__init__(gpytorch.variational.VariationalStrategy(self, X[:4], moments, learn_inducing_locations=False))
-        self.mean = gpytorch.means.ConstantMean()
-        self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x: Tensor) -> Any:
-        return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
-
-
-class Bound(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.likelihood, self.process = gpytorch.likelihoods.GaussianLikelihood(), Sparse()
-        self.objective = gpytorch.mlls.VariationalELBO(self.likelihood, self.process, num_data=8)
-        # The first call of a process draws its variational parameters.
-        self.process(X)
-        self.process.variational_strategy._clear_cache()
-
-    def forward(self, y: Tensor) -> Tensor:
-        # What earlier calls have computed, for whatever parameters came first.
-        self.process.variational_strategy._clear_cache()
-        outputs = self.process(X)
-        return -self.objective(outputs, y) if self.training else self.likelihood(outputs).mean + y
-
-
-@pytest.mark.exhaustive
-def test_sparse_gaussian_processes() -> None:
-    assert_as_alone_over_a_base(Bound, randn(M, 8))

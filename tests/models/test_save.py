@@ -162,19 +162,6 @@ def test_no_mask_of_dropout_is_kept(num_models, monkeypatch):
     assert torch.float32 in dtypes and torch.bool not in dtypes
 
 
-@pytest.mark.exhaustive
-def test_compiled_it_changes_nothing():
-    expected = train(Views, 2)[0]
-    seeds = [0, 1]
-    params, buffers = optree.tree_map(torch.Tensor.double, hfta.init_params(Views, seeds))
-    step = hfta.make_train_step(Views(), loss_fn, hfta.sgd(lr=0.1, momentum=0.9), save="less")
-    state, batch = step.init(params, buffers, seeds=seeds), torch.linspace(-1, 1, 240).double().reshape(2, 3, 5, DIM)
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for _ in range(3):
-        state, _ = run(state, batch)
-    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, expected)
-
-
 @pytest.mark.parametrize(
     ("factory", "most", "num_models"), [(Encoder, 0.85, 1), (blocks, 0.75, 4), (convolutional_blocks, 0.9, 4)]
 )
@@ -252,54 +239,8 @@ def test_cross_entropy_in_parts_gives_the_same_bits(loss, num_models, monkeypatc
             assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
 
 
-def test_scores_are_kept_once_for_cross_entropy():
-    num_models = 3
-    seeds, peaks = [*range(num_models)], []
-    for save in ("all", "less"):
-        step = hfta.make_train_step(Words(), entropy, hfta.sgd(lr=0.01), save=save, donate=True)
-        state, batch = step.init(*hfta.init_params(Words, seeds), seeds=seeds), torch.randn(num_models, 96, 64, DIM)
-        state, _ = step(state, batch)
-        peaks.append(peak_bytes(lambda step=step, state=state, batch=batch: step(state, batch), torch.device("cpu")))
-    assert peaks[1] < 0.5 * peaks[0]
-
-
-def test_scores_that_are_written_after_their_loss_are_noticed():
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        scores = model(batch).flatten(0, 1)
-        found = F.cross_entropy(scores, classes(batch).flatten())
-        with torch.no_grad():
-            scores.zero_()
-        return found
-
-    with pytest.raises(hfta.errors.StateError, match="written in place after it was used"):
-        train(Words, 2, loss=loss, save="less")
-
-
-def test_copies_that_stand_for_views_are_not_held_beside_what_they_copy():
-    def peak(num_models: int) -> int:
-        seeds = [*range(num_models)]
-        step = hfta.make_train_step(Encoder(), loss_fn, hfta.sgd(lr=0.01), donate=True)
-        state = step.init(*hfta.init_params(Encoder, seeds), seeds=seeds)
-        batch = torch.randn(num_models, 32, 16, DIM)
-        step(state, batch)
-        return peak_bytes(lambda: step(state, batch), torch.device("cpu"))
-
-    assert peak(4) < 1.1 * 4 * peak(1)
-
-
 def gelu(x: Tensor) -> Tensor:
     return cheap(F.gelu, x)
-
-
-def test_results_are_made_again_only_from_what_is_kept():
-    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    recalls = Recalls()
-    with recalls():
-        kept = x * 2
-        # The product keeps its factors; GELU its argument; the sine what it is the sine of.
-        result = (gelu(kept) @ weight).sin().sum()
-    expected = torch.autograd.grad((F.gelu(x * 2) @ weight).sin().sum(), [x, weight])
-    assert all(map(torch.equal, torch.autograd.grad(result, [x, weight]), expected))
 
 
 def test_an_argument_that_is_written_later_is_noticed():
@@ -325,19 +266,3 @@ def test_a_result_that_is_written_is_kept_as_it_is_then():
     with Recalls()():
         result = run()
     assert all(map(torch.equal, torch.autograd.grad(result, [x, weight]), torch.autograd.grad(run(), [x, weight])))
-
-
-def test_what_the_first_step_refuses_is_refused():
-    class Writes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = super().forward(x).sigmoid()
-            hidden.mul_(2)
-            return hidden
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        train(lambda: Writes(DIM, DIM), 2, save="less")
-
-
-def test_what_is_asked_for():
-    with pytest.raises(ValueError, match="save is 'none'"):
-        hfta.make_train_step(Views(), loss_fn, hfta.adam(), save="none")

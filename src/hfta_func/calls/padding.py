@@ -87,16 +87,12 @@ class Padded:
 
     def _next(self, name: str, sizes: Sequence[int]) -> Sizes:
         event = self.events[self.position] if self.position < len(self.events) else None
-        if event is None or event.name != name:
+        # A compiler may trace inputs of other shapes than those of the latest call.
+        is_known = event is not None and event.name == name and len(sizes) == len(event.whole)
+        if event is None or not is_known or any(sizes[axis] != event.whole[axis] for axis in event.axes):
             raise StackError(
-                f"the model calls {name} where models of the members' true sizes do not; members of different size must run "
-                f"the same code, so stack those that do not as arrays of their own"
-            )
-        if len(sizes) != len(event.whole) or any(sizes[axis] != event.whole[axis] for axis in event.axes):
-            # A compiler may trace inputs of other shapes than those of the latest call.
-            raise StackError(
-                f"{event.name} of a padded model depends on the shape of inputs; call this function once, with inputs of "
-                f"this shape, before it is compiled"
+                f"the model calls {name} as no model of the members' true sizes did; members of different size must run the "
+                f"same code, and a function must be called with inputs of this shape once before it is compiled"
             )
         self.position += 1
         return event
@@ -239,26 +235,6 @@ def _rms_norm(
     return affine(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
 
 
-def _group_norm(
-    padded: Padded, event: Sizes, call: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
-    eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    # Channels of the member's own groups: [N, C, S] x [C, G] -> [N, G] -> [N, C]
-    x, channels = input.unsqueeze(-1).flatten(2), input.shape[1]
-    true_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
-    groups = padded.of_member(event.axes[input.dim()]) if input.dim() in event.axes else num_groups
-    index = torch.arange(channels, device=x.device)
-    has, each = (index < true_channels)[:, None], true_channels // groups
-    belongs = ((index // each)[:, None] == torch.arange(num_groups, device=x.device)) & has
-    weights = belongs.to(x.dtype)
-    x = torch.where(has, x, 0.0)
-    centered = torch.where(has, x - ((x.mean(-1) @ weights / each) @ weights.T)[..., None], 0.0)
-    var = ((centered.square().mean(-1) @ weights / each) @ weights.T)[..., None]
-    shape = [channels] + [1] * (input.dim() - 2)
-    weight, bias = (value if value is None else value.reshape(shape) for value in (weight, bias))
-    return affine((centered * (var + eps).rsqrt()).reshape(input.shape), weight, bias)
-
-
 def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.dim() - 1 in event.axes and kwargs.get("scale") is None:
         true_length = padded.of_member(event.axes[query.dim() - 1]).double()
@@ -280,8 +256,6 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     for position in (5, 6):
         if isinstance(packed := given[position], Tensor):
             given[position] = torch.cat([packed[:size] * factor.to(packed.dtype), packed[size:]])
-    if (apart := kwargs.get("q_proj_weight")) is not None:
-        kwargs["q_proj_weight"] = apart * factor.to(apart.dtype)
     return call(*given, **kwargs)
 
 
@@ -303,10 +277,6 @@ def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
 
-def _shape_and_groups(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    return *input.shape, num_groups
-
-
 _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{name: (_reduction(0.0), _shape) for name in ("sum", "count_nonzero")},
     **{name: (_reduction(-math.inf), _shape) for name in ("amax", "max", "argmax", "logsumexp")},
@@ -315,7 +285,7 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
     **{"var": (_precise(_variance), _shape), "std": (_precise(_deviation), _shape)},
     **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
-    **{"group_norm": (_precise(_group_norm), _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
+    "scaled_dot_product_attention": (_attention, _shape),
 }
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},

@@ -20,7 +20,7 @@ from hfta_func.errors import StateError
 from hfta_func.files import storage
 from hfta_func.files.atomic import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params
-from hfta_func.models.structure import check_materialised
+from hfta_func.models.structure import check_module
 from hfta_func.step.state import TrainState, stacked
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
         >>> torch.equal(params["bias"], torch.stack([layer.bias for layer in layers]))
         True
     """
-    check_materialised(model)
+    check_module(model)
     return stack_params(_imported(model, number, checkpoint) for number, checkpoint in enumerate(checkpoints))
 
 

@@ -8,8 +8,8 @@ anything else that an earlier call has left, such as the hidden state of a recur
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
+import functools
+import gc
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,75 +18,105 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES, pytree, writes
-from hfta_func._torch import first_member as first_member
-from hfta_func.calls.body import Body
+from hfta_func._torch import MODULE_ATTRIBUTES, Places, is_wrapped, pytree, writes
+from hfta_func.calls.body import Body, Reference, contents, is_users_file
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number
 
-# Hooks, which few calls change, make up most of a module.
-_MODULE = MODULE_ATTRIBUTES - {"training", "_flat_weights"}
-_HOOKS = {name for name in MODULE_ATTRIBUTES if name.endswith("_hooks")}
 _CHILDREN = ("_parameters", "_buffers", "_modules")
-_WHOLE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONTAINERS = (dict, list, set, collections.deque)
+_WHOLE = (str, int, float, type(None), type, types.ModuleType)
+_CALLED = (types.MethodType, functools.partial)
+_DEPTH = 8
+_FEW = 4096
+"""Entries of a tensor that may count something; larger ones are data."""
 _UNSET = object()
 
 Undoing = tuple[Any, "str | None", Any]
 """A module, the name of an attribute and its old value; or a container, None and a copy of its old content."""
 
 
-class Attributes:
-    """A record of the plain attributes of a model's modules, and of their contents, at the time when it is made."""
+class Snapshot:
+    """What modules hold in plain attributes, containers in these, and hooks, as it is when this is made.
 
-    def __init__(self, model: nn.Module):
-        # Each entry has a prefix of paths, a module or None, a container, and a copy; without a module, of one path.
-        self._held: list[tuple[str, nn.Module | None, Any, Any]] = []
-        self._hooks: list[tuple[str, None, Any, Any]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
+    Args:
+        roots: Modules, containers and other objects.
+        functions: Whether to follow functions, too: their closures, defaults, and the globals that they name.
+    """
+
+    def __init__(self, *roots: Any, functions: bool = False):
+        self._functions = functions
+        # The path of a container, or with a module that holds it, the prefix of paths; the container, and a copy.
+        self._contents: list[tuple[str, nn.Module | None, Any, Any]] = []
+        self._names: list[tuple[Any, str, Any]] = []
+        self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._seen: dict[int, Any] = {}
-        for path, module in model.named_modules():
-            prefix, names = f"{path}." if path else "", vars(module)
-            self._held += [
-                (prefix, module, held, held.copy()) for held in (names, *(names[kind] for kind in _CHILDREN))
-            ]
-            self._hooks += [(prefix + name, None, names[name], names[name].copy()) for name in names.keys() & _HOOKS]
-            for name in names.keys() - _MODULE:
-                self._hold(prefix + name, names[name])
+        for root in roots:
+            self._hold("", root, 0)
 
-    def _hold(self, path: str, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, _WHOLE):
+    def _hold(self, path: str, value: Any, depth: int) -> None:
+        if id(value) in self._seen or depth > _DEPTH or isinstance(value, _WHOLE):
             return
         self._seen[id(value)] = value
+        parts: Iterable[Any] = ()
         if isinstance(value, Tensor):
             # Tensors made in inference mode count no writes.
-            if not value.is_inference():
-                self._tensors.append((path, value, writes(value)))
-        elif isinstance(value, dict | list | tuple | set | collections.deque):
-            if not isinstance(value, tuple):
-                self._held.append((path, None, value, value.copy()))
-            for part in value.values() if isinstance(value, dict) else value:
-                self._hold(path, part)
+            if not (value.is_inference() or value.is_meta or is_wrapped(value)):
+                before = value.detach().clone() if value.numel() <= _FEW else None
+                self._tensors.append((path, value, writes(value), before))
+        elif isinstance(value, nn.Module):
+            if self._functions or depth == 0:
+                self._hold_module(value, depth)
+        elif isinstance(value, _CONTAINERS):
+            self._contents.append((path, None, value, value.copy()))
+            parts = [*(value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, types.FunctionType | _CALLED[0] | _CALLED[1]):
+            if self._functions:
+                parts = gc.get_referents(value) if isinstance(value, _CALLED) else [*self._parts_of_function(value)]
+        elif isinstance(value, tuple):
+            parts = value
         elif hasattr(value, "__dict__"):
-            self._hold(path, vars(value))
+            parts = (vars(value),)
+        for part in parts:
+            self._hold(path, part, depth + 1)
+
+    def _hold_module(self, model: nn.Module, depth: int) -> None:
+        for path, module in model.named_modules():
+            prefix, names = f"{path}." if path else "", vars(module)
+            self._contents += [(prefix, module, x, x.copy()) for x in (names, *(names[kind] for kind in _CHILDREN))]
+            self._contents += [(prefix + name, None, names[name], names[name].copy()) for name in _HOOKS]
+            for name in names.keys() - MODULE_ATTRIBUTES:
+                self._hold(prefix + name, names[name], depth + 1)
+            for hook in (hook for name in _HOOKS for hook in names[name].values() if self._functions):
+                self._hold(prefix, hook, depth + 1)
+
+    def _parts_of_function(self, func: types.FunctionType) -> Iterator[Any]:
+        yield from (func.__defaults__, func.__kwdefaults__, vars(func))
+        self._names += [(cell, "", content) for cell in func.__closure__ or () for content in contents(cell)]
+        yield from (content for cell in func.__closure__ or () for content in contents(cell))
+        if is_users_file(func.__code__.co_filename):
+            for name in names_in(func.__code__) & func.__globals__.keys():
+                content = func.__globals__[name]
+                if not isinstance(content, types.ModuleType | type | types.BuiltinFunctionType):
+                    self._names.append((func.__globals__, name, content))
+                    yield content
 
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
-        changes: dict[str, Any] = {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
-        for path, module, held, before in self._held:
+        changes: dict[str, Any] = {path: tensor for path, tensor, count, _ in self._tensors if writes(tensor) != count}
+        for path, module, held, before in self._contents:
             if _differ(held, before) and module is None:
                 changes[path] = held
             elif module is not None and _differ(held, before):
                 names = [name for name in {**before, **held} if held.get(name, _UNSET) is not before.get(name, _UNSET)]
                 changes |= {path + name: held.get(name, _UNSET) for name in names}
-        left = {path: held for path, _, held, before in self._hooks if len(held) != len(before)}
-        # They are many, so later calls look at those alone that the first one has left.
-        self._hooks = [hook for hook in self._hooks if hook[0] in left]
-        return changes | left
+        return changes
 
     def undoing(self, paths: Collection[str]) -> list[Undoing]:
         """What :func:`undo` needs to restore the values at ``paths``."""
         changes: dict[str, Undoing] = {}
-        for prefix, module, held, before in (*self._held, *self._hooks):
+        for prefix, module, held, before in self._contents:
             if module is None and prefix in paths:
                 changes[f"{prefix} {id(held)}"] = held, None, before
             for path in paths if module is not None else ():
@@ -94,6 +124,52 @@ class Attributes:
                 if path.startswith(prefix) and "." not in name and (name in before or path not in changes):
                     changes[path] = module, name, before.get(name, _UNSET)
         return [*changes.values()]
+
+    def restore(self) -> str:
+        """Put everything back; returns what has drawn meanwhile, empty as generators are not held here."""
+        undo((content, None, before) for _, _, content, before in self._contents if _differ(content, before))
+        for _, tensor, count, values in self._tensors:
+            if values is not None and writes(tensor) != count:
+                tensor.detach().copy_(values)
+        for holder, key, value in self._names:
+            put(holder, key, value)
+        return ""
+
+    def part_changed(self) -> Snapshot | None:
+        """The same of the places that are not as they were, None if all are."""
+        part = Snapshot()
+        part._contents = [x for x in self._contents if _differ(x[2], x[3])]
+        part._names = [x for x in self._names if _get(x[0], x[1]) is not x[2]]
+        part._tensors = [x for x in self._tensors if writes(x[1]) != x[2]]
+        return part if part._contents or part._names or part._tensors else None
+
+    def again(self) -> Snapshot:
+        """The same places as they are now."""
+        again = Snapshot()
+        again._contents = [(path, module, content, content.copy()) for path, module, content, _ in self._contents]
+        again._names = [(holder, key, _get(holder, key)) for holder, key, _ in self._names]
+        again._tensors = [(path, x, writes(x), x.detach().clone()) for path, x, *_ in self._tensors]
+        return again
+
+    def new(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What calls have put there since: who holds it, its key there, and the value."""
+        for _, _, content, before in self._contents:
+            old = dict(_entries(before))
+            yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
+        yield from [(x, key, _get(x, key)) for x, key, before in self._names if _get(x, key) is not before]
+
+    def held(self) -> Iterator[tuple[Any, Any, Any]]:
+        """All that is held by key or index: who holds it, its key there, and the value."""
+        for _, module, content, before in self._contents:
+            if module is None or content is vars(module):
+                yield from [(content, key, x) for key, x in _entries(before) if key not in MODULE_ATTRIBUTES]
+        yield from self._names
+
+
+def _entries(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, set):
+        return []
+    return [*(content.items() if isinstance(content, dict) else enumerate(content))]
 
 
 def undo(changes: Iterable[Undoing]) -> None:
@@ -108,9 +184,45 @@ def undo(changes: Iterable[Undoing]) -> None:
             setattr(owner, name, before)
 
 
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Put a value into a container or a variable of a closure."""
+    if isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        holder[key] = value
+
+
+def _get(holder: Any, key: str) -> Any:
+    return holder.cell_contents if isinstance(holder, types.CellType) else holder.get(key)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names in code, and its texts, which may be names."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    texts = (part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+    return {*code.co_names}.union(texts, *inner)
+
+
 def _differ(held: Any, before: Any) -> bool:
     parts = (each.values() if isinstance(each, dict) else each for each in (held, before))
     return len(held) != len(before) or any(map(operator.is_not, *parts))
+
+
+def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
+    """Where plain attributes hold parameters or buffers of the model, too, as in ``self.penalised = [self.fc.weight]``.
+
+    Each is a list, a dict or a cell of a function, a key there, and a :class:`Reference` or a tuple with some.
+    """
+    tensors = {id(held[name]): Reference(held, name) for held, name in places.values() if held[name] is not None}
+
+    def source(value: Any) -> Any:
+        if isinstance(value, tuple):
+            parts = [source(part) for part in value]
+            return getattr(value, "_make", tuple)(parts) if any(map(operator.is_not, parts, value)) else value
+        return tensors.get(id(value), value)
+
+    held = Snapshot(model, functions=True).held()
+    return [(holder, key, source(value)) for holder, key, value in held if source(value) is not value]
 
 
 def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str], bool]:
@@ -128,10 +240,10 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
     is_read = False
     for altered in (True, False):
         body = make()
-        attributes = Attributes(body.model)
+        attributes = Snapshot(body.model)
         buffers = _copied(run(body, altered, None)[1])
         left = attributes.changed()
-        latest = Attributes(body.model)
+        latest = Snapshot(body.model)
         results = _copied(run(body, not altered, buffers))
         again = latest.changed()
         # What each call sets to the same, such as ``self.size = len(x)``, counts nothing.
@@ -152,33 +264,6 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         counters |= counted.keys()
         is_read |= not _agree(*alone)
     return counters, is_read
-
-
-_pending: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("pending", default=None)
-
-
-@contextlib.contextmanager
-def as_one_call(counts: bool = True) -> Iterator[None]:
-    """A block whose calls count as one, such as those of all groups of members in a step, or not at all."""
-    if _pending.get() is not None:
-        yield
-        return
-    pending: dict[Any, Any] = {}
-    token = _pending.set(pending)
-    try:
-        yield
-    finally:
-        _pending.reset(token)
-    for model, numbers in pending.values() if counts else ():
-        count(model, numbers)
-
-
-def count_later(model: nn.Module, numbers: Mapping[str, Any]) -> None:
-    """Set the counters of a model, after the block of :func:`as_one_call` if there is one."""
-    if (pending := _pending.get()) is None:
-        count(model, numbers)
-    else:
-        pending[id(model)] = model, numbers
 
 
 def count(model: nn.Module, numbers: Mapping[str, Any]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
-import operator
 import threading
 import types
 import weakref
@@ -20,11 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import Places, outside_transforms, pytree
-from hfta_func.calls.body import Reference, contents
+from hfta_func._torch import outside_transforms, pytree
+from hfta_func.calls.body import contents
 
 T = TypeVar("T", bound=nn.Module)
-_TENSORS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 _UNCOPIED = torch.sparse_csr, torch.jagged
 _lock = threading.RLock()
 
@@ -98,53 +95,6 @@ def _reached(value: Any, through_functions: bool = True) -> dict[int, Any]:
             elif not isinstance(each, Tensor):
                 rest += gc.get_referents(each)
     return reached
-
-
-def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
-    """Where plain attributes hold parameters or buffers of the model, too, as in ``self.penalised = [self.fc.weight]``.
-
-    Each is a list, a dict, an object or a cell of a function, a key or name there, and a :class:`Reference` or a tuple
-    with some.
-    """
-    tensors = {id(held[name]): Reference(held, name) for held, name in places.values() if held[name] is not None}
-    entries: list[tuple[Any, Any, Any]] = []
-    seen: dict[int, Any] = {}
-
-    def visit(value: Any, holder: Any, key: Any) -> None:
-        # A tuple is replaced in what holds it.
-        if holder is not None and (source := _source(value, tensors)) is not value:
-            entries.append((holder, key, source))
-        if id(value) in seen or isinstance(value, Tensor | nn.Module | type | types.ModuleType):
-            return
-        seen[id(value)] = value
-        if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                for content in contents(cell):
-                    visit(content, cell, "")
-        elif isinstance(value, dict | list | tuple):
-            for part, content in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-                visit(content, None if isinstance(value, tuple) else value, part)
-        elif isinstance(value, functools.partial):
-            visit(value.keywords, None, "")
-        else:
-            for name, content in [*getattr(value, "__dict__", {}).items()]:
-                visit(content, value, name)
-
-    for module in model.modules():
-        for name in vars(module).keys() - _TENSORS:
-            visit(vars(module)[name], module, name)
-    return entries
-
-
-def _source(value: Any, tensors: dict[int, Reference]) -> Any:
-    """A reference for a tensor, a tuple with references for one that holds such tensors, or the value itself."""
-    if isinstance(value, Tensor):
-        return tensors.get(id(value), value)
-    if isinstance(value, tuple):
-        parts = [_source(part, tensors) for part in value]
-        if any(map(operator.is_not, parts, value)):
-            return getattr(value, "_make", tuple)(parts)
-    return value
 
 
 def _is_copied(value: Any) -> bool:

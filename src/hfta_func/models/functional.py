@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,31 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import (
-    NotReplayableError,
-    call_with,
-    constant_to_compiler,
-    num_recorders,
-    outside_transforms,
-    places_of,
-    pytree,
-    tensors_of,
-    writes,
-)
+from hfta_func import _torch
+from hfta_func._torch import NotReplayableError, first_member, pytree, tensors_of
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
-from hfta_func.errors import StateError, TraceError
-from hfta_func.models.attributes import Attributes, Undoing, count, count_later, examined, first_member, undo
-from hfta_func.models.copies import aliases, copied_module
+from hfta_func.errors import TraceError
+from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
+from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, explained, hold
-from hfta_func.models.sharing import Base, base_of
-from hfta_func.models.sizes import SIZE
+from hfta_func.models.scalar_attributes import changed, hold
+from hfta_func.models.sharing import Base
+from hfta_func.models.sizes import SIZE, joined, tensors_by_path
 from hfta_func.models.skeleton import skeleton
 
 
@@ -53,8 +43,8 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
         draw from ``key``; without a key they draw from PyTorch's generator.
 
     Raises:
-        StackError: if a lazy module has not been run yet.
-        StateError: from ``apply``, if it is given a parameter or buffer that the model does not have.
+        StackError: if this is no module, or one with hooks of the backward pass.
+        KeyError: from ``apply``, if it is given a parameter that the model does not have.
         RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:
@@ -87,24 +77,24 @@ class Bound:
     ):
         inner = skeleton(model)
         inner = inner if training is None else inner.train(training)
-        has_base = share_frozen or base_of(model, False)
-        self._base = Base(model, training, share_frozen) if has_base else None
+        self._base = Base(model, share_frozen)
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         # Whose counters go on, and the counters with which the latest call has begun.
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
-        base = {} if self._base is None else self._base.tensors
-        self._count = sum(path not in base for path, _ in inner.named_buffers())
+        self._left: dict[str, Any] = {}
+        self.ends_calls = True
+        """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
+        self._skeleton = inner
+        self._paths = {path for path, _ in (*inner.named_parameters(), *inner.named_buffers())}
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
         """Use a skeleton for all calls, in which the ``numbers`` are buffers."""
         self._inner, self._numbers = inner, numbers
-        self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
+        self._shared = {id(tensor): tensor for tensor in tensors_by_path(inner).values()}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
-        named = (*inner.named_parameters(), *inner.named_buffers())
-        self._marks = {path: vars(tensor) for path, tensor in named if vars(tensor)}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         # What calls have changed; what of it are counters, which calls may read.
@@ -112,26 +102,24 @@ class Bound:
         self._counters: set[str] = set()
         self._is_counted = False
         self._undoing: list[Undoing] = []
-        # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
-        self._others: dict[tuple[str, ...], Bound] = {}
         padding = padding_of(inner)
         self._events = None if padding is None else Events(padding, numbers, self._func, self._watched)
 
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, remat and self._checkpoint)
-        body.places = places_of(body)
+        body.places = _torch.places_of(body)
         body.aliases = aliases(body.model, body.places)
-        shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
-            names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]
+            names = [name for name in tensors_of(module) if joined(path, name) in self._base.buffers]
             body.fixed |= {(id(module), name) for name in names}
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """Call the function with one member's tensors; see :class:`Bound`."""
-        if len(buffers) > self._count and not self._numbers:
-            return self._numbered(params, buffers, *args, key=key, **kwargs)
+        numbers = tuple([path for path in buffers if path not in self._paths])
+        if numbers != self._numbers:
+            self._prepare(numbers)
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
             if self._is_counted:
@@ -142,8 +130,8 @@ class Bound:
                 )
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
-            padded = None if self._events is None else self._events.latest(buffers[SIZE])
-            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
+            padded = None if self._events is None else Padded(buffers[SIZE], self._events.latest)
+            results = self._call(self._first[0], self._base.without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
@@ -151,28 +139,30 @@ class Bound:
         template = self._template() or self._inner
         self.counts |= {path: _attribute(template, path) for path in self._counters}
         count(body.model, self.counts)
-        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params) as shared:
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if not self._examined.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
             self._examined.update(changed)
             self._undoing = self._first[1].undoing(self._examined)
-        if self._counters and num_recorders():
+        if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
-            count_later(template, {path: changed[path] for path in self._counters if path in changed})
+            self._left.update((path, changed[path]) for path in self._counters if path in changed)
+            if self.ends_calls:
+                self.end_call()
         # The backward pass runs rematerialised modules again.
         if not (self._checkpoint or checkpoints):
             undo(attributes.undoing(changed))
             self._idle.append((body, attributes))
         return results
 
-    def _numbered(self, params: Params, buffers: Params, *args: Any, **kwargs: Any) -> Any:
-        """A call whose buffers include numbers in which members differ."""
-        numbers = tuple([path for path in buffers if path not in self._holders])
-        self._prepare(numbers)
-        return self._others[numbers](params, buffers, *args, **kwargs)
+    def end_call(self) -> None:
+        """Let the counters of the model go on."""
+        if self._left and (template := self._template()) is not None:
+            count(template, self._left)
+            self._left.clear()
 
     def _watched(
         self,
@@ -187,46 +177,27 @@ class Bound:
         body = self._make(False)
         watch(body.model)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        with checkpoints_of(body.model, body.fixed), self._reading(params) as shared:
+        with checkpoints_of(body.model, body.fixed), self._base.reading(params) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
         """A block whose calls, one at a time, use a new copy of the model after ``watch(copy)``."""
-        every, idle = (self, *self._others.values()), []
-        for each in every:
-            idle.append(each._idle)
-            watch((body := each._make()).model)
-            each._idle = [_with_attributes(body)]
+        idle, body = self._idle, self._make()
+        watch(body.model)
+        self._idle = [_with_attributes(body)]
         try:
             yield
         finally:
-            for each, bodies in zip(every, idle, strict=True):
-                each._idle = bodies
+            self._idle = idle
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
-    @constant_to_compiler
+    @_torch.constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:
-        if numbers not in self._others:
-            inner = copied_module(self._inner, dict(self._shared))
-            hold(inner, numbers)
-            other = copy.copy(self)
-            other._start(inner, numbers)
-            self._others[numbers] = other
+        inner = copied_module(self._skeleton, {id(leaf): leaf for leaf in tensors_by_path(self._skeleton).values()})
+        hold(inner, numbers)
+        self._start(inner, numbers)
         return True
-
-    @contextlib.contextmanager
-    def _reading(self, params: Params) -> Iterator[Mapping[str, Tensor]]:
-        if self._base is None:
-            yield {}
-            return
-        given = {path: params[path] for path in self._base.tensors if path in params}
-        with self._base.reading(given) as shared:
-            yield shared
-
-    def _base_without(self, params: Params) -> Mapping[str, Tensor]:
-        """The base of the model without the paths in ``params``."""
-        return {} if self._base is None else {k: v for k, v in self._base.tensors.items() if k not in params}
 
     def _call(
         self,
@@ -245,31 +216,23 @@ class Bound:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
-        for path in self._marks.keys() & given.keys():
-            for name, value in self._marks[path].items():
-                setattr(given[path], name, value)
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
-        if not tensors.keys() <= body.places.keys():
-            unknown = sorted(path.removeprefix("model.") for path in tensors.keys() - body.places.keys())
-            raise StateError(
-                f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
-            )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        written = (lambda number: 0) if torch.compiler.is_compiling() else writes  # which a compiler does not count
+        # A compiler counts no writes.
+        written = (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes
         before = [*map(written, numbers.values())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
-        with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
+        with mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
-                output = call_with(body.places, tensors, body, *args, **kwargs)
+                output = _torch.call_with(body.places, tensors, body, *args, **kwargs)
         if self._renorms and params is not whole:
             for path in whole.keys() & {*tables_with_max_norm(self._inner)}:
                 whole[path].detach().copy_(params[path].detach())
-        if self._base is not None:
-            self._base.check_kept(given, tensors, "model.")
+        self._base.check_kept(given, tensors, "model.")
         for (path, number), version in zip(numbers.items(), before, strict=True):
             if tensors[f"model.{path}"] is not number or written(number) != version:
                 raise changed(path)
@@ -293,10 +256,10 @@ class Bound:
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
             padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
+            return self._call(body, self._base.without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
-        with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
+        with _torch.outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
             counters, is_counted = examined(run, self._make)
         self._counters |= counters
         self._is_counted |= is_counted
@@ -316,8 +279,8 @@ def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
     return [*numbers.values(), *arguments]
 
 
-def _with_attributes(body: Body) -> tuple[Body, Attributes]:
-    return body, Attributes(body.model)
+def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
+    return body, Snapshot(body.model)
 
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
@@ -335,5 +298,5 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, module in model.named_modules():
         for name, tensor in tensors_of(module).items():
             if tensor is not None:
-                paths.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+                paths.setdefault(id(tensor), []).append(joined(path, name))
     return {names[0]: tuple(names) for names in paths.values()}

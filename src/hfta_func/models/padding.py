@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +20,11 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
 from hfta_func._types import Params
 from hfta_func.errors import StackError
+from hfta_func.models import sizes as by_size
 from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import may_differ
-from hfta_func.models.sizes import (
-    PRESENT,
-    SIZE,
-    Parts,
-    aligned_modules,
-    joined,
-    largest,
-    mesh,
-    modules_at,
-    parts_of,
-    signature_of,
-    sizes_in,
-    tensors_by_path,
-)  # fmt: skip
-from hfta_func.models.structure import check_materialised
+from hfta_func.models.sizes import PRESENT, SIZE, Parts, joined, tensors_by_path
+from hfta_func.models.structure import check_module
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
 
@@ -108,7 +96,7 @@ class Padding:
         leaves = {path: torch.zeros(shape, dtype=dtype, device=device) for path, (shape, dtype) in self.shapes.items()}
         for path, (alone, positions) in self.sizes[number].leaves.items():
             value = tensors[alone].detach()
-            leaves[path] = leaves[path].index_put(mesh(positions), value) if positions else value.clone()
+            leaves[path] = leaves[path].index_put(by_size.mesh(positions), value) if positions else value.clone()
         present = {f"{path}.{PRESENT}": path in self.sizes[number].modules for path in self.optional}
         return leaves | {path: torch.tensor(value, device=device) for path, value in ({SIZE: number} | present).items()}
 
@@ -118,7 +106,7 @@ class Padding:
         for path, leaf in leaves.items():
             if path in size.leaves:
                 alone, positions = size.leaves[path]
-                back[alone] = leaf[mesh(positions)] if positions else leaf
+                back[alone] = leaf[by_size.mesh(positions)] if positions else leaf
             elif (owner := path.rpartition(".")[0]) in size.modules and path.rpartition(".")[2] not in (SIZE, PRESENT):
                 back[f"{size.modules[owner]}.{path.rpartition('.')[2]}".lstrip(".")] = leaf
         return back
@@ -169,15 +157,15 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
     if not models:
         raise StackError("no models to pad; pass at least one of every size")
     for member, model in enumerate(models):
-        check_materialised(model, f"model {member}: ")
-    base = largest(models)
+        check_module(model, f"model {member}: ")
+    base = by_size.largest(models)
     of_base = f"model {next(member for member, model in enumerate(models) if model is base)}"
     kinds: dict[Any, tuple[nn.Module, dict[str, str]]] = {}
     numbers: dict[str, set[Any]] = {}
     for member, model in enumerate(models):
-        aligned = aligned_modules(model, base, member, of_base)
-        kinds.setdefault(signature_of(model, aligned), (model, aligned))
-        for path, module in modules_at(model, aligned).items():
+        aligned = by_size.aligned_modules(model, base, member, of_base)
+        kinds.setdefault(by_size.signature_of(model, aligned), (model, aligned))
+        for path, module in by_size.modules_at(model, aligned).items():
             for name in [name for name in vars(module) if may_differ(module, name)]:
                 numbers.setdefault(joined(path, name), set()).add(vars(module)[name])
     varied = [path for path, values in numbers.items() if len(values) > 1 and any(isinstance(x, float) for x in values)]
@@ -187,11 +175,11 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
 def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
-    base = largest([size.model for size in padding.sizes])
+    base = by_size.largest([size.model for size in padding.sizes])
     for path, module in template.named_modules():
         base.get_submodule(path).training = module.training
-    aligned = aligned_modules(model, base, member, "the padded model")
-    signature = signature_of(model, aligned)
+    aligned = by_size.aligned_modules(model, base, member, "the padded model")
+    signature = by_size.signature_of(model, aligned)
     if signature not in padding.signatures:
         raise StackError(
             f"model {member} has a size that the padded model was not made of; pass a model of this size to padded(...), too"
@@ -205,7 +193,7 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
         made = enlarged[path]
         memo[id(leaf)] = nn.Parameter(made, trained) if isinstance(leaf, nn.Parameter) else made
     result = copied_module(template, memo)
-    for path, module in modules_at(model, aligned).items():
+    for path, module in by_size.modules_at(model, aligned).items():
         for name, value in vars(module).items():
             if isinstance(value, float) or joined(path, name) in padding.numbers:
                 setattr(result.get_submodule(path), name, value)
@@ -219,16 +207,14 @@ def _largest(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def _padded(
     base: nn.Module, kinds: list[tuple[nn.Module, dict[str, str]]], signatures: list[Any], numbers: list[str]
 ) -> nn.Module:
-    modules = [modules_at(model, aligned) for model, aligned in kinds]
-    parts = [parts_of(each) for each in modules]
+    modules = [by_size.modules_at(model, aligned) for model, aligned in kinds]
+    parts = [by_size.parts_of(each) for each in modules]
     grown: dict[tuple[str, str], Parts] = {}
     # What a length of a size becomes, to pad blocks that others lack as those that all have.
     growth: list[dict[int, int]] = [{} for _ in kinds]
     everywhere = [key for key in parts[0] if all(key in each for each in parts)]
     for key in everywhere:
         columns = [each[key] for each in parts]
-        if len({tuple(map(len, column)) for column in columns}) > 1:
-            raise StackError(f"'{'.'.join(key).lstrip('.')}' has another number of axes in some models")
         grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
         for column, lengths in zip(columns, growth, strict=True):
             for alone, large in zip(itertools.chain(*column[:2]), itertools.chain(*grown[key][:2]), strict=True):
@@ -321,23 +307,16 @@ def _grow_settings(
     missing = any(path not in each for each in modules)
     for name in [*vars(module)]:
         is_varied = joined(path, name) in numbers
-        if is_varied or name in MODULE_ATTRIBUTES or sizes_in(vars(module)[name]) is None:
+        if is_varied or name in MODULE_ATTRIBUTES or by_size.sizes_in(vars(module)[name]) is None:
             continue
         columns = []
         for each, lengths in zip(modules, growth, strict=True):
             if path in each:
-                values = sizes_in(vars(each[path]).get(name)) or ()
+                values = by_size.sizes_in(vars(each[path]).get(name)) or ()
                 grows = missing and name not in _SHAPELESS
                 columns.append([lengths.get(value, value) if grows and value > 1 else value for value in values])
         old, new = vars(module)[name], _largest(columns)
-        if new != sizes_in(old):
+        if new != by_size.sizes_in(old):
             setattr(module, name, new[0] if type(old) is int else type(old)(new))
     if isinstance(module, nn.MultiheadAttention):
         module.head_dim = module.embed_dim // module.num_heads
-        heads = [each[path] for each in modules if path in each]
-        size: Callable[[Any], int] = lambda like: like.embed_dim // like.num_heads  # noqa: E731
-        if module.num_heads * max(map(size, heads)) != module.embed_dim:
-            raise StackError(
-                f"'{path}' (MultiheadAttention) cannot be padded: models differ in the number of heads and in the size of a "
-                f"head; give all models one of the two"
-            )

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import outside_transforms, pytree, unwritten
+from hfta_func._torch import first_member, outside_transforms, pytree, unwritten
 from hfta_func._types import Params
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
-from hfta_func.errors import HFTAError, StackError
-from hfta_func.models.attributes import first_member
+from hfta_func.errors import StackError
 from hfta_func.models.padding import Padding, Size
-from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
 
 
@@ -34,15 +32,8 @@ class Events:
     def __init__(self, padding: Padding, numbers: Sequence[str], func: Callable[..., Any], watched: Callable[..., Any]):
         self.padding, self._numbers, self._func, self._watched = padding, numbers, func, watched
         self._known: dict[Any, list[Sizes]] = {}
-        self._latest: list[Sizes] | None = None
-
-    def latest(self, size: Tensor) -> Padded:
-        """What computes the results of a member of a size, while a compiler traces, which knows no values."""
-        if self._latest is None:
-            raise StackError(
-                "call this function of a padded model once before it is compiled, so that its sizes are known"
-            )
-        return Padded(size, self._latest)
+        # Those of the latest call, while a compiler traces, which knows no values.
+        self.latest: list[Sizes] = []
 
     def __call__(
         self, model: nn.Module, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor | None
@@ -66,20 +57,12 @@ class Events:
             # Without a key nothing draws from one.
             known = [event for event in known if key is not None or event.name not in ("site", "draw")]
             self._known[shapes, str(spec), key is None] = known
-        self._latest = known
+        self.latest = known
         return Padded(buffers[SIZE], known)
 
     def _learn(self, model: nn.Module, trees: list[Params], inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
         whole = Recorder()
-        try:
-            self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
-        except RuntimeError as error:
-            if isinstance(error, HFTAError):
-                raise
-            raise StackError(
-                f"{repr(whole.path) if whole.path else 'the model'} cannot be padded, because it does not run in the "
-                f"largest sizes of all models ({error}); give all models one size there"
-            ) from error
+        self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
         return _joined(
             self.padding, whole.events, [self._alone(model, size, inputs, key) for size in self.padding.sizes]
         )
@@ -87,11 +70,12 @@ class Events:
     def _alone(self, model: nn.Module, size: Size, inputs: tuple[Any, Any], key: Tensor) -> list[Event]:
         """The events of a model of a true size, in the modes of the padded one."""
         alone, recorder = copy.deepcopy(size.model), Recorder()
-        known = numbers_of(alone)
         for path, inner in size.modules.items():
             alone.get_submodule(inner).training = model.get_submodule(path).training
-            for module, name in (known[at] for at in (f"{inner}.{number}".lstrip(".") for number in self._names(path))):
+        for owner, _, name in (number.rpartition(".") for number in self._numbers):
+            if owner in size.modules:
                 # At a rate of 0 nothing is drawn, but members' rates differ.
+                module = alone.get_submodule(size.modules[owner])
                 setattr(module, name, getattr(module, name) or 0.5)
         _tracked(recorder, alone)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
@@ -101,15 +85,11 @@ class Events:
             self._func(alone, *args, **kwargs)
         return recorder.events
 
-    def _names(self, path: str) -> list[str]:
-        """The numbers of a module in which members differ."""
-        return [name for owner, _, name in (number.rpartition(".") for number in self._numbers) if owner == path]
-
 
 def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:
     """The events of all sizes in one, those of the padded model."""
     sizes: list[list[tuple[int, ...] | None]] = [[] for _ in whole]
-    for number, (events, size) in enumerate(zip(alone, padding.sizes, strict=True)):
+    for events, size in zip(alone, padding.sizes, strict=True):
         lacks = [f"{path}." for path in padding.optional if path not in size.modules]
         has = [not any(f"{event.path}.".startswith(path) for path in lacks) for event in whole]
         expected = [event for event, is_there in zip(whole, has, strict=True) if is_there]
@@ -118,8 +98,8 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
             other = next((e for e, n in zip(expected, names, strict=False) if (e.name, len(e.sizes)) != n), None)
             where = f"'{other.path}'" if other is not None and other.path else "the model"
             raise StackError(
-                f"{where} does not call the same functions in a model of every size ({_shown(padding, number)}), so it "
-                f"cannot be padded; give all models one size there, or stack each size as an array of its own"
+                f"{where} does not call the same functions in a model of every size, so it cannot be padded; give all "
+                f"models one size there, or stack each size as an array of its own"
             )
         rest = iter(events)
         for column, is_there in zip(sizes, has, strict=True):
@@ -152,8 +132,3 @@ def _tracked(recorder: Recorder, model: nn.Module) -> None:
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
-
-
-def _shown(padding: Padding, number: int) -> str:
-    leaves = dict(padding.sizes[number].model.named_parameters())
-    return ", ".join(f"'{path}' {[*leaf.shape]}" for path, leaf in [*leaves.items()][:2])

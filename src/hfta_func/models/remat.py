@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,11 +31,8 @@ def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
     known = {path: module for path, module in model.named_modules(remove_duplicate=False) if _is_callable(module)}
     for path in paths:
         if path not in known:
-            others = ", ".join(map(repr, difflib.get_close_matches(path, known, cutoff=0.0)))
-            raise ValueError(
-                f"checkpoint names '{path}', which is not a submodule that the model calls; name others, such as {others}, "
-                f"or pass True for the blocks of the model"
-            )
+            others = ", ".join(map(repr, blocks(model)))
+            raise ValueError(f"checkpoint names '{path}', which the model does not call; its blocks are {others}")
     for part in {known[path] for path in paths}:
         part.forward = _rematerialised(part)
 

@@ -6,9 +6,8 @@ tensor without axes. A training state holds them in ``hparams``, and empty *plac
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +15,7 @@ from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES
 from hfta_func._types import Params
-from hfta_func.calls.body import user_code_location
-from hfta_func.calls.control_flow import Diverged
-from hfta_func.calls.routing import routed
-from hfta_func.errors import HFTAError, HyperparameterError, StateError, TraceError
+from hfta_func.errors import HyperparameterError, StateError
 
 T = TypeVar("T")
 
@@ -131,24 +127,6 @@ def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
         return buffers
     placeholders = {path: like[path] for path in hparams if path in like and is_placeholder(like[path])}
     return buffers | placeholders if placeholders else buffers
-
-
-@contextlib.contextmanager
-def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
-    """A block in the mode, whose errors name numbers that must be Python numbers but are tensors, as members differ."""
-    try:
-        with mode:
-            yield
-    except (RuntimeError, TypeError, ValueError) as error:
-        # Other errors in types, such as of a call with an argument too many, are the user's own.
-        is_of_tensor = ".item()" in str(error) or (isinstance(error, TypeError) and "tensor" in str(error).lower())
-        if isinstance(error, HFTAError | Diverged) or not is_of_tensor:
-            raise
-        raise TraceError(
-            f"{user_code_location(error)} needs a Python number where it has a tensor, and "
-            f"{', '.join(map(repr, numbers))} may be why: members differ in it, so it is a tensor in calls; compute "
-            f"with it as with one, or give all models the same ({str(error).partition(chr(10))[0]})"
-        ) from error
 
 
 def changed(path: str) -> StateError:

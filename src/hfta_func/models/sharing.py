@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from hfta_func._torch import parts, places_of, tensors_of, writes
+from hfta_func._torch import parts, places_of, writes
 from hfta_func.errors import StackError, StateError
 from hfta_func.models.structure import is_sparse
 
@@ -63,33 +63,24 @@ def statistics_of(model: nn.Module) -> list[nn.Module]:
 class Base:
     """The base of a model, which its calls read and must not write.
 
-    Args:
-        model: The model.
-        training: Train or eval mode of the calls; None keeps the mode of the model.
-
     Raises:
-        StackError: if a forward pass would write the base, or the base has no gradient (inference mode).
+        StateError: from a call that writes the base.
     """
 
-    def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool = True):
+    def __init__(self, model: nn.Module, share_frozen: bool = True):
         self.tensors = base_of(model, share_frozen)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
         slots = places_of(model)
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
-        known = {id(tensor) for tensor in self.tensors.values()}
-        for path, module in model.named_modules():
-            held = [name for name, tensor in tensors_of(module).items() if id(tensor) in known]
-            where = f"'{path}' ({type(module).__qualname__})" if path else f"the model ({type(module).__qualname__})"
-            tracks = getattr(module, "track_running_stats", False) and module.training and training is None
-            if tracks and "running_mean" in held:
-                raise StackError(
-                    f"{where} writes its running statistics in train mode, but all members share them with "
-                    f"share_frozen=True; put this module in eval mode, or let its weight be trained"
-                )
+
+    def without(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The base without the paths in ``params``."""
+        return {path: tensor for path, tensor in self.tensors.items() if path not in params}
 
     @contextlib.contextmanager
-    def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the base, with the ``given`` tensors in place of those with the same paths."""
+    def reading(self, params: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """A block that reads the base, with the tensors of ``params`` in place of those with the same paths."""
+        given = {path: params[path] for path in self.tensors if path in params}
         for path, held, name, tensor in self._places:
             if path not in given and held.get(name) is not tensor:
                 raise StateError(
@@ -119,25 +110,15 @@ def _written(path: str) -> StateError:
 
 def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, trained: bool = False) -> None:
     """Raise a StackError unless a model and model 0 have the same tensor, or equal values; the shapes must be equal."""
-    if tensor is first:
-        return
-    if is_sparse(tensor):
-        if bool((tensor.to_sparse_coo() - first.to_sparse_coo()).coalesce().values().any()):
-            raise StackError(f"model {member}: the sparse '{path}' is not that of model 0; give all models one")
-        return
-    if len(parts(tensor)) > 1 and len(parts(tensor)) == len(parts(first)):
-        for part, first_part in zip(parts(tensor), parts(first), strict=True):
-            check_same_base(part, first_part, path, member, trained)
-        return
-    if tensor.data_ptr() == first.data_ptr() and tensor.stride() == first.stride():
-        return
-    tensor, first = tensor.detach(), first.detach()
-    differs = (tensor != first) & ((tensor == tensor) | (first == first))
-    if bool(differs.any()):
-        index = tuple(int(i) for i in differs.nonzero()[0])
-        kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
-        raise StackError(
-            f"model {member}: the {kind} '{path}' is not that of model 0, with {tensor[index].item():.6g} and "
-            f"{first[index].item():.6g} at {list(index)}; members that share a base start from one set of weights: load it "
-            f"once, or leave out {option}"
-        )
+    pairs = () if tensor is first else zip(parts(tensor.detach()), parts(first.detach()), strict=True)
+    for a, b in pairs:
+        if is_sparse(a):
+            differs = (a.to_sparse_coo() - b.to_sparse_coo()).coalesce().values() != 0
+        else:
+            differs = (a != b) & ((a == a) | (b == b))
+        if bool(differs.any()):
+            kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
+            raise StackError(
+                f"model {member}: {int(differs.sum())} entries of the {kind} '{path}' are not those of model 0; members that "
+                f"share a base start from one set of weights: load it once, or leave out {option}"
+            )

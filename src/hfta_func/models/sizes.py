@@ -77,14 +77,6 @@ def _check_settings(module: nn.Module, like: nn.Module, path: str, known: set[in
                 f"model {member}: '{different[0]}' is {different[1]!r} but in {other} it is {different[2]!r}; models of "
                 f"different size may differ in integers, which are sizes, and floats, but share every other setting"
             )
-    tensors, likes = _named({"": module})[""], _named({"": like})[""]
-    for name, leaf in tensors.items():
-        kind, expected = leaf.dtype, likes[name].dtype if name in likes else None
-        if kind != expected:
-            raise StackError(
-                f"model {member}: '{joined(path, name)}' is {kind} but in {other} it is {expected or 'missing'}; models of "
-                f"different size must share every dtype, and one must have all parameters and buffers of each module"
-            )
 
 
 def sizes_in(value: Any) -> tuple[int, ...] | None:
@@ -126,23 +118,16 @@ def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
     for path, module in modules.items():
         if isinstance(module, nn.MultiheadAttention):
             heads = module.num_heads, module.embed_dim // module.num_heads
-            packed = {"in_proj_weight": (3, *heads), "in_proj_bias": (3, *heads), "bias_k": heads, "bias_v": heads}
-            packed |= {f"{name}_proj_weight": heads for name in "qkv"}
-            for name, rows in packed.items():
+            for name in ("in_proj_weight", "in_proj_bias"):
                 if (key := (path, name)) in parts:
-                    axis = 2 if name.startswith("bias_") else 0
-                    parts[key] = (*parts[key][:axis], rows, *parts[key][axis + 1 :])
+                    parts[key] = ((3, *heads), *parts[key][1:])
             key = f"{path}.out_proj".lstrip("."), "weight"
             parts[key] = (parts[key][0], heads)
         elif isinstance(module, nn.RNNBase):
-            directions = 1 + module.bidirectional
-            for key, axes in parts.items():
-                if key[0] == path:
-                    gates = axes[0][0] // module.hidden_size
-                    rows = axes[0] if "_hr_" in key[1] else (gates, module.hidden_size)
-                    inner = (directions, axes[1][0] // directions) if len(axes) > 1 else ()
-                    below = "_ih_" in key[1] and "_l0" not in key[1]
-                    parts[key] = (rows, inner if below else axes[1]) if len(axes) > 1 else (rows,)
+            # Gates stand one below another.
+            size = module.hidden_size
+            of_module = {key: axes for key, axes in parts.items() if key[0] == path}
+            parts |= {key: ((axes[0][0] // size, size), *axes[1:]) for key, axes in of_module.items()}
     return parts
 
 

@@ -11,22 +11,20 @@ from torch import Tensor, nn
 
 from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
 from hfta_func.models.blocks import pass_over_blocks
-from hfta_func.models.copies import copied_module, mark
+from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
-from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
+from hfta_func.models.structure import check_module, check_no_backward_hooks, computed
 
 
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
     """A copy of the model whose parameters and buffers have no storage, except shared ones."""
-    check_materialised(model)
+    check_module(model)
     memo: dict[int, Any] = {}
     for leaf in model.parameters():
         memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
     for leaf in model.buffers():
         memo[id(leaf)] = _without_storage(leaf)
-    for leaf in (*model.parameters(), *model.buffers()):
-        mark(memo[id(leaf)], leaf)
     memo |= {id(leaf): leaf for leaf in base_of(model, share_frozen).values()}
     memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}

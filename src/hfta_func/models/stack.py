@@ -18,7 +18,7 @@ from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
-from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
+from hfta_func.models.structure import check_module, check_same_structure, computed, pairs
 
 
 class Stacked(NamedTuple):
@@ -59,7 +59,7 @@ def stack_params(
             have been made of more sizes than there are here.
 
     Raises:
-        StackError: if there is no model, a lazy module has not been run yet, or two models differ in more than these
+        StackError: if there is no model, or two models differ in more than these
             numbers and the values of parameters and buffers, or in the base. It names the member, the path and both values.
 
     Example:
@@ -200,23 +200,22 @@ def _stack_padded(
 
 
 class Shapes(NamedTuple):
-    """Shapes of a member's parameters and buffers by path, its ties, and the paths of the base, numbers and dropout rates."""
+    """Shapes of a member's parameters and buffers by path, and the paths of the base, numbers and dropout rates."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
-    ties: dict[str, str]
     base: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
     rates: frozenset[str] = frozenset()
 
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
-    """The :class:`Shapes` of a model, which must not contain lazy modules that have not been run."""
-    check_materialised(model)
+    """The :class:`Shapes` of a model."""
+    check_module(model)
     base = frozenset({*base_of(model, share_frozen), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
-    return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)), rates_of(model))
+    return Shapes(params, buffers, base, frozenset(numbers_of(model)), rates_of(model))
 
 
 def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
@@ -247,21 +246,12 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                         f"'{path}' is a number of each member's own, which lies in the state's hparams; where params and "
                         f"buffers are wanted without a state, pass *hfta.step.stacked(state)"
                     )
-                if leaves[path].dim() == 1:
-                    continue
-            if path not in expected:
-                why = f"the model ties it to '{model.ties[path]}'" if path in model.ties else "not in the model"
-                why = (
-                    "members share it; stack them with share_frozen=True, or shared_params"
-                    if path in model.base
-                    else why
-                )
-                return f"'{path}' is in the array but {why}"
+            elif path not in expected:
+                shares = "members share it; stack them with share_frozen=True, or shared_params"
+                return f"'{path}' is in the array but {shares if path in model.base else 'not in the model'}"
             # Calls may fill a buffer that starts without entries.
-            if leaves[path].shape[1:] != expected[path] and not (are_buffers and 0 in expected[path]):
-                called = "; if a call gives it this shape, call every model once before stacking" if are_buffers else ""
-                sizes = list(leaves[path].shape[1:]), list(expected[path])
-                return f"'{path}' is {sizes[0]} per member but {sizes[1]} in the model{called}"
+            elif leaves[path].shape[1:] != expected[path] and not (are_buffers and 0 in expected[path]):
+                return f"'{path}' is {[*leaves[path].shape[1:]]} per member but {[*expected[path]]} in the model"
     return ""
 
 
@@ -294,9 +284,7 @@ def _stack(
     stacked = Stacked({}, {})
     numbers: dict[str, list[float]] = {}
     for member, model in enumerate(models):
-        if not isinstance(model, nn.Module):
-            raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
-        check_materialised(model, f"model {member}: ")
+        check_module(model, f"model {member}: ")
         if first is None:
             first, base = model, base_of(model, share_frozen)
             shared = shared_of(model, shared_params)

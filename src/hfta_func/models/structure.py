@@ -10,8 +10,6 @@ import dataclasses
 import dis
 import enum
 import functools
-import sys
-import sysconfig
 import textwrap
 import types
 from argparse import Namespace
@@ -20,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
@@ -31,8 +28,6 @@ from hfta_func.models.scalar_attributes import may_differ
 T = TypeVar("T")
 
 _BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
     *(torch.dtype, types.BuiltinFunctionType, types.CodeType),
@@ -66,8 +61,6 @@ def check_same_structure(
             elif different:
                 where, one, first_one = different
                 free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is type(b) is int else ""
-                if isinstance(one, Tensor):
-                    free = "; register it as a parameter or a buffer, which may differ, and modules in an nn.ModuleList"
                 raise StackError(
                     f"model {member}: '{where}' is {_shown(one)} but in model 0 it is {_shown(first_one)}; models in one "
                     f"array must share every setting, but for floats that are attributes of a module (self.lr){free}"
@@ -107,25 +100,13 @@ def _class_of(module: nn.Module) -> Any:
 
 
 def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """The name and both values of each plain attribute of two modules, and their hooks.
+    """The name and both values of each plain attribute of two modules.
 
     Left out is what calls leave there, such as counters and attention maps.
     """
     names = vars(module).keys() & vars(other).keys() - MODULE_ATTRIBUTES - _assigned_in_calls(type(module))
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
         yield name, vars(module)[name], vars(other)[name]
-    for name in _FORWARD_HOOKS:
-        hooks, others = (
-            [_held(hook) for hook in vars(each)[name].values() if _is_users(hook)] for each in (module, other)
-        )
-        same = len(hooks) == len(others)
-        yield name, hooks if same else len(hooks), others if same else len(others)
-
-
-def _is_users(hook: Any) -> bool:
-    # Those of libraries, such as PyTorch's for pruning, work on buffers, which are each member's own.
-    hook = hook.func if isinstance(hook, functools.partial) else hook
-    return not (getattr(sys.modules.get(hook.__module__), "__file__", None) or "").startswith(_LIBRARIES)
 
 
 @functools.lru_cache
@@ -172,33 +153,27 @@ def _is_constant(value: Any) -> bool:
     return type(value).__name__ == "ndarray"
 
 
-def _held(hook: Any) -> Any:
-    """A hook, or what one that is an object holds, but for lists and dicts, where hooks leave what they meet."""
-    if isinstance(hook, types.FunctionType | types.MethodType | functools.partial):
-        return hook
-    return {name: value for name, value in vars(hook).items() if not isinstance(value, list | dict)}
-
-
 def _parts(value: Any) -> dict[str, Any]:
     """What a container or a function holds, by what it adds to a path."""
     if isinstance(value, list | tuple):
-        return {f"[{number}]": part for number, part in enumerate(value)}
-    if isinstance(value, nn.Module):
-        return {f".{name}": part for name, part in (tensors_of(value) | dict(value.named_children())).items()}
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         return {f"[{key!r}]": part for key, part in value.items() if isinstance(key, str | int)}
-    if isinstance(value, functools.partial):
-        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
-    if isinstance(func := getattr(value, "__func__", value), types.FunctionType):
+    if isinstance(value, nn.Module):
+        named = tensors_of(value) | dict(value.named_children())
+    elif isinstance(value, functools.partial):
+        named = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(func := getattr(value, "__func__", value), types.FunctionType):
         cells = zip(func.__code__.co_freevars, map(contents, func.__closure__ or ()), strict=True)
-        values = {f".{name}": held[0] for name, held in cells if held and _is_plain(held[0])}
-        return {"": func.__code__, ".__defaults__": func.__defaults__, ".__kwdefaults__": func.__kwdefaults__} | values
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value) if field.compare)
-        return {f".{name}": getattr(value, name, None) for name in fields}
-    if isinstance(value, types.SimpleNamespace | Namespace):
-        return {f".{name}": part for name, part in vars(value).items()}
-    return {}
+        named = {name: held[0] for name, held in cells if held and _is_plain(held[0])}
+        named |= {"__code__": func.__code__, "__defaults__": func.__defaults__, "__kwdefaults__": func.__kwdefaults__}
+    elif isinstance(value, types.SimpleNamespace | Namespace):
+        named = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    else:
+        named = {}
+    return {f".{name}": part for name, part in named.items()}
 
 
 def _shown(value: Any) -> str:
@@ -212,29 +187,17 @@ def is_sparse(tensor: Tensor) -> bool:
     return tensor.layout in (torch.sparse_coo, torch.sparse_csr)
 
 
-def check_materialised(model: nn.Module, owner: str = "") -> None:
-    """Raise a StackError if this is not a module, or contains a lazy module that has not been run yet."""
+def check_module(model: nn.Module, owner: str = "") -> None:
+    """Raise a StackError if this is not a module, or contains one whose code runs with its own tensors alone."""
     if not isinstance(model, nn.Module):
         what = getattr(model, "__qualname__", type(model).__qualname__)
-        raise StackError(f"{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called")
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise StackError(
-                f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
-            )
-        is_shared = is_sparse(tensor) and not isinstance(tensor, nn.Parameter)
-        if (tensor.layout != torch.strided and not is_shared) or tensor.is_quantized:
-            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            raise StackError(
-                f"{owner}'{path}' is a {kind} tensor, and these cannot be stacked; "
-                f"assign it to a plain attribute instead, which all models share"
-            )
+        raise StackError(
+            f"{owner}{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called"
+        )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise StackError(
-                f"{owner}{repr(path) if path else 'the model'} is a ScriptModule, whose code cannot run with other tensors "
-                f"than its own; stack models of the module that it was made from, and script one that is exported"
-            )
+            where = f"'{path}'" if path else "the model"
+            raise StackError(f"{owner}{where} is a ScriptModule; stack models of the module that it was made from")
 
 
 def pairs(named: Mapping[str, T], first: Mapping[str, T], member: int, kind: str = "") -> Iterator[tuple[str, T, T]]:
@@ -264,13 +227,12 @@ def computed(module: nn.Module) -> dict[str, Tensor]:
 
 def check_no_backward_hooks(model: nn.Module) -> None:
     """Raise a StackError if the model has hooks for the backward pass, which an array cannot call for each member."""
-    hooked = [(f"parameter '{path}'", has_hooks(parameter)) for path, parameter in model.named_parameters()]
+    hooked = {f"parameter '{path}'": has_hooks(parameter) for path, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         where = f"module '{path}'" if path else "the model"
-        hooked.append((where, any(getattr(module, name, None) for name in _BACKWARD_HOOKS)))
-    for where, is_hooked in hooked:
-        if is_hooked:
-            raise StackError(
-                f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
-                f"and change gradients in the optimizer: chain(...)"
-            )
+        hooked[where] = any(getattr(module, name, None) for name in _BACKWARD_HOOKS)
+    for where in [where for where, is_hooked in hooked.items() if is_hooked]:
+        raise StackError(
+            f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
+            f"and change gradients in the optimizer: chain(...)"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
@@ -19,7 +18,6 @@ from hfta_func._types import Tree
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.errors import LoopWarning, TraceError
-from hfta_func.models.attributes import as_one_call
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
@@ -62,8 +60,7 @@ class Chunks:
         job = _Job(run, members, batch, dims, adds)
         size = size or self.size or job.num_models
         size = self._fastest(job) if size == "auto" else size
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else as_one_call():
-            return self._grouped(job, size)
+        return self._grouped(job, size)
 
     def _grouped(self, job: _Job, size: int) -> Any:
         count = job.num_models

@@ -16,7 +16,7 @@ from hfta_func._tree import num_models, take
 from hfta_func._types import Params, Tree
 from hfta_func.errors import StateError
 from hfta_func.models.functional import tables_with_max_norm
-from hfta_func.models.sharing import Base, base_of, shared_of, statistics_of
+from hfta_func.models.sharing import base_of, shared_of, statistics_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
@@ -79,7 +79,7 @@ class Ensemble(nn.Module):
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
-        base = Base(model, None, share_frozen).tensors if share_frozen or base_of(model, False) else {}
+        base = base_of(model, share_frozen)
         self._shared, self._base = [*shared], [*base]
         # In a tuple, or it would be a child with parameters of its own.
         self._model = (outline(model),)

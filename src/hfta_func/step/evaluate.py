@@ -55,7 +55,7 @@ def make_eval_step(
         the members' keys, independently of training; without a training state all members draw the noise of seed 0.
 
     Raises:
-        StackError: if ``model`` is not a module, or a lazy one has not been run yet.
+        StackError: if ``model`` is not a module.
         ValueError: if an argument has an invalid value.
 
     Example:

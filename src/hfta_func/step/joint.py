@@ -16,6 +16,7 @@ from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import tree_map, where, write
 from hfta_func._types import Params, Tree
 from hfta_func.errors import StackError
+from hfta_func.models.structure import ties
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
 from hfta_func.step.commit import Failure
@@ -81,7 +82,7 @@ class JointStep(Compiled):
             for field, other in (alike | {"shared_params": ()}).items():
                 if (value := getattr(step.options, field)) != other:
                     raise ValueError(f"{field} is {value} for '{name}'; in a joint step it must be {other} for all")
-            for path, other in step._shapes.ties.items():
+            for path, other in ties(step.outline).items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():
                     raise StackError(f"'{path}' is '{other}', too; make what networks share a child with its own step")

@@ -169,6 +169,7 @@ class ArrayFunction:
             return func(model, restored(arguments[0], like()), *arguments[1:])
 
         self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
+        self._bound.ends_calls = False
         self._source, self.options = (outline, func), options
         self.oracle = Oracle(options.verify, held or func, outline)
         self.members = Members(self._rehearse)
@@ -216,6 +217,7 @@ class ArrayFunction:
         results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)
         if calls is not None:
             calls.end()
+        self._bound.end_call()
         return results
 
     def called(self, given: Tensors, batch: Tree, shared: Params, base: Params) -> Any:

@@ -103,7 +103,7 @@ def make_train_step(
         A :class:`TrainStep`; ``torch.compile(step)`` works.
 
     Raises:
-        StackError: if ``model`` is not a module, a lazy one has not been run yet, or its forward would write the base; if
+        StackError: if ``model`` is not a module; if
             ``shared_params`` names what the model does not have or train, or leaves members nothing of their own.
         LossError: if no parameter of the model requires grad.
         ValueError: if ``checkpoint`` names an unknown submodule or an argument has an invalid value.

@@ -15,6 +15,7 @@ from hfta_func._types import Params
 from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
+from hfta_func.models.attributes import count
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of
 from hfta_func.models.sizes import SIZE
@@ -81,9 +82,7 @@ class Case(NamedTuple):
         (model,) = members_of(self.model, cast(params), cast(buffers), shared)
         for module in [one for one in model.modules() if is_compiled(one)]:
             run_uncompiled(module)
-        for path, number in self.counts.items():
-            owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, number)
+        count(model, self.counts)
         if self.training is not None:
             return model.train(self.training)
         for path, alone in self.paths(member).items():

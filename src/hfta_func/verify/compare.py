@@ -58,7 +58,7 @@ def close(a: Tensor, b: Tensor, eps: float, floor: float = 1e-3) -> bool:
     """Whether two results agree: numbers within the square root of their precision, or of ``eps`` if that is coarser."""
     if a.shape != b.shape or _is_inexact(a) != _is_inexact(b):
         return False
-    a, b = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, b))
+    a, b = _dense(a), _dense(b)
     if not _is_inexact(a):
         return bool(torch.equal(a, b))
     # A number of a member's own takes the precision of what it meets, alone it may raise that.
@@ -73,19 +73,21 @@ def _is_inexact(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def _dense(x: Tensor) -> Tensor:
+    return x.detach().to_dense() if x.layout != torch.strided else x.detach()
+
+
 def _largest(x: Tensor) -> float:
-    x = x.detach().to_dense() if x.layout != torch.strided else x.detach()
+    x = _dense(x)
     return float(x.nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
 
 
 def _values(a: Tensor, b: Tensor) -> tuple[str, str]:
     """Both values, of the entry that differs most."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        return (
-            f"{str(a.dtype).removeprefix('torch.')}{[*a.shape]}",
-            f"{str(b.dtype).removeprefix('torch.')}{[*b.shape]}",
-        )
-    a, b = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, b))
+        kinds = [f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in (a, b)]
+        return kinds[0], kinds[1]
+    a, b = _dense(a), _dense(b)
     if a.dim() == 0:
         return f"{a.item():.6g}", f"{b.item():.6g}"
     gap = (a.to(torch.complex128) - b.to(torch.complex128)).abs().nan_to_num(torch.inf, torch.inf, torch.inf)

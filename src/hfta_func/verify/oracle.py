@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hfta_func._torch import device_type, inside_transform, is_walked, num_dispatch_modes
 from hfta_func._tree import leaves
 from hfta_func.errors import HFTAError, RandomnessError, VerifyError
+from hfta_func.models.attributes import Snapshot
 from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
@@ -45,7 +46,7 @@ class Oracle:
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
         # What calls change in Python; all that functions hold, until the first call is compared.
-        self.changing: Held | None = None
+        self.changing: Snapshot | None = None
         self.has_warned = False
 
     def __call__(self, keys: Tensor, batch: Any = None, sizes: Any = ()) -> Trial | None:
@@ -113,7 +114,7 @@ class Trial:
             members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
         """
         if self._oracle.changing is self.before:
-            self._oracle.changing = self.before.changed()
+            self._oracle.changing = self.before.part_changed()
         after = Held([self._func], self._device)
         self.before.restore()
         left = self.before

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import has_global_hooks
+from hfta_func.models.attributes import names_in
 from hfta_func.models.padding import Padding
 
 _IMPORTS = opcode.opmap["IMPORT_NAME"]
@@ -34,21 +35,14 @@ _HEAP_TYPE = 1 << 9
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
 _PLAIN = (
-    *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, re.Pattern),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+    type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, re.Pattern,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 _FOLLOWED = (
-    *(list, tuple, dict, set, frozenset, object, staticmethod, classmethod, property, types.CellType, types.MethodType),
-    *(
-        torch.Size,
-        functools.partial,
-        types.SimpleNamespace,
-        types.MappingProxyType,
-        types.GenericAlias,
-        types.UnionType,
-    ),
-    *(collections.OrderedDict, collections.defaultdict, collections.deque, type(functools.lru_cache(len))),
-)
+    list, tuple, dict, set, frozenset, object, staticmethod, classmethod, property, types.CellType, types.MethodType,
+    torch.Size, functools.partial, types.SimpleNamespace, types.MappingProxyType, types.GenericAlias, types.UnionType,
+    collections.OrderedDict, collections.defaultdict, collections.deque, type(functools.lru_cache(len)),
+)  # fmt: skip
 _NATIVE = (
     *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
     *(types.MemberDescriptorType, types.ClassMethodDescriptorType, type(torch.ops.aten.mul), type(torch.ops.aten)),
@@ -193,7 +187,7 @@ class Reached:
             return parts
         self._note(_of_code(function.__code__))
         code = function.__code__
-        named = [*_named(function.__globals__, sorted(_names_in(code)), _IMPORTS in code.co_code[::2])]
+        named = [*_named(function.__globals__, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
         self._names += named
         return *parts, vars(function), *(value for *_, value in named)
 
@@ -232,21 +226,12 @@ def _is_followed(kind: type) -> bool:
     return kind in _FOLLOWED or not is_of_c
 
 
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names in code, and its texts, which may be names."""
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    texts = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
-    return frozenset(code.co_names).union(texts, *inner)
-
-
 def _of_code(code: types.CodeType) -> Any:
-    constants = [
-        _of_code(one)
-        if isinstance(one, types.CodeType)
-        else sorted(map(repr, one))
-        if type(one) is frozenset
-        else repr(one)
-        for one in code.co_consts
-    ]
+    def constant(one: Any) -> Any:
+        if isinstance(one, types.CodeType):
+            return _of_code(one)
+        return sorted(map(repr, one)) if type(one) is frozenset else repr(one)
+
     shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    return shape, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return shape, code.co_code, names, [*map(constant, code.co_consts)]
