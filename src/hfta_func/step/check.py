@@ -17,6 +17,7 @@ from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, check_optimizer, without_memory
+from hfta_func.verify import WRITES
 
 
 def require(state: Any, *others: type) -> None:
@@ -32,11 +33,7 @@ def _unwritten(params: Params) -> Iterator[None]:
     yield
     for path, count in before.items():
         if writes(params[path]) != count:
-            raise StateError(
-                f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a step "
-                f"returns anew, or change it between steps: state._replace(params=...); what only a first call "
-                f"writes, write by calling each model once on a batch before stacking"
-            )
+            raise StateError(WRITES.format(path))
 
 
 def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:

@@ -25,6 +25,10 @@ _DEPTH = 5
 _FEW = 4096
 """Entries of a tensor that may count something; larger ones are data."""
 
+_CURE = (
+    ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
+)
+
 
 class MemberValues(Tensor):
     """Values of the members ``[M, ...]`` that a call has left in Python: to be read after it, not in later calls."""
@@ -33,10 +37,7 @@ class MemberValues(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function makes of an ordinary tensor."""
         if running_body() is not None:
-            raise StateError(
-                "the loss or a hook reads what an earlier call has left in Python, which is of all members; keep it in a "
-                "buffer of the model, self.register_buffer(name, tensor), and write that"
-            )
+            raise StateError(f"the loss or a hook reads what an earlier call has left in Python{_CURE}")
         with _torch.out_of_sight():
             return func(*args, **(kwargs or {}))
 
@@ -104,6 +105,12 @@ class Held:
         again._tensors = [(tensor, writes(tensor), tensor.detach().clone()) for tensor, *_ in self._tensors]
         return again
 
+    def written(self) -> list[Tensor]:
+        """The values now of all tensors, of those that were not written those before."""
+        return [
+            values if writes(tensor) == count else tensor.detach().clone() for tensor, count, values in self._tensors
+        ]
+
     def new(self) -> Iterator[tuple[Any, Any, Any]]:
         """What calls have put there since: who holds it, its key there, and the value."""
         for content, before in self._contents:
@@ -131,7 +138,8 @@ class Held:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            if value.numel() <= _FEW and not (value.is_inference() or value.is_meta or is_wrapped(value)):
+            is_plain = value.layout == torch.strided and value.numel() <= _FEW
+            if is_plain and not (value.is_inference() or value.is_meta or is_wrapped(value)):
                 self._tensors.append((value, writes(value), value.detach().clone()))
             return
         if isinstance(value, types.FunctionType):
@@ -146,7 +154,9 @@ class Held:
                 names = {name: part for name, part in vars(module).items() if name not in MODULE_ATTRIBUTES}
                 self._names += [(vars(module), name, part) for name, part in names.items()]
                 self._contents.append((vars(module)["_buffers"], vars(module)["_buffers"].copy()))
-                for part in (*names.values(), module._forward_hooks, module._forward_pre_hooks):
+                # Those of a model alone are results of its call.
+                buffers = module._buffers.values() if depth else ()
+                for part in (*names.values(), *buffers, module._forward_hooks, module._forward_pre_hooks):
                     self._hold(part, depth + 1)
             return
         elif (kind := _generator(value)) is not None:
@@ -194,20 +204,24 @@ class OneCall:
         self._run, self._held, self._count = run, held, count
         self._sizes: list[int] = []
         self._left: list[dict[Any, Any]] = []
+        self._written: list[list[Tensor]] = []
 
     def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
         """The results of a group."""
         if sum(self._sizes) == self._count:
             # Earlier groups were to find the fastest size.
-            self._sizes, self._left = [], []
+            self._sizes, self._left, self._written = [], [], []
         self._held.restore()
         result = self._run(members, *args, **kwargs)
         self._sizes.append(len(members[0]))
+        self._written.append(self._held.written())
         self._left.append({(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()})
         return result
 
     def end(self) -> None:
-        """After the last group."""
+        """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
+        if any(not torch.equal(a, b) for one in self._written for a, b in zip(one, self._written[0], strict=True)):
+            raise StateError(f"the loss or a hook writes a tensor in place for a later call{_CURE}")
         groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key
