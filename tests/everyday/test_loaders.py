@@ -224,7 +224,11 @@ def test_predictions_for_the_loader_of_training():
     step, state = array(batch_dims=None)
     loader = DataLoader(TensorDataset(X, Y), 8)
     state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
+    with pytest.raises(hfta.errors.BatchError, match=r"2 positional arguments.* pass inputs=lambda batch: batch\[0\]"):
+        hfta.predict(make(), state, loader)
     found = hfta.predict(make(), state, loader, inputs=lambda batch: batch[0]).outputs
+    ensemble = hfta.Ensemble(make(), *hfta.step.stacked(state))
+    assert torch.equal(ensemble.predict(loader, inputs=lambda batch: batch[0]).outputs, found)
     for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
         expected = torch.cat([model(inputs) for inputs, _ in loader])
         torch.testing.assert_close(found[member], expected.detach(), rtol=1e-12, atol=0)

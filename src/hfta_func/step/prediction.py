@@ -157,10 +157,14 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
         raise BatchError(f"batches is a {type(batches).__qualname__}; pass one tensor or an iterable of batches")
     parts = []
     for batch in batches:
-        if isinstance(batch, Mapping):
-            output = run(**batch)
-        else:
-            output = run(*batch) if isinstance(batch, tuple | list) else run(batch)
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        try:
+            output = run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            cure = "of a loader for training, which has targets, too, pass inputs=lambda batch: batch[0]"
+            raise BatchError(f"the model does not take a batch: {error}; {cure}") from error
         parts.append(_one_tensor(output, "call the ensemble itself and pass what you need of its output to Prediction"))
     if not parts:
         raise BatchError("there are no batches; pass a tensor, or at least one")
