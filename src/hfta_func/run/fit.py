@@ -142,8 +142,7 @@ def fit(
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-    is_divided = compact or executor is not None or workers not in (None, 1)
-    _refuse_dealt(loader, step, len(getattr(state, "keys", ())), is_divided)
+    _check_loader(loader, step, state, compact or executor is not None or workers not in (None, 1))
     begun, resume = time.perf_counter(), os.path.abspath(resume) if isinstance(resume, str | os.PathLike) else resume
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
@@ -152,7 +151,6 @@ def fit(
         run = Run(state, loader, best, make_evaluation(step, evaluate, state, sums), sums)
         # A stream has no length, also behind a DataLoader, whose len() raises a TypeError then.
         length = operator.length_hint(loader)
-        _warn_of_epochs(getattr(state, "opt_state", ()), length)
 
         def save() -> None:
             if resume is not None:
@@ -228,8 +226,10 @@ def _summary(metrics: Metrics) -> str:
     return ", ".join(shown)
 
 
-def _refuse_dealt(loader: Any, step: Any, count: int, is_divided: bool) -> None:
+def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
     """Raise a BatchError if the loader deals batches to members that share one, or rows of one batch to members."""
+    count = len(getattr(state, "keys", ()))
+    _warn_of_epochs(getattr(state, "opt_state", ()), operator.length_hint(loader))
     is_known = hasattr(inspect.unwrap(step), "batch_dims") or (isinstance(loader, ArrayLoader) and not loader.shared)
     if is_divided and not is_known:
         raise BatchError(
@@ -261,5 +261,5 @@ def _warn_of_epochs(opt_state: Any, length: int) -> None:
             warnings.warn(
                 f"schedulers step every {length} updates, as many as an epoch has batches, but an update is of {count:g} "
                 f"batches here; to step once an epoch, pass from_torch every=len(loader) // {count:g}",
-                stacklevel=3,
+                stacklevel=4,
             )

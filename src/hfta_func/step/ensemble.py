@@ -181,9 +181,7 @@ class Ensemble(nn.Module):
         return output
 
     @torch.no_grad()
-    def predict(
-        self, batches: Any, *, batch_dims: Tree = None, inputs: Callable[[Any], Any] | None = None
-    ) -> Prediction:
+    def predict(self, batches: Any, *, batch_dims: Tree = None, inputs: Any = None) -> Prediction:
         """What all members predict, in eval mode and without gradients; the ensemble's own mode stays as it is.
 
         Args:
@@ -201,10 +199,9 @@ class Ensemble(nn.Module):
             >>> prediction.mean.shape, prediction.std.shape, prediction.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
-        key = random.fold_in(self.keys, ~self.calls)
-        run, _ = self._choose(False)
-        batches = batches if inputs is None else map(inputs, batches)
-        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
+        (run, _), key = self._choose(False), random.fold_in(self.keys, ~self.calls)
+        given = batches if inputs is None else map(inputs, batches)
+        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, given, batch_dims)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
         """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import (
-    batch_dim,
-    function_modes,
-    get_unwrapped,
-    is_compiled,
-    is_wrapped,
-    out_of_sight,
-    pytree,
-    replaced,
-    run_uncompiled,
-)
+from hfta_func import _torch
+from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
 from hfta_func.calls.rewrites import OPERATORS
@@ -86,11 +78,8 @@ class Case(NamedTuple):
         evaluates = not any(module.training for module in model.modules())
         buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
         with torch.set_grad_enabled(bool(self.trained) or self.takes_gradients), checkpoints_of(model, frozenset()):
-            with (
-                autocasting(device, None if judged else self.autocast, cached=True),
-                keyed(self.keys[member]),
-                seeding_refused(),
-            ):
+            casting = autocasting(device, None if judged else self.autocast, cached=True)
+            with casting, keyed(self.keys[member]), seeding_refused():
                 value, results = self.measure(model, member, cast)
             now = dict(model.named_parameters())
             for path, leaf in before.items():
@@ -101,7 +90,7 @@ class Case(NamedTuple):
                 results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         after = {path: leaf.detach() for path, leaf in model.named_buffers()}
-        dropped = {path: x for path, x in buffers.items() if not _is_same(x, after.get(path, x))}
+        dropped = {path: x for path, x in buffers.items() if not (torch.equal(x, after[path]) or x.isnan().any())}
         return results | {"buffer": after, "dropped": dropped}
 
     def _model(self, member: int, cast: Cast, judged: bool) -> nn.Module:
@@ -147,24 +136,20 @@ class Case(NamedTuple):
         return parts
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
-
-
 @contextlib.contextmanager
 def seeding_refused() -> Iterator[None]:
     """A block in which this thread may not call ``torch.manual_seed``, which has no effect on members."""
 
     def refuse(seed: Any) -> Any:
-        if any(isinstance(mode, routed) for mode in function_modes()):
+        if threading.get_ident() == thread:
             raise RandomnessError(
                 "the model or the loss calls torch.manual_seed, which has no effect on noise that is drawn from the member's "
                 "own key; leave it out, or draw what is to be the same in every call outside of the function"
             )
         return seed_all(seed)
 
-    seed_all = torch.manual_seed
-    with replaced(torch, "manual_seed", refuse):
+    seed_all, thread = torch.manual_seed, threading.get_ident()
+    with _torch.replaced(torch, "manual_seed", refuse):
         yield
 
 

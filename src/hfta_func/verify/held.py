@@ -155,7 +155,7 @@ class Held:
                 self._names += [(vars(module), name, part) for name, part in names.items()]
                 self._contents.append((vars(module)["_buffers"], vars(module)["_buffers"].copy()))
                 # Those of a model alone are results of its call.
-                buffers = module._buffers.values() if depth else ()
+                buffers = module.buffers(recurse=False) if depth else ()
                 for part in (*names.values(), *buffers, module._forward_hooks, module._forward_pre_hooks):
                     self._hold(part, depth + 1)
             return
