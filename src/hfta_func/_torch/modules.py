@@ -37,9 +37,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
     return {**module._parameters, **module._buffers}
 
 
-def parametrized(kind: type, attributes: dict[str, Any]) -> nn.Module:
+def parametrized(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
     """A parametrized module of a class with these attributes."""
-    module = kind.__new__(kind)
+    module: Any = kind.__new__(kind)
     vars(module).update(attributes)
     _inject_class(module)
     for name in vars(module)["_modules"]["parametrizations"]:

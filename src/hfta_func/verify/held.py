@@ -221,7 +221,8 @@ class OneCall:
     def end(self) -> None:
         """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
         if any(not torch.equal(a, b) for one in self._written for a, b in zip(one, self._written[0], strict=True)):
-            raise StateError(f"the loss or a hook writes a tensor in place for a later call{_CURE}")
+            why = f"the loss or a hook writes a tensor in place for a later call{_CURE}"
+            raise StateError(f"{why}, or append what is only read later to a list")
         groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key
