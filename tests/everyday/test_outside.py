@@ -1,5 +1,7 @@
 """What scripts keep and change outside of the model while they train, in one process and in two, beside the loop."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,27 @@ def test_a_callback_changes_the_transform_of_a_loader(workers):
     for seed in range(3):
         alone = Scale()
         expected.append(loop(mse, seed, end_epoch=lambda epoch, one=alone: halve(one), batch=alone))
+    assert_same(models, expected)
+
+
+@processes
+def test_a_callback_moves_a_teacher(workers):
+    torch.manual_seed(9)
+    teacher = nn.Sequential(nn.Linear(4, 600), nn.Tanh(), nn.Linear(600, 1)).double().requires_grad_(False)
+    start = copy.deepcopy(teacher.state_dict())
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    def shrink(*_):
+        for parameter in teacher.parameters():
+            parameter.mul_(0.5)
+
+    models = array(loss, fit={"workers": workers, "callbacks": [shrink]})
+    expected = []
+    for seed in range(3):
+        teacher.load_state_dict(start)
+        expected.append(loop(loss, seed, end_epoch=shrink))
     assert_same(models, expected)
 
 

@@ -188,8 +188,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
         hooks = *module._forward_hooks, *module._forward_pre_hooks
         settings[f"train or eval mode, or hooks, of '{path or type(module).__name__}'"] = module.training, hooks
         # Such as the rate of a dropout; other numbers may be counters, which go on in the model.
-        names = getattr(type(module), "__constants__", ())
-        settings |= {f"'{path}.{name}'": vars(module)[name] for name in names if name in vars(module)}
+        values = {name: vars(module).get(name) for name in getattr(type(module), "__constants__", ())}
+        settings |= {f"'{path}.{name}'": x for name, x in values.items() if isinstance(x, float | int | str)}
     return settings
 
 

@@ -33,6 +33,8 @@ WRITES = (
     "once on a batch before stacking"
 )
 
+_SEEDING = threading.RLock()
+
 Cast = Callable[[Any], Any]
 """Copies a tree, in float64 where that is judged."""
 
@@ -148,9 +150,10 @@ def seeding_refused() -> Iterator[None]:
             )
         return seed_all(seed)
 
-    seed_all, thread = torch.manual_seed, threading.get_ident()
-    with _torch.replaced(torch, "manual_seed", refuse):
-        yield
+    with _SEEDING:
+        seed_all, thread = torch.manual_seed, threading.get_ident()
+        with _torch.replaced(torch, "manual_seed", refuse):
+            yield
 
 
 def _outside(model: nn.Module, value: Tensor) -> Params:

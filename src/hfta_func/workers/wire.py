@@ -89,6 +89,9 @@ class Pickler(cloudpickle.Pickler):
         """What an object is made from; PyTorch gives parametrized modules a class of their own, which it does not send."""
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             return parametrized, (type(obj).__base__, vars(obj))
+        if type(obj) is nn.Parameter:
+            # PyTorch itself sends its data, of which no one knows how often it was written.
+            return nn.Parameter, (obj.detach(), obj.requires_grad), vars(obj) or None
         return super().reducer_override(obj)
 
 
