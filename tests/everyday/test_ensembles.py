@@ -224,3 +224,28 @@ def test_half_precision_leaves_the_members_numbers_as_they_are():
     ensemble = hfta.Ensemble.from_modules([nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate)) for rate in (0.1, 0.3)])
     members = ensemble.half().members()
     assert [member[1].p for member in members] == [0.1, 0.3] and members[0][0].weight.dtype == torch.float16
+
+
+class Binary(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Binarised(nn.Linear):
+    def forward(self, x):
+        return Binary.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_straight_through_estimator_is_exported(count):
+    ensemble = hfta.Ensemble.from_modules([Binarised(6, 4).double() for _ in range(count)]).eval()
+    (x,) = batches(1)
+    program = torch.export.export(ensemble, (x,)).module()
+    assert torch.equal(program(x), torch.stack([member(x) for member in ensemble.members()]))

@@ -9,7 +9,15 @@ import optree
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 import hfta_func as hfta
 
@@ -216,7 +224,11 @@ def test_predictions_for_the_loader_of_training():
     step, state = array(batch_dims=None)
     loader = DataLoader(TensorDataset(X, Y), 8)
     state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
+    with pytest.raises(hfta.errors.BatchError, match=r"2 positional arguments.* pass inputs=lambda batch: batch\[0\]"):
+        hfta.predict(make(), state, loader)
     found = hfta.predict(make(), state, loader, inputs=lambda batch: batch[0]).outputs
+    ensemble = hfta.Ensemble(make(), *hfta.step.stacked(state))
+    assert torch.equal(ensemble.predict(loader, inputs=lambda batch: batch[0]).outputs, found)
     for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
         expected = torch.cat([model(inputs) for inputs, _ in loader])
         torch.testing.assert_close(found[member], expected.detach(), rtol=1e-12, atol=0)
@@ -296,3 +308,48 @@ def test_schedulers_count_updates_where_gradients_accumulate(every, members):
     step, state = array(lrs=LRS[:members], optimizer=hfta.accumulate(optimizer, 2), batch_dims=None)
     state, _ = hfta.fit(step, state, batches, epochs=epochs, progress=False)
     assert_trained(state, [script(seed) for seed in range(members)])
+
+
+def test_schedulers_that_would_step_less_than_once_an_epoch():
+    batches = [(X[low : low + 4], Y[low : low + 4]) for low in range(0, 24, 4)]
+    models = [make() for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=len(batches))
+    step, state = array(optimizer=hfta.accumulate(optimizer, 2), batch_dims=None)
+    with pytest.warns(UserWarning, match=r"step every 6 updates.* pass from_torch every=len\(loader\) // 2"):
+        hfta.fit(step, state, batches, epochs=1, progress=False)
+    step, state = array(optimizer=optimizer, batch_dims=None)
+    hfta.fit(step, state, batches, epochs=1, progress=False)
+
+
+class Stream(IterableDataset):
+    """Rows in an order of the epoch, as a streamed data set of Hugging Face has them."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(
+            [(X[row], Y[row]) for row in torch.randperm(26, generator=torch.Generator().manual_seed(self.epoch))]
+        )
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_streams_that_shuffle_by_epoch(members):
+    step, state = array(lrs=LRS[:members], batch_dims=None)
+    state, _ = hfta.fit(step, state, DataLoader(Stream(), 5), epochs=3, progress=False)
+    stream, batches = Stream(), []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        batches += [*DataLoader(stream, 5)]
+    assert_trained(state, [loop(seed, batches) for seed in range(members)])
+
+
+def test_a_sum_of_a_metric_that_nobody_reports():
+    step, state = array(batch_dims=None)
+    with pytest.raises(ValueError, match="sums names 'corect', but step and evaluate report correct, finite, loss"):
+        evaluate = lambda model, batch: {"correct": (model(batch[0]) > 0).sum()}, (X, Y)
+        hfta.fit(step, state, [(X, Y)], epochs=1, evaluate=evaluate, sums=["corect"], progress=False)

@@ -24,6 +24,8 @@ takes_data = private("torch", "_has_compatible_shallow_copy_type")
 is_nestable = private("torch", "_nested_tensor_from_mask_left_aligned")
 # Calls a module with other parameters and buffers.
 reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
+_inject_class: Any = private("torch.nn.utils.parametrize", "_inject_new_class")
+_inject_property: Any = private("torch.nn.utils.parametrize", "_inject_property")
 # A context whose name a profiler records, with less time than ``torch.profiler.record_function`` takes.
 marker: Any = private("torch._C._profiler", "_RecordFunctionFast")
 # Attributes of every module, and further ones of recurrent layers.
@@ -33,6 +35,16 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_
 def tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Parameters and buffers that a module itself holds, by name; None for a name that is registered without a tensor."""
     return {**module._parameters, **module._buffers}
+
+
+def parametrized(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    """A parametrized module of a class with these attributes."""
+    module: Any = kind.__new__(kind)
+    vars(module).update(attributes)
+    _inject_class(module)
+    for name in vars(module)["_modules"]["parametrizations"]:
+        _inject_property(module, name)
+    return module
 
 
 Places = dict[str, tuple[dict[str, Any], str]]

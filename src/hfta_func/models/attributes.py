@@ -63,7 +63,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             # Tensors made in inference mode count no writes.
             if not (value.is_inference() or value.is_meta or is_wrapped(value)):
-                before = value.detach().clone() if value.numel() <= _FEW else None
+                is_few = value.layout == torch.strided and value.numel() <= _FEW
+                before = value.detach().clone() if is_few else None
                 self._tensors.append((path, value, writes(value), before))
         elif isinstance(value, nn.Module):
             if self._functions or depth == 0:
@@ -90,6 +91,9 @@ class Snapshot:
                 self._hold(prefix + name, names[name], depth + 1)
             for hook in (hook for name in _HOOKS for hook in names[name].values() if self._functions):
                 self._hold(prefix, hook, depth + 1)
+            # Those of a model alone are results of its call.
+            for buffer in module.buffers(recurse=False) if self._functions and depth else ():
+                self._hold(prefix, buffer, depth + 1)
 
     def _parts_of_function(self, func: types.FunctionType) -> Iterator[Any]:
         yield from (func.__defaults__, func.__kwdefaults__, vars(func))
@@ -124,6 +128,11 @@ class Snapshot:
                 if path.startswith(prefix) and "." not in name and (name in before or path not in changes):
                     changes[path] = module, name, before.get(name, _UNSET)
         return [*changes.values()]
+
+    def written(self) -> list[Tensor]:
+        """The values now of all small tensors, of those that were not written those before."""
+        held = [(x, count, before) for _, x, count, before in self._tensors if before is not None]
+        return [before if writes(x) == count else x.detach().clone() for x, count, before in held]
 
     def restore(self) -> str:
         """Put everything back; returns what has drawn meanwhile, empty as generators are not held here."""

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
@@ -51,7 +52,8 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
     if _torch.is_derivative_of_operator():
         # PyTorch writes the derivatives of custom operators as autograd functions.
         return _torch.apply_at_level(function, *args, **kwargs)
-    if not function.generate_vmap_rule and function.vmap is Function.vmap:
+    has_rule = function.generate_vmap_rule and not torch.compiler.is_exporting()
+    if not has_rule and function.vmap is Function.vmap:
         return _apply_generated(function, args, kwargs)
     bound = inspect.signature(function.forward).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -88,6 +90,9 @@ def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not is_old:
         bound.apply_defaults()
     args = bound.args[is_old:]
+    if torch.compiler.is_exporting():
+        # An exported program holds the forward pass alone, also that of an ordinary model.
+        return _pass_forward(function, args)[-1]
     *outputs, call = _with_rule(function).apply(*args)
     outputs = outputs[: call.count]
     for i, j in call.written:
@@ -96,23 +101,24 @@ def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return outputs[0] if call.is_single else tuple(outputs)
 
 
+def _pass_forward(function: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    ctx: Any = FunctionCtx()
+    ctx.needs_input_grad = tuple(isinstance(x, Tensor) and _torch.inside_vmap(x).requires_grad for x in given)
+    # A function may write its arguments.
+    args = tuple(x.clone() if isinstance(x, Tensor) else x for x in given)
+    if function.setup_context is Function.setup_context:
+        return ctx, args, function.forward(ctx, *args)
+    output = function.forward(*args)
+    function.setup_context(ctx, args, output)
+    return ctx, args, output
+
+
 @functools.cache
 def _with_rule(function: Any) -> Any:
     """The same function, with all that its backward pass needs among its results, so that PyTorch can batch it."""
 
-    def pass_forward(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        ctx: Any = FunctionCtx()
-        ctx.needs_input_grad = tuple(isinstance(x, Tensor) and _torch.inside_vmap(x).requires_grad for x in given)
-        # A function may write its arguments.
-        args = tuple(x.clone() if isinstance(x, Tensor) else x for x in given)
-        if function.setup_context is Function.setup_context:
-            return ctx, args, function.forward(ctx, *args)
-        output = function.forward(*args)
-        function.setup_context(ctx, args, output)
-        return ctx, args, output
-
     def forward(*args: Any) -> Any:
-        ctx, args, output = making_for_each(lambda: pass_forward(args), args)
+        ctx, args, output = making_for_each(lambda: _pass_forward(function, args), args)
         outputs = output if isinstance(output, tuple) else (output,)
         # What is kept is an argument or a result, so that it has a history if the backward pass is differentiated.
         positions = {id(x): i for i, x in reversed([*enumerate((*outputs, *args))])}

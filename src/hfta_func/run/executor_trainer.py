@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import time
 from typing import Any
 
@@ -18,7 +20,7 @@ from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.workers.executor import Executor
 from hfta_func.workers.pool import Pool, shares
-from hfta_func.workers.wire import Folder, dumps, loads
+from hfta_func.workers.wire import Folder, dumps, fingerprint, loads
 
 
 class PartWorker:
@@ -32,6 +34,7 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # Loader and trainer of the latest span, which go on with what they have begun to load.
         self._held: tuple[Any, Any, LocalTrainer] | None = None
 
@@ -56,8 +59,9 @@ class PartWorker:
         if self._loader is not None:
             run.loader.load_state_dict(position)
         run.running.load_state_dict(sums, torch.device(self._kind))
-        start = time.perf_counter()
-        ended = held[2].segment(run, until, SegmentHooks())
+        start, (enabled, dtype) = time.perf_counter(), self._autocast
+        with torch.autocast(self._kind, dtype, enabled):
+            ended = held[2].segment(run, until, SegmentHooks())
         self._held = held
         answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict()), "state": tree_map(cpu, run.state)}
         return answer | {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
@@ -90,6 +94,8 @@ class ExecutorTrainer(Trainer):
         # How many steps a call trains, and seconds that the longest one took.
         self._few, self._busy = 1, 0.0
         self._function: PartWorker | None = None
+        # What it held of Python when it was sent.
+        self._sent: Any = None
 
     @property
     def status(self) -> str:
@@ -124,10 +130,16 @@ class ExecutorTrainer(Trainer):
                 return ended
 
     def _prepared(self, run: Members) -> PartWorker:
-        """The function that workers call, made anew for another loader."""
+        """The function that workers call, made anew for another loader, and where a callback has changed what it holds."""
         is_dealt = isinstance(run.loader, ArrayLoader)
-        if run.loader is not self._loader or self._function is None:
-            old, self._loader, self._left = self._function, run.loader, None
+        loader = copy.copy(run.loader) if is_dealt else None
+        if loader is not None:
+            loader.load_state_dict({"epoch": 0, "batches": 0})
+        held = fingerprint((self._step, loader))
+        if run.loader is not self._loader or self._function is None or held[0] != self._sent[0]:
+            if run.loader is not self._loader:
+                self._left = None
+            old, self._loader, self._sent = self._function, run.loader, held
             if old is not None:
                 self._executor.forget(old)
             self._function = PartWorker(
@@ -140,7 +152,7 @@ class ExecutorTrainer(Trainer):
     def _piece(self, run: Members, until: int, function: PartWorker) -> bool:
         """Have the executor train the next batches by calls of a function."""
         executor, running, device, calls = self._executor, run.running, run.state.keys.device, {}
-        size, dims = num_models(run.state), getattr(self._step, "batch_dims", 0)
+        size, dims = num_models(run.state), getattr(inspect.unwrap(self._step), "batch_dims", 0)
         parts = shares(size, min(executor.count, size))
         position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches

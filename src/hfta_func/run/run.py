@@ -74,6 +74,8 @@ class Run(Members):
         if hidden := means.keys() & further.keys():
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+        if unknown := [name for name in self.sums if name not in metrics]:
+            raise ValueError(f"sums names '{unknown[0]}', but step and evaluate report {', '.join(sorted(metrics))}")
         members, width = history.members, len(history.seeds)
         history.epochs.append({name: widened(value, members, len(members), width) for name, value in metrics.items()})
         history.failures += self.running.failures(history)
@@ -197,10 +199,11 @@ class Drawn:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """A loader, and the samplers that one of PyTorch has."""
+    """A loader, and the data set and the samplers that one of PyTorch has."""
     loader = loader.loader if isinstance(loader, Drawn) else loader
     batches = getattr(loader, "batch_sampler", None)
-    return [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    inner = (getattr(loader, name, None) for name in ("dataset", "sampler"))
+    return [loader, *inner, batches, getattr(batches, "sampler", None)]
 
 
 class Best:

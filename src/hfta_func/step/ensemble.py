@@ -162,13 +162,14 @@ class Ensemble(nn.Module):
         return output
 
     @torch.no_grad()
-    def predict(self, batches: Any, *, batch_dims: Tree = None) -> Prediction:
+    def predict(self, batches: Any, *, batch_dims: Tree = None, inputs: Any = None) -> Prediction:
         """What all members predict, in eval mode and without gradients; the ensemble's own mode stays as it is.
 
         Args:
             batches: One tensor ``[N, ...]``, or an iterable of batches, such as a ``DataLoader``. Each batch is a tensor, a
                 tuple of several arguments, or a dict of them by name.
             batch_dims: As for :meth:`forward`.
+            inputs: What the model is called with, of each batch of a loader for training: ``inputs=lambda batch: batch[0]``.
 
         Raises:
             BatchError: if there is no batch, or a member returns anything but one tensor ``[N, ...]``.
@@ -179,9 +180,9 @@ class Ensemble(nn.Module):
             >>> prediction.mean.shape, prediction.std.shape, prediction.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
-        key = random.fold_in(self.keys, ~self.calls)
-        run, _ = self._choose(False)
-        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
+        (run, _), key = self._choose(False), random.fold_in(self.keys, ~self.calls)
+        given = batches if inputs is None else map(inputs, batches)
+        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, given, batch_dims)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
         """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.

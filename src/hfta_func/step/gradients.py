@@ -30,8 +30,8 @@ from hfta_func.verify import Trial
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
 
-_handed: weakref.WeakKeyDictionary[Any, list[float]] = weakref.WeakKeyDictionary()
-"""The learning rates of optimizers when :func:`from_torch` was given them, without schedulers."""
+_handed: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The numbers of optimizers when :func:`from_torch` was given them, without schedulers."""
 
 _REPORTED = ("loss", "finite", "failure", "loss_scale", "failed_step")
 
@@ -68,9 +68,11 @@ class Gradients(ArrayFunction):
     def warn_if_changed(self) -> None:
         """Warn if the model, or an optimizer that was handed over, has been changed since, which no step sees."""
         for optimizer, before in [*_handed.items()]:
-            if before != (now := _rates(optimizer)):
+            if before != (now := _numbers(optimizer)):
                 _handed[optimizer] = now
-                why = f"the lr of an optimizer that from_torch was given has changed from {before} to {now}"
+                name = next(name for name in before | now if before.get(name) != now.get(name))
+                change = f"from {before.get(name)} to {now.get(name)}"
+                why = f"the {name} of an optimizer that from_torch was given has changed {change}"
                 cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
                 warnings.warn(f"{why}, {cure}", stacklevel=3)
         settings = self._settings if (template := self._template()) is None else _settings(template)
@@ -156,14 +158,20 @@ class Gradients(ArrayFunction):
 
 
 def handed(optimizers: Iterable[Any], schedulers: Any) -> list[Any]:
-    """Optimizers that an array is made from; if their learning rates change later, steps say that this comes too late."""
+    """Optimizers that an array is made from; if their numbers change later, steps say that this comes too late."""
     optimizers = list(optimizers)
-    _handed.update({each: _rates(each) for each in optimizers} if schedulers is None else {})
+    _handed.update({each: _numbers(each) for each in optimizers} if schedulers is None else {})
     return optimizers
 
 
-def _rates(optimizer: Any) -> list[float]:
-    return [float(group["lr"]) for group in getattr(optimizer, "param_groups", ())]
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    groups = getattr(optimizer, "param_groups", ())
+    names = groups[0].keys() - {"params", "initial_lr"} if groups else ()
+    return {name: [_plain(group.get(name)) for group in groups] for name in sorted(names)}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -172,6 +180,9 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         name = f"train or eval mode, or hooks, of '{path or type(module).__name__}'"
         settings[name] = module.training, *module._forward_hooks, *module._forward_pre_hooks
+        # Such as the rate of a dropout; other numbers may be counters, which go on in the model.
+        values = {name: vars(module).get(name) for name in getattr(type(module), "__constants__", ())}
+        settings |= {f"'{path}.{name}'": x for name, x in values.items() if isinstance(x, float | int | str)}
     return settings
 
 

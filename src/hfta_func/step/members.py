@@ -46,7 +46,7 @@ from hfta_func.step.batch import (
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
-from hfta_func.verify import Case, Oracle, Trial, autocasting, same
+from hfta_func.verify import WRITES, Case, Oracle, Trial, autocasting, same
 
 T = TypeVar("T")
 
@@ -82,11 +82,7 @@ class Members:
         result = call(*params)
         for path, param, count in every:
             if writes(param) != count:
-                raise StateError(
-                    f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a "
-                    f"step returns anew, or change it between steps: state._replace(params=...); what only a first call "
-                    f"writes, write by calling each model once on a batch before stacking"
-                )
+                raise StateError(WRITES.format(path))
         return result
 
     def rehearse(self, *given: Tree) -> None:

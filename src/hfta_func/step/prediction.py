@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import Params, Tree
+from hfta_func.errors import BatchError
 from hfta_func.models.stack import Stacked
 from hfta_func.step.batch import apart, check_batch, plain
 from hfta_func.step.batch import together as joined
@@ -149,8 +150,13 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     parts = []
     for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-        output = run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
-        parts.append(output)
+        try:
+            parts.append(run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs))
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            cure = "of a loader for training, which has targets, too, pass inputs=lambda batch: batch[0]"
+            raise BatchError(f"the model does not take a batch: {error}; {cure}") from error
     return Prediction(torch.cat(parts, dim=1))
 
 

@@ -1,5 +1,6 @@
 """The oracle: what an array computes is compared with members that run alone."""
 
+from hfta_func.verify.alone import WRITES as WRITES
 from hfta_func.verify.alone import Case as Case
 from hfta_func.verify.alone import autocasting as autocasting
 from hfta_func.verify.alone import same as same

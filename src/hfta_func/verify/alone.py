@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hfta_func import _torch
 from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
 from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
+from hfta_func.errors import RandomnessError, StateError
 from hfta_func.models.attributes import count
+from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of
 from hfta_func.models.sizes import SIZE
@@ -23,6 +27,14 @@ from hfta_func.models.stack import members_of
 
 Results = dict[str, Params]
 """Tensors by kind, such as "gradient", and path; those of an array are ``[M, ...]``."""
+
+WRITES = (
+    "the model writes its parameter '{}' in place, which a step must not do; make it a buffer, which a step returns anew, "
+    "or change it between steps: state._replace(params=...); what only a first call writes, write by calling each model "
+    "once on a batch before stacking"
+)
+
+_SEEDING = threading.RLock()
 
 Cast = Callable[[Any], Any]
 """Copies a tree, in float64 where that is judged."""
@@ -64,14 +76,25 @@ class Case(NamedTuple):
         """The results of one member alone; judged ones without autocast."""
         model = self._model(member, cast, judged)
         watch(model)
-        device = self.keys.device
+        device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
+        before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
+        evaluates = not any(module.training for module in model.modules())
+        buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
         with torch.set_grad_enabled(bool(self.trained) or self.takes_gradients), checkpoints_of(model, frozenset()):
-            with autocasting(device, None if judged else self.autocast, cached=True), keyed(self.keys[member]):
+            casting = autocasting(device, None if judged else self.autocast, cached=True)
+            with casting, keyed(self.keys[member]), seeding_refused():
                 value, results = self.measure(model, member, cast)
+            now = dict(model.named_parameters())
+            for path, leaf in before.items():
+                # Some are restored, to rounding.
+                if not torch.allclose(now[path].detach().to(leaf.dtype), leaf, 1e-4, equal_nan=True):
+                    raise StateError(WRITES.format(path))
             if self.trained:
                 results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
-        return results | {"buffer": {path: leaf.detach() for path, leaf in model.named_buffers()}}
+        after = {path: leaf.detach() for path, leaf in model.named_buffers()}
+        dropped = {path: x for path, x in buffers.items() if not (torch.equal(x, after[path]) or x.isnan().any())}
+        return results | {"buffer": after, "dropped": dropped}
 
     def _model(self, member: int, cast: Cast, judged: bool) -> nn.Module:
         params, buffers = ({path: leaf[member : member + 1] for path, leaf in tree.items()} for tree in self.trees)
@@ -112,6 +135,24 @@ class Case(NamedTuple):
                 part = padding.true(int(self.trees[1][SIZE][member]), part)
             parts[kind] = part
         return parts
+
+
+@contextlib.contextmanager
+def seeding_refused() -> Iterator[None]:
+    """A block in which this thread may not call ``torch.manual_seed``, which has no effect on members."""
+
+    def refuse(seed: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise RandomnessError(
+                "the model or the loss calls torch.manual_seed, which has no effect on noise that is drawn from the member's "
+                "own key; leave it out, or draw what is to be the same in every call outside of the function"
+            )
+        return seed_all(seed)
+
+    with _SEEDING:
+        seed_all, thread = torch.manual_seed, threading.get_ident()
+        with _torch.replaced(torch, "manual_seed", refuse):
+            yield
 
 
 def _outside(model: nn.Module, value: Tensor) -> Params:

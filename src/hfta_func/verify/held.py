@@ -18,6 +18,10 @@ from hfta_func.calls.body import running_body
 from hfta_func.errors import StateError
 from hfta_func.models.attributes import Snapshot, put
 
+_CURE = (
+    ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
+)
+
 
 class MemberValues(Tensor):
     """Values of the members ``[M, ...]`` that a call has left in Python: to be read after it, not in later calls."""
@@ -26,10 +30,7 @@ class MemberValues(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function makes of an ordinary tensor."""
         if running_body() is not None:
-            raise StateError(
-                "the loss or a hook reads what an earlier call has left in Python, which is of all members; keep it in a "
-                "buffer of the model, self.register_buffer(name, tensor), and write that"
-            )
+            raise StateError(f"the loss or a hook reads what an earlier call has left in Python{_CURE}")
         with _torch.out_of_sight():
             return func(*args, **(kwargs or {}))
 
@@ -88,20 +89,25 @@ class OneCall:
         self._run, self._held, self._count = run, held, count
         self._sizes: list[int] = []
         self._left: list[dict[Any, Any]] = []
+        self._written: list[list[Tensor]] = []
 
     def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
         """The results of a group."""
         if sum(self._sizes) == self._count:
             # Earlier groups were to find the fastest size.
-            self._sizes, self._left = [], []
+            self._sizes, self._left, self._written = [], [], []
         self._held.restore()
         result = self._run(members, *args, **kwargs)
         self._sizes.append(len(members[0]))
+        self._written.append(self._held.written())
         self._left.append({(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()})
         return result
 
     def end(self) -> None:
-        """After the last group."""
+        """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
+        if any(not torch.equal(a, b) for one in self._written for a, b in zip(one, self._written[0], strict=True)):
+            why = f"the loss or a hook writes a tensor in place for a later call{_CURE}"
+            raise StateError(f"{why}, or append what is only read later to a list")
         groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key

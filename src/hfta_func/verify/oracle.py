@@ -142,9 +142,9 @@ class Trial:
         array = case.of_member(results, member)
         try:
             alone = self._alone(case, member)
-        except (ValueError, ArithmeticError):
-            # PyTorch alone may refuse what fails a member of an array, such as a dropout rate of 1.5.
-            if has_failed(array):
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            # PyTorch alone may refuse what fails a member of an array, such as a dropout rate of 1.5 or a target of NaN.
+            if has_failed(array) and not isinstance(error, HFTAError):
                 return
             raise
         if (met := difference(array, alone, eps)) is None:
@@ -192,6 +192,10 @@ class Trial:
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
             )
+        if (dropped := [*alone.pop("dropped", {})]) and not self._oracle.has_warned:
+            self._oracle.has_warned = True
+            why = f"the model writes its buffer '{dropped[0]}' in eval mode, where an array drops it"
+            warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)
         names = sorted(filter(None, map(self.before.name_of, alone.pop("outside", {}).values())))
         if names and not self._oracle.has_warned:
             self._oracle.has_warned = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import hashlib
 import io
 import os
 import pickle
@@ -11,7 +12,10 @@ from typing import IO, Any
 
 import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hfta_func._torch import parametrized, writes
 
 _SHARED = _PAGE = 1 << 12
 """Tensors of at least this many bytes are shared, and not copied into every process; all begin at a multiple of it."""
@@ -49,7 +53,7 @@ class Folder:
 
     def put(self, tensor: Tensor) -> TensorRef:
         """Write a tensor, unless it has been written."""
-        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        key = _identity(tensor)
         if key not in self._refs:
             # The tensor is kept, so that no other one gets its address.
             self._refs[key] = self.write(tensor), tensor
@@ -80,6 +84,45 @@ class Pickler(cloudpickle.Pickler):
             return None if obj.nbytes < _SHARED else self._folder.put(obj)
         plain = torch.empty(obj.shape, dtype=obj.dtype, device="cpu").copy_(obj)
         return TensorRef(ctypes.string_at(plain.data_ptr(), plain.nbytes), obj.dtype, obj.shape, "cpu")
+
+    def reducer_override(self, obj: Any) -> Any:
+        """What an object is made from; PyTorch gives parametrized modules a class of their own, which it does not send."""
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return parametrized, (type(obj).__base__, vars(obj))
+        if type(obj) is nn.Parameter:
+            # PyTorch itself sends its data, of which no one knows how often it was written.
+            return nn.Parameter, (obj.detach(), obj.requires_grad), vars(obj) or None
+        return super().reducer_override(obj)
+
+
+class _Fingerprint(Pickler):
+    """Pickles which tensor there is instead of its values; buffers of NumPy's arrays are left out."""
+
+    def __init__(self, file: IO[bytes]):
+        cloudpickle.Pickler.__init__(self, file, buffer_callback=lambda buffer: None)
+        # Kept, so that no other one gets their addresses.
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return None
+        self.tensors.append(obj)
+        return _identity(obj)
+
+
+def _identity(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, writes(tensor)
+
+
+def fingerprint(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Bytes that change if anything does that is sent with a value, but for entries of NumPy's arrays, and its tensors."""
+    pickler = _Fingerprint(file := io.BytesIO())
+    try:
+        pickler.dump(value)
+    except Exception:
+        # Sending it raises an error that names the cure.
+        return b"", []
+    return hashlib.sha256(file.getbuffer()).digest(), pickler.tensors
 
 
 class Unpickler(pickle.Unpickler):

@@ -1,0 +1,293 @@
+"""What scripts keep and change outside of the model while they train, in one process and in two, beside the loop."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import hfta_func as hfta
+
+X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+BATCHES = [(X[i : i + 6], Y[i : i + 6]) for i in range(0, 24, 6)]
+processes = pytest.mark.parametrize("workers", [None, 2])
+members = pytest.mark.parametrize("members", [1, 3])
+
+
+def make():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def mse(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def array(loss, make=make, members=3, loader=BATCHES, around=lambda step: step, epochs=3, fit=None, **options):
+    """The models of a trained array."""
+    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=0.1), **{"batch_dims": None} | options)
+    state = step.init(*hfta.init_params(make, range(members)), seeds=range(members))
+    state, _ = hfta.fit(around(step), state, loader, epochs=epochs, progress=False, **(fit or {}))
+    return hfta.unstack_params(make(), *hfta.step.stacked(state))
+
+
+def loop(loss, seed, make=make, epochs=3, end_epoch=lambda epoch: None, batch=lambda batch: batch):
+    """A script: one model trained alone."""
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        for each in BATCHES:
+            optimizer.zero_grad()
+            loss(model, batch(each)).backward()
+            optimizer.step()
+        end_epoch(epoch + 1)
+    return model
+
+
+def assert_same(models, expected, tolerance=1e-10):
+    for found, model in zip(models, expected, strict=True):
+        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=tolerance, atol=tolerance)
+
+
+def outside(kind):
+    """A loss that is weighted by a value in a dict, a class or a tensor, and what sets that value."""
+    holder = {
+        "dict": {"weight": 1.0},
+        "class": type("Settings", (), {"weight": 1.0}),
+        "tensor": torch.ones(()).double(),
+    }[kind]
+
+    def change(weight):
+        if kind == "dict":
+            holder["weight"] = weight
+        elif kind == "class":
+            holder.weight = weight
+        else:
+            holder.fill_(weight)
+
+    def loss(model, batch):
+        weight = {"dict": lambda: holder["weight"], "class": lambda: holder.weight, "tensor": lambda: holder}[kind]()
+        return mse(model, batch) * weight
+
+    return loss, change
+
+
+@processes
+@pytest.mark.parametrize("kind", ["dict", "class", "tensor"])
+def test_a_callback_changes_what_the_loss_reads(kind, workers):
+    weights = [0.3, 0.1, 0.5]
+    loss, change = outside(kind)
+    fit = {"workers": workers, "callbacks": [lambda state, history: change(weights[len(history) - 1])]}
+    models = array(loss, fit=fit)
+    expected = []
+    for seed in range(3):
+        change(1.0)
+        expected.append(loop(loss, seed, end_epoch=lambda epoch: change(weights[epoch - 1])))
+    assert_same(models, expected)
+
+
+@processes
+def test_a_callback_changes_the_transform_of_a_loader(workers):
+    class Scale:
+        factor = 1.0
+
+        def __call__(self, batch):
+            return batch[0] * self.factor, batch[1]
+
+    def halve(scale):
+        scale.factor /= 2
+
+    scale = Scale()
+    loader = hfta.ArrayLoader((X, Y), 6, seeds=range(3), shuffle=False, transform=scale)
+    fit = {"workers": workers, "callbacks": [lambda state, history: halve(scale)]}
+    models = array(mse, loader=loader, fit=fit, batch_dims=0)
+    expected = []
+    for seed in range(3):
+        alone = Scale()
+        expected.append(loop(mse, seed, end_epoch=lambda epoch, one=alone: halve(one), batch=alone))
+    assert_same(models, expected)
+
+
+@processes
+def test_a_callback_moves_a_teacher(workers):
+    torch.manual_seed(9)
+    teacher = nn.Sequential(nn.Linear(4, 600), nn.Tanh(), nn.Linear(600, 1)).double().requires_grad_(False)
+    start = copy.deepcopy(teacher.state_dict())
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    def shrink(*_):
+        for parameter in teacher.parameters():
+            parameter.mul_(0.5)
+
+    models = array(loss, fit={"workers": workers, "callbacks": [shrink]})
+    expected = []
+    for seed in range(3):
+        teacher.load_state_dict(start)
+        expected.append(loop(loss, seed, end_epoch=shrink))
+    assert_same(models, expected)
+
+
+@processes
+def test_autocast_around_fit(workers):
+    def seen(model, batch):
+        return mse(model, batch) * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        models = array(seen, epochs=1, fit={"workers": workers})
+        expected = [loop(seen, seed, epochs=1) for seed in range(3)]
+    assert_same(models, expected)
+
+
+@pytest.mark.parametrize("fit", [{"workers": 2}, {"compact": True}], ids=str)
+def test_a_function_around_the_step_says_whether_members_share_batches(fit):
+    def around(step):
+        def function(state, batch):
+            return step(state, batch)
+
+        return function
+
+    def told(step):
+        function = around(step)
+        function.batch_dims = step.batch_dims
+        return function
+
+    with pytest.raises(hfta.errors.BatchError, match=r"does not say .* set its attribute: function\.batch_dims"):
+        array(mse, around=around, fit=fit)
+    assert_same(array(mse, around=told, fit=fit), [loop(mse, seed) for seed in range(3)])
+    assert_same(array(mse, around=around), [loop(mse, seed) for seed in range(3)])
+
+
+@processes
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_models(name, workers):
+    def make_parametrized():
+        return nn.Sequential(getattr(parametrizations, name)(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    models = array(mse, make_parametrized, fit={"workers": workers})
+    assert_same(models, [loop(mse, seed, make_parametrized) for seed in range(3)])
+
+
+class Centre(nn.Module):
+    """A criterion with a running centre that it writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, output, target):
+        loss = (output - self.centre - target).square().mean()
+        self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return loss
+
+
+def centred():
+    criterion = Centre()
+    return lambda model, batch: criterion(model(batch[0]), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+def test_a_criterion_that_writes_its_buffer_in_place():
+    with pytest.raises(hfta.errors.StateError, match="writes a tensor in place for a later call"):
+        array(centred())
+    assert_same(array(centred(), members=1), [loop(centred(), 0)])
+
+    def make_both():
+        return nn.ModuleDict({"model": make(), "criterion": Centre()})
+
+    def loss(both, batch):
+        return both["criterion"](both["model"](batch[0]), batch[1])
+
+    assert_same(array(loss, make_both), [loop(loss, seed, make_both) for seed in range(3)])
+
+
+class Constrained(nn.Linear):
+    """A layer of EEGNet, whose weights are shortened before each use."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+@members
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+def test_weights_that_a_forward_pass_assigns(members):
+    with pytest.raises(
+        hfta.errors.StateError, match=r"writes its parameter 'weight' in place.* change it between steps"
+    ):
+        array(mse, lambda: Constrained(4, 1).double(), members)
+
+
+@members
+def test_seeds_that_a_loss_sets(members):
+    def loss(model, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return mse(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    torch.manual_seed(5)
+    with pytest.raises(hfta.errors.RandomnessError, match=r"calls torch\.manual_seed.* leave it out, or draw"):
+        array(loss, members=members)
+    noise = torch.randn(6, 4, dtype=torch.float64)
+
+    def fixed(model, batch):
+        return mse(model, (batch[0] + noise, batch[1]))
+
+    assert_same(array(fixed, members=members), [loop(fixed, seed) for seed in range(members)])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_a_target_that_is_nan_for_one_member(chunk_size):
+    def bce(model, batch):
+        return F.binary_cross_entropy(model(batch[0]).sigmoid(), batch[1])
+
+    batches = [(x, (y > 0).double()) for x, y in BATCHES]
+    spoiled = [(x.expand(3, -1, -1), y.repeat(3, 1, 1)) for x, y in batches]
+    for _, y in spoiled:
+        y[1, 0] = torch.nan
+    models = array(bce, loader=spoiled, batch_dims=0, chunk_size=chunk_size)
+    expected = [loop(bce, seed, batch=lambda batch: (batch[0], (batch[1] > 0).double())) for seed in (0, 2)]
+    assert_same([models[0], models[2]], expected)
+
+
+def test_numbers_that_are_changed_in_what_was_handed_over():
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double() for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1) for model in models]
+    step = hfta.make_train_step(models[0], mse, hfta.from_torch(optimizers, models=models), batch_dims=None)
+    state = step.init(*hfta.stack_params(models), seeds=range(3))
+
+    def change(state, history):
+        optimizers[2].param_groups[0]["weight_decay"] = 0.0
+        models[0][1].p = 0.5
+
+    with pytest.warns(UserWarning) as said:
+        hfta.fit(step, state, BATCHES, epochs=3, callbacks=[change], progress=False)
+    texts = [str(one.message) for one in said]
+    assert len(texts) == 2 and "the weight_decay of an optimizer" in texts[0] and "('1.p')" in texts[1]
+
+
+@pytest.mark.parametrize("use", ["evaluate", "predict", "ensemble"])
+def test_buffers_that_a_model_writes_in_eval_mode(use):
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1, dtype=torch.float64)
+            self.register_buffer("seen", torch.tensor(0))
+
+        def forward(self, x):
+            self.seen += len(x)
+            return super().forward(x)
+
+    state = hfta.init_params(Counts, range(3))
+    uses = {
+        "evaluate": lambda: hfta.make_eval_step(Counts(), mse)(state, (X, Y)),
+        "predict": lambda: hfta.predict(Counts(), state, X),
+        "ensemble": lambda: hfta.Ensemble(Counts(), *state).eval()(X),
+    }
+    with pytest.warns(
+        UserWarning, match="writes its buffer 'seen' in eval mode, where an array drops it; .* train mode"
+    ):
+        uses[use]()
