@@ -68,9 +68,11 @@ def fresh_draws() -> Iterator[None]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator(name: str) -> None:
     op = OPERATORS[name]
-    assert examine(op, dtype_of(op)) == TABLE.get(name)
+    # Of the functions of networks, every sample of the table.
+    count = 64 if name.startswith("nn.functional.") else op_sweep.SAMPLES
+    assert examine(op, dtype_of(op), count) == TABLE.get(name)
     if torch.float32 in op.supported_dtypes("cpu"):
-        found = examine(op, torch.float32)
+        found = examine(op, torch.float32, count)
         assert "wrong" not in found and ("refused" in TABLE[name] or "refused" not in found), found
 
 
@@ -86,7 +88,7 @@ def test_composed(name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*LOOPED[::12], *FUSED[::120], "select_scatter", "index_fill", "index_put", "linalg.pinv", "nn.functional.rrelu"],
+    [*LOOPED[::12], *FUSED[::60], "select_scatter", "index_fill", "index_put", "linalg.pinv", "nn.functional.rrelu"],
 )
 def test_some_operators(name: str) -> None:
     assert examine(OPERATORS[name], dtype_of(OPERATORS[name])) == TABLE[name]
