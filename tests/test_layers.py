@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import hfta_func as hfta
 
@@ -164,16 +163,9 @@ def late():
         ("rules/conv", "rules/norm"),
         ("optim/_adam", "optim/_momentum"),
         ("optim/_base", "rules/_layout"),
-        ("optim/_base", "optim/_leafwise"),
-        ("optim/_adam", "optim/__init__"),
-        ("rules/conv", "optim/_base"),
         ("rules/__init__", "optim/__init__"),
-        ("_tree", "random"),
-        ("models/stack", "models/functional"),
         ("models/stack", "__init__"),
-        ("models/functional", "step/train"),
         ("step/commit", "step/train"),
-        ("run/fit", "plot"),
         ("random", "calls/routing"),
     ],
 )
@@ -239,7 +231,7 @@ before, modules = kernels(), set(sys.modules)
 state = torch.get_rng_state()
 import hfta_func
 new = set(sys.modules) - modules
-heavy = ("torch._inductor", "torch._dynamo", "pandas", "matplotlib", "scipy", "sklearn")
+heavy = ("torch_xla", "torch._inductor", "torch._dynamo", "pandas", "matplotlib", "scipy", "sklearn")
 assert not [name for name in new if name.startswith(heavy)], sorted(new)
 assert not hfta_func.rules.is_installed()
 assert kernels() == before
@@ -303,19 +295,6 @@ assert not hfta.rules.is_installed()
 step(state, torch.ones(1, 4, 2))
 assert hfta.rules.is_installed()
 """)
-
-
-def test_results_are_those_of_torch_after_uninstall():
-    installed = hfta.rules.is_installed()
-    x, weight = torch.randn(3, 2, 4, 6, 6).double(), torch.randn(3, 5, 4, 3, 3).double()
-    expected = torch.stack([torch.conv2d(*pair) for pair in zip(x, weight, strict=True)])
-    try:
-        for change in (hfta.rules.install, hfta.rules.uninstall):
-            change()
-            torch.testing.assert_close(torch.func.vmap(torch.conv2d)(x, weight), expected, rtol=1e-12, atol=1e-12)
-    finally:
-        if installed:
-            hfta.rules.install()
 
 
 def test_every_room_says_why_it_is_as_it_is():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,18 +184,6 @@ def test_members_with_dropout_are_arrays_of_one(name: str, mode: str) -> None:
     assert not _identical(after.params, state.params)
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_trajectories_with_dropout_are_those_of_the_cpu(name: str) -> None:
-    _, step, there = _array(name, CHOSEN[0], dropout=0.3)
-    run, here = _runner("compiled", step), _on("cpu", there)
-    for batch in batches(M, 20):
-        here, _ = step(here, batch)
-        there, _ = run(there, _on("xla", batch))
-    for mine, other in zip(optree.tree_leaves(there), optree.tree_leaves(here), strict=True):
-        # XLA's tanh and erf agree with the CPU's to some ten digits; another dropout mask would change the first.
-        torch.testing.assert_close(mine.cpu(), other, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, mode: str) -> None:
@@ -229,17 +215,6 @@ def test_a_nan_in_a_convolution_stays_with_its_member(conv: Any, dtype: torch.dt
         output = hfta.vmap(lambda x, weight: conv(x, weight, padding=1))(*there)
         for value in (output, *torch.autograd.grad(output, there, grad.to("xla"))):
             assert hfta.take(value.detach(), [0, 2]).isfinite().all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_step_writes_nothing_the_caller_holds(name: str, mode: str) -> None:
-    _, step, state = _array(name, CHOSEN[1], dropout=0.3)
-    (batch,) = _on("xla", batches(M, 1))
-    held = _on("cpu", (state, batch))
-    after, _ = _runner(mode, step)(state, batch)
-    assert _identical((state, batch), held)
-    assert not _identical(after.params, state.params)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -304,11 +279,6 @@ def test_loader_and_fit() -> None:
     expected = hfta.fit(step, _on("cpu", state), here, epochs=2, progress=False)
     result = hfta.fit(step, state, there, epochs=2, progress=False)
     torch.testing.assert_close(result.history["loss"], expected.history["loss"], rtol=1e-9, atol=0)
-
-
-def test_the_package_does_not_import_torch_xla() -> None:
-    code = "import sys, hfta_func; sys.exit('torch_xla' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("way", [["--hfta"], []])
