@@ -18,7 +18,7 @@ import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from hfta_func.testing import assert_matches_solo
 from rule_cases import NORM, RULE_CASES, RuleCase
-from rule_checks import M, member_inputs
+from rule_checks import M, as_tuple, member_inputs, outputs_of_loop
 
 torch_xla = pytest.importorskip("torch_xla", reason="needs torch_xla; `make test-xla` sets it up")
 
@@ -114,11 +114,7 @@ def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[b
     func = hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))
 
     def loop(*inputs: Tensor) -> tuple[Tensor, ...]:
-        members = [
-            _tuple(case.func(*(x[i] if batched else x for x, batched in zip(inputs, mask, strict=True))))
-            for i in range(M)
-        ]
-        return tuple(torch.stack(column) for column in zip(*members, strict=True))
+        return outputs_of_loop(case, mask, list(inputs))
 
     expected = _run(loop, inputs, "xla" if case.name in _LOOP_ON_XLA else "cpu")
     got = _run(_compiled(func) if mode == "compiled" else func, inputs, "xla")
@@ -127,14 +123,10 @@ def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[b
         torch.testing.assert_close(mine.to(alone.dtype), alone, rtol=1e-11, atol=1e-11)
 
 
-def _tuple(output: Any) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
 def _run(func: Callable[..., Any], inputs: list[Tensor], device: str) -> list[Tensor]:
     """Outputs, and gradients of a sum of squares in which every entry of every output has another weight."""
     leaves = [x.clone().to(device).requires_grad_(x.is_floating_point()) for x in inputs]
-    outputs = _tuple(func(*leaves))
+    outputs = as_tuple(func(*leaves))
     smooth = [output for output in outputs if output.requires_grad]
     weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape).to(device) for x in smooth]
     grads = torch.autograd.grad(
