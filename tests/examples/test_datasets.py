@@ -263,42 +263,23 @@ def write_cifar(path, batches):
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """CIFAR-10's archive with 4 images a file, and a way to make another one."""
+    """CIFAR-10's archive with 4 images a file."""
     rows = {f"data_batch_{i}.bin": cifar_rows(4, i) for i in range(1, 6)} | {"test_batch.bin": cifar_rows(3, 9)}
 
-    def write(**changed):
-        content = {name: row.tobytes() for name, row in rows.items()} | {"readme.html": b"text"}
-        content |= {f"{name}.bin": data for name, data in changed.items()}
-        path = tmp_path / "cifar-10-binary.tar.gz"
-        write_cifar(path, {name: data for name, data in content.items() if data is not None})
-        place(monkeypatch, images, "CIFAR10", path)
-        return path
-
-    write()
-    return rows, write
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    write_cifar(path, {name: row.tobytes() for name, row in rows.items()} | {"readme.html": b"text"})
+    place(monkeypatch, images, "CIFAR10", path)
+    return rows
 
 
 def test_cifar10(cifar, tmp_path):
-    rows, _ = cifar
+    rows = cifar
     data = images.load("cifar10", tmp_path, 32)
     train = numpy.concatenate([rows[f"data_batch_{i}.bin"] for i in range(1, 6)])
     assert data.classes == 10 and data.train[1].tolist() == train[:, 0].tolist()
     assert numpy.array_equal(data.train[0].numpy().reshape(20, -1), train[:, 1:])
     assert numpy.array_equal(data.test[0].numpy().reshape(3, -1), rows["test_batch.bin"][:, 1:])
     assert data.train[0].dtype == torch.uint8 and data.train[1].dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"data_batch_3": b"\1" * 3072}, "data_batch_3.bin is no sequence of images"),
-        ({"test_batch": b"\x0a" * 3073}, "test_batch.bin is no sequence of images"),
-    ],
-)
-def test_cifar10_with_a_wrong_file(cifar, tmp_path, changed, message):
-    cifar[1](**changed)
-    with pytest.raises(BadInput, match=rf"cifar-10-binary\.tar\.gz: damaged.*{message}"):
-        images.load("cifar10", tmp_path, 32)
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"no archive"])
@@ -335,31 +316,6 @@ def test_mnist(mnist, tmp_path):
     for part, (pixels, labels) in zip((data.train, data.test), mnist.values(), strict=True):
         assert all(numpy.array_equal(part[0][:, channel].numpy(), pixels) for channel in range(3))
         assert part[1].tolist() == labels.tolist()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\0\0\x09\x01" + (1).to_bytes(4, "big") + b"1", "no file of unsigned bytes"),
-        (b"\0\0\x08\x01" + (1).to_bytes(4, "big") + b"\x01", "images of MNIST's train but 1 labels"),
-        (b"", "damaged"),
-    ],
-)
-def test_mnist_with_wrong_content(mnist, tmp_path, monkeypatch, content, message):
-    path = tmp_path / "train-labels-idx1-ubyte.gz"
-    path.write_bytes(gzip.compress(content))
-    place(monkeypatch, images, ("MNIST", "train-labels-idx1-ubyte"), path)
-    with pytest.raises(BadInput, match=message):
-        images.load("mnist", tmp_path, 28)
-
-
-@pytest.mark.parametrize("length", [5, -4])
-def test_mnist_cut_short(mnist, tmp_path, monkeypatch, length):
-    path = tmp_path / "t10k-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:length])
-    place(monkeypatch, images, ("MNIST", "t10k-images-idx3-ubyte"), path)
-    with pytest.raises(BadInput, match=r"t10k-images-idx3-ubyte\.gz: damaged"):
-        images.load("mnist", tmp_path, 28)
 
 
 @pytest.fixture
@@ -465,18 +421,6 @@ def test_lsun(tmp_path):
     assert len(images.load("lsun", tmp_path, 8, 1).train[0]) == 1
 
 
-def test_lsun_is_decoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
-    write_lsun(tmp_path)
-    images.load("lsun", tmp_path, 16)
-    images.load.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(images, "_decode", not_again)
-        images.load("lsun", tmp_path, 16)
-    images.load.cache_clear()
-    write_lsun(tmp_path, 5)
-    assert len(images.load("lsun", tmp_path, 16).train[0]) == 5
-
-
 @pytest.mark.parametrize("spoil", [lambda data: b"no database", lambda data: data[:8192]])
 def test_lsun_damaged(tmp_path, spoil):
     write_lsun(tmp_path)
@@ -523,21 +467,6 @@ def test_wikitext2(tmp_path, monkeypatch):
     assert data.vocabulary == len(number) == 7
     assert torch.equal(data.train[0].flatten(), expected[:10]) and torch.equal(data.train[1].flatten(), expected[1:11])
     assert data.test[0].tolist() == [[number["the"], number["<unk>"]]] and data.test[1].tolist() == [[1 + 3, 2]]
-
-
-def test_wikitext2_damaged(tmp_path, monkeypatch):
-    path = tmp_path / "wikitext-2-v1.zip"
-    path.write_bytes(b"no archive")
-    place(monkeypatch, text, "WIKITEXT2", path)
-    with pytest.raises(BadInput, match=r"wikitext-2-v1\.zip: damaged"):
-        text.load("wikitext2", tmp_path, 2)
-    write_zip(path, {"wikitext-2/wiki.train.tokens": "a b c"})
-    place(monkeypatch, text, "WIKITEXT2", path)
-    with pytest.raises(BadInput, match=r"damaged.*wiki\.test\.tokens"):
-        text.load("wikitext2", tmp_path, 2)
-    write_wikitext(path, monkeypatch, "", "")
-    with pytest.raises(BadInput, match="a file is empty"):
-        text.load("wikitext2", tmp_path, 2)
 
 
 def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
@@ -637,21 +566,19 @@ def cut(content):
 def flipped(content):
     """One bit of an entry's content."""
     content = bytearray(content)
-    content[content.index(b"OFF" if b"OFF" in content else b"Chair")] ^= 1
+    content[content.index(b"Chair")] ^= 1
     return bytes(content)
 
 
 @pytest.mark.parametrize("spoil", [cut, flipped])
-@pytest.mark.parametrize("name", ["shapenet", "modelnet40"])
-def test_damaged_zips(tmp_path, monkeypatch, name, spoil):
-    source, write = {"shapenet": ("SHAPENET", write_shapenet), "modelnet40": ("MODELNET40", write_modelnet)}[name]
-    path = tmp_path / getattr(shapes, source).file
-    write(path, monkeypatch)
+def test_shapenet_without_a_checksum_is_checked_all_the_same(tmp_path, monkeypatch, spoil):
+    assert not shapes.SHAPENET.digest
+    path = tmp_path / shapes.SHAPENET.file
+    write_shapenet(path, monkeypatch)
     path.write_bytes(spoil(path.read_bytes()))
-    place(monkeypatch, shapes, source, path)
-    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S") as error:
-        shapes.load(name, tmp_path, 8)
-    assert "\n" not in str(error.value)
+    place(monkeypatch, shapes, "SHAPENET", path)
+    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S"):
+        shapes.load("shapenet", tmp_path, 8)
 
 
 TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
@@ -682,20 +609,6 @@ def test_modelnet40(tmp_path, monkeypatch):
     variance = clouds.var(-1)
     torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
     assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (TRIANGLES.replace("3 0 1 2", "4 0 1 2"), "faces that are no triangles"),
-        (TRIANGLES[:-9], "damaged"),
-        (TRIANGLES.replace("3 0 2 3", "3 0 2 9"), "damaged"),
-    ],
-)
-def test_modelnet40_with_a_wrong_mesh(tmp_path, monkeypatch, mesh, message):
-    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, second=mesh)
-    with pytest.raises(BadInput, match=message):
-        shapes.load("modelnet40", tmp_path, 16)
 
 
 def uniform(count=40_000):
@@ -741,17 +654,6 @@ def test_generated_clouds(tmp_path):
     assert len(pairs) == data.parts == len({part for _, part in pairs})
     assert torch.equal(points.surfaces(128, 39, 39).train[0], clouds)
     assert not torch.equal(data.test[0], clouds)
-
-
-def test_clouds_without_noise_lie_on_stretched_and_turned_surfaces():
-    clouds, classes, parts = points.surfaces(600, 13, 1, noise=0.0).train
-    ball = clouds[classes == 0][0].double()
-    # An ellipsoid: one quadratic form is 1 on all its points.
-    terms = torch.stack([ball[i] * ball[j] for i in range(3) for j in range(i, 3)] + [*ball], 1)
-    solution = torch.linalg.lstsq(terms, torch.ones(600, 1, dtype=torch.float64)).solution
-    torch.testing.assert_close(terms @ solution, torch.ones(600, 1, dtype=torch.float64), atol=1e-4, rtol=0)
-    lower, upper = (ball[2][parts[classes == 0][0] == part] for part in (0, 1))
-    assert lower.max() <= upper.min()
 
 
 # Augmentation
