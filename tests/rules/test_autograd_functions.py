@@ -270,31 +270,6 @@ class Shifted(Function):
         return dx
 
 
-class Adjoint(Function):
-    """Euler's method, differentiated backward in time from its last state alone, as ODE solvers do."""
-
-    @staticmethod
-    def forward(ctx, func, steps, x, *params):
-        for _ in range(steps):
-            x = x + func(x) / steps
-        ctx.func, ctx.steps = func, steps
-        ctx.save_for_backward(x, *params)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, *params = ctx.saved_tensors
-        total = [torch.zeros_like(param) for param in params]
-        for _ in range(ctx.steps):
-            with torch.enable_grad():
-                y = y.detach().requires_grad_()
-                change = ctx.func(y)
-                slope, *grads = torch.autograd.grad(change, (y, *params), grad / ctx.steps, allow_unused=True)
-            total = [one + more for one, more in zip(total, grads, strict=True)]
-            grad, y = grad + slope, y.detach() - change.detach() / ctx.steps
-        return None, None, grad, *total
-
-
 class Invertible(Function):
     """Reversible residual blocks, which keep no activations and add to ``.grad`` of parameters."""
 
@@ -410,12 +385,11 @@ MODELS = {
     "twice": lambda: Model(penalised),
     "writing": lambda: Model(padded),
     "generated, writing": lambda: Model(lambda model, y: Shifted.apply(y)),
-    "adjoint": lambda: Model(lambda model, y: Adjoint.apply(model.inner, 4, y, *model.inner.parameters())),
     "reversible": reversible,
 }
 
 
-ONLY_EAGER = ("reading", "twice", "adjoint", "reversible")
+ONLY_EAGER = ("reading", "twice", "reversible")
 """Those that read values, hold a module or call autograd, which graphs cannot."""
 
 CASES = [
@@ -656,7 +630,7 @@ def test_draws_outside_of_models(randomness):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["adjoint", "noisy"])
+@pytest.mark.parametrize("name", ["reversible", "noisy"])
 def test_what_graphs_cannot_hold_is_refused(name):
     make = after(NOISY["old"]) if name == "noisy" else MODELS[name]
     with pytest.raises(Exception, match=r"autograd function \w+ cannot be compiled|call Tensor.requires_grad_"):

@@ -318,34 +318,6 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "dynamic"), [("lstm", None), ("lstm", True), ("gru", True)])
-def test_under_compile(kind: str, dynamic: bool | None) -> None:
-    modules = [Deep(kind, bidirectional=True) for _ in range(M)]
-    params, _ = hfta.stack_params(modules)
-    apply, keys = hfta.functional(modules[0]), random.keys([1, 2, 3])
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        outputs = hfta.vmap(lambda p, x, key: apply(p, {}, x, key=key)[0])(params, x, keys)
-        return sum(y.square().sum() for y in outputs)  # type: ignore[return-value]
-
-    function = compiled(torch.func.grad_and_value(loss))
-    for size in (4, 7):
-        x = torch.randn(M, 2, size, I)
-        if dynamic:
-            torch._dynamo.mark_dynamic(x, 2)
-        torch.testing.assert_close(
-            function(params, x), torch.func.grad_and_value(loss)(params, x), rtol=1e-4, atol=1e-4
-        )
-    # What PyTorch's compiler does with recurrent layers elsewhere is as before.
-    assert not torch._dynamo.config.allow_rnn
-
-
 def test_nan_stays_with_its_member() -> None:
     member, params = array_of(layers("lstm", num_layers=2))
     x = torch.randn(M, T, N, I).double()
