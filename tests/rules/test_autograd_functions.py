@@ -421,27 +421,6 @@ class Everything(nn.Module):
         return torch.stack([layer(x).abs().sum() for layer in self.layers])
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("name", ["linear", "in place, new", "own vmap", "spike"])
-def test_gradients_in_a_graph(name, one_thread):
-    torch.manual_seed(0)
-    models = [MODELS[name]() for _ in range(M)]
-    (params, _), x = hfta.stack_params(models), torch.randn(M, 5, 3)
-    apply = hfta.functional(models[0])
-
-    def total(params):
-        return hfta.vmap(lambda params, x: apply(params, {}, x)[0])(params, x).square().sum()
-
-    found = torch.compile(torch.func.grad(total), fullgraph=True, backend="aot_eager")(params)
-    for model, row in zip(models, x, strict=True):
-        model(row).square().sum().backward()
-    none = torch.zeros(())
-    expected = [
-        {path: none.expand_as(p) if p.grad is None else p.grad for path, p in m.named_parameters()} for m in models
-    ]
-    assert_trees_close(found, {path: torch.stack([one[path] for one in expected]) for path in found}, 1e-10)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shared", [False, True])
 def test_functions_of_all_styles_in_one_graph(shared):

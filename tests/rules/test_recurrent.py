@@ -254,15 +254,6 @@ def test_dropout_without_a_key_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_of_probability_one(kind: str) -> None:
-    modules = [Deep(kind, 1.0).double() for _ in range(M)]
-    member, params = array_of(modules)
-    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
-    outputs = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
-    assert all(y.isfinite().all() for y in outputs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_gradient_per_sample(kind: str) -> None:
     """The gradient inside vmap, of weights that all members share."""
     module = KINDS[kind](I, H, 2)
