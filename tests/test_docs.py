@@ -163,14 +163,6 @@ def test_ratios_in_the_readme_were_measured():
     assert set(ratios) <= measured
 
 
-@pytest.mark.exhaustive
-def test_tables_of_speed_show_the_committed_results(monkeypatch, capsys):
-    """``python -m benchmarks report`` writes them."""
-    monkeypatch.syspath_prepend(ROOT)
-    report = importlib.import_module("benchmarks.report")
-    assert report.main(["--check"]) == 0, capsys.readouterr().out
-
-
 def test_the_gallery_shows_all_notebooks_examples_and_pictures():
     text = (DOCS / "gallery.md").read_text()
     for path in (ROOT / "notebooks").glob("*.ipynb"):

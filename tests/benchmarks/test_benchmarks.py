@@ -359,11 +359,7 @@ def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
 
 
 @pytest.mark.parametrize(
-    ("mode", "order", "factor"),
-    [
-        ("processes", "losses", float("nan")),
-        ("array compiled", "start", 1.01),
-    ],
+    ("mode", "order", "factor"), [("processes", "losses", float("nan")), ("array compiled", "start", 1.01)]
 )
 @pytest.mark.soak
 def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mode, order, factor):

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from hfta_func.step import replay
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 RAW = re.compile(
     r"functorch|[Dd]ynamo|BatchedTensor|vmap: It|vmap-ing|support vmap|rule not implemented|lvl=|bdim|file a bug|"

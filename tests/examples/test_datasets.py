@@ -231,10 +231,7 @@ def test_mapped_bytes_without_a_file(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda data: data[:-1], lambda data: data.replace(b"|u1", b"|i1")],
-)
+@pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data.replace(b"|u1", b"|i1")])
 def test_mapped_bytes_damaged(tmp_path, spoil):
     files.mapped(tmp_path / "a", [], (3, 5), fill_with(1))
     (path,) = tmp_path.iterdir()

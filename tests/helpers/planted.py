@@ -75,11 +75,7 @@ PLANTED = [
     ),
     Planted(
         "the finite check sums in float32",
-        *(
-            "step/failures.py",
-            "leaf.sum([*range(1, leaf.dim())], dtype=wide)",
-            "leaf.sum([*range(1, leaf.dim())])",
-        ),
+        *("step/failures.py", "leaf.sum([*range(1, leaf.dim())], dtype=wide)", "leaf.sum([*range(1, leaf.dim())])"),
         "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
     ),
     Planted(
@@ -171,20 +167,12 @@ PLANTED = [
     ),
     Planted(
         "gradients stay scaled",
-        *(
-            "step/gradients.py",
-            "    inverse = scale.double().reciprocal()\n",
-            "    inverse = torch.ones_like(scale)\n",
-        ),
+        *("step/gradients.py", "    inverse = scale.double().reciprocal()\n", "    inverse = torch.ones_like(scale)\n"),
         "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
     ),
     Planted(
         "evaluation without autocast",
-        *(
-            "step/members.py",
-            "None if judged else self.options.autocast",
-            "None",
-        ),
+        *("step/members.py", "None if judged else self.options.autocast", "None"),
         "test_evaluate.py::test_autocast_in_groups",
     ),
     Planted(

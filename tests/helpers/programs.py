@@ -872,9 +872,7 @@ def lowered(x: Tensor, p: Tensor, n: int) -> Tensor:
 
 MADE: dict[str, Op] = {"made": pure(made)}
 FUNCTIONS: dict[str, Op] = {"function": pure(by_function)}
-FLOWS: dict[str, Op] = {
-    "cond": flow(by_cond),
-}
+FLOWS: dict[str, Op] = {"cond": flow(by_cond)}
 BRANCHES: dict[str, Op] = {"if": flow(by_if), "while": flow(by_while)}
 """Python's own branches on values, for which members part."""
 BRANCHES_OF_NOISE: dict[str, Op] = {"if_drop": flow(by_if, True), "while_drop": flow(by_while, True)}

@@ -254,15 +254,9 @@ LOSS = [
     # No target ends with -1 here: compiled, PyTorch itself counts what comes after.
     RuleCase("multilabel_margin_loss", F.multilabel_margin_loss, _with_targets(_randn((6, 4)), 6, 4, classes=4)),
     RuleCase("multilabel_margin_loss of one", F.multilabel_margin_loss, _with_targets(_randn((4,)), 4, classes=4)),
+    RuleCase("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), _joined(_randn((4, 3)), _signs(4, 3))),
     RuleCase(
-        "soft_margin_loss",
-        lambda x, y: F.soft_margin_loss(x, y.detach()),
-        _joined(_randn((4, 3)), _signs(4, 3)),
-    ),
-    RuleCase(
-        "kl_div",
-        lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
-        _randn((4, 3), (4, 3)),
+        "kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), _randn((4, 3), (4, 3))
     ),
     RuleCase(
         "cosine_embedding_loss",
@@ -350,9 +344,7 @@ EMBEDDING = [
         _joined(_randn((5, 3)), _integers(3, high=5)),
     ),
     RuleCase(
-        "embedding_bag of rows",
-        lambda w, i: F.embedding_bag(i, w),
-        _joined(_randn((5, 3)), _integers(2, 4, high=5)),
+        "embedding_bag of rows", lambda w, i: F.embedding_bag(i, w), _joined(_randn((5, 3)), _integers(2, 4, high=5))
     ),
     RuleCase("embedding_bag, sums", *_bag(mode="sum")),
     RuleCase("embedding_bag, maxima", *_bag(mode="max")),
@@ -362,10 +354,7 @@ EMBEDDING = [
         "embedding_bag with the last offset",
         *_bag(lambda: (torch.cat([*_offsets(), torch.tensor([7])]),), include_last_offset=True),
     ),
-    RuleCase(
-        "embedding_bag, weighted",
-        *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2),
-    ),
+    RuleCase("embedding_bag, weighted", *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2)),
 ]
 
 RECURRENT = [
@@ -414,7 +403,7 @@ ACTIVATION = [
 RESAMPLING = [
     RuleCase(
         "nearest-exact images", lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"), _randn((2, 3, 4, 6))
-    ),
+    )
 ]
 
 

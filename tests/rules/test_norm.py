@@ -19,10 +19,7 @@ def _close(got: Any, expected: Any, tolerance: float = 1e-11) -> None:
 
 @pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm],
-)
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm])
 def test_cumulative_average_over_many_batches(make: Any, compiled: bool) -> None:
     modules = [make(*(() if make is nn.LazyBatchNorm1d else (4,)), momentum=None).double() for _ in range(M)]
     for i, module in enumerate(modules):
