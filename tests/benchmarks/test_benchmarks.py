@@ -8,8 +8,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 import torch
@@ -309,53 +307,6 @@ def test_bad_command_lines(bench, capsys, monkeypatch, command, order, says):
         bench("__main__").main([command, *order])
     assert raised.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("counters", [True, False])
-def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
-    shares, samples = itertools.cycle([30, 50]), iter(["first", "second"])
-    freed, query = [], types.SimpleNamespace(metrics=[types.SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
-
-    class NVMLError(Exception):
-        pass
-
-    def support(handle):
-        if not counters:
-            raise NVMLError
-        return types.SimpleNamespace(isSupportedDevice=1)
-
-    def read(query):
-        assert (query.version, query.numMetrics, query.metrics[0].metricId) == (1, 1, 2)
-        assert [query.sample1["at"], query.sample2["at"]] == ["first", "second"]
-        query.metrics[0].value = 25.0
-
-    nvml = types.ModuleType("pynvml")
-    vars(nvml).update(
-        NVMLError=NVMLError,
-        NVML_GPM_METRICS_GET_VERSION=1,
-        NVML_GPM_METRIC_SM_UTIL=2,
-        NVML_SUCCESS=0,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: freed.append("library"),
-        nvmlDeviceGetHandleByUUID={"GPU-1234": "handle"}.__getitem__,
-        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=next(shares)),
-        nvmlGpmQueryDeviceSupport=support,
-        nvmlGpmSampleAlloc=dict,
-        nvmlGpmSampleGet=lambda handle, sample: sample.update(at=next(samples)),
-        nvmlGpmSampleFree=lambda sample: freed.append(sample["at"]),
-        c_nvmlGpmMetricsGet_t=lambda: query,
-        nvmlGpmMetricsGet=read,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="1234"))
-    with bench("_gpu").watched("cuda", 0.001) as found:
-        time.sleep(0.1)
-    assert 0.3 <= found["kernels"] <= 0.5
-    assert found.get("sm") == (0.25 if counters else None)
-    assert freed == (["second", "first", "library"] if counters else ["library"])
-    with bench("_gpu").watched("cpu") as found:
-        pass
-    assert found == {}
 
 
 @pytest.mark.parametrize(

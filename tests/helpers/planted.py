@@ -79,11 +79,6 @@ PLANTED = [
         "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
     ),
     Planted(
-        "one rounding noise for all leaves",
-        *("step/amp.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
-        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
-    ),
-    Planted(
         "files are not forced to the disk",
         *("files/atomic.py", "        os.fsync(file.fileno())\n", ""),
         "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
@@ -151,11 +146,6 @@ PLANTED = [
         "test_promises.py::test_accumulated_means_in_float64",
     ),
     Planted(
-        "numbers of the loss lose bits",
-        *("step/train.py", "torch.promote_types(kind.to_real(), torch.float32)", "kind"),
-        "test_promises.py::test_numbers_of_the_loss_are_copies_and_keep_their_bits",
-    ),
-    Planted(
         "the imaginary part of a gradient is not looked at",
         *("step/failures.py", "return leaf.sum(", "return leaf.real.sum("),
         "test_promises.py::test_a_gradient_whose_imaginary_part_is_not_finite",
@@ -166,19 +156,9 @@ PLANTED = [
         "test_step.py::test_donating_writes_the_state_alone",
     ),
     Planted(
-        "gradients stay scaled",
-        *("step/gradients.py", "    inverse = scale.double().reciprocal()\n", "    inverse = torch.ones_like(scale)\n"),
-        "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
-    ),
-    Planted(
         "evaluation without autocast",
         *("step/members.py", "None if judged else self.options.autocast", "None"),
         "test_evaluate.py::test_autocast_in_groups",
-    ),
-    Planted(
-        "evaluation does not look at its batch",
-        *("step/evaluate.py", "        check_batch(self.options.batch_dims, plain(batch), first.shape[0])\n", ""),
-        "test_evaluate.py::test_training_and_evaluation_take_the_same_batches",
     ),
     Planted(
         "take sorts",
@@ -200,27 +180,9 @@ PLANTED = [
         "test_fit.py::test_state_and_history",
     ),
     Planted(
-        "a resumed run skips a batch",
-        *(
-            "run/data.py",
-            "self._position = self._next = (epoch, batches)",
-            "self._position = self._next = (epoch, min(batches + 1, len(self)))",
-        ),
-        "test_fit.py::test_ctrl_c_ends_the_run_after_the_step_and_it_resumes",
-    ),
-    Planted(
         "init_params moves the global generator",
         *("models/stack.py", ", torch.random.fork_rng(range(torch.cuda.device_count())):", ":"),
         "test_stack.py::test_new_models_from_seeds",
-    ),
-    Planted(
-        "ties are lost when modules come back",
-        *(
-            "models/stack.py",
-            "member = copied_module(model, memo)",
-            "member = copy.deepcopy(model).load_state_dict({**params, **buffers}, strict=False) and model",
-        ),
-        "test_stack.py::test_ties_stay_ties",
     ),
     Planted(
         "tied parameters are trained apart",
@@ -235,11 +197,6 @@ PLANTED = [
             "_copied(run(make(), not altered, buffers))\n        again",
         ),
         "test_attributes.py::test_what_is_carried_is_refused",
-    ),
-    Planted(
-        "a compiled step may do what an eager one refuses",
-        *("step/members.py", "                self._rehearse(layout, *values)", "                pass"),
-        "test_attributes.py::test_compiled_it_is_refused_in_the_same_words",
     ),
     Planted(
         "members share the gradient of what they share",
@@ -316,11 +273,6 @@ PLANTED = [
         "test_ensemble.py::test_noise_is_the_members_own",
     ),
     Planted(
-        "an ensemble shares its tensors with what it is made of",
-        *("step/ensemble.py", "nn.Parameter(leaf.detach().clone(), required", "nn.Parameter(leaf.detach(), required"),
-        "test_ensemble.py::test_what_it_is_made_of_is_never_written",
-    ),
-    Planted(
         "an ensemble in train mode writes the statistics of its base",
         *("models/sharing.py", "return [module for module in tracking if", "return [module for module in () if"),
         "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
@@ -329,11 +281,6 @@ PLANTED = [
         "a trunk that members share is counted for each of them",
         *("run/plan.py", "for tree in (without_shared(state), state))", "for tree in (state, state))"),
         "test_plan.py::test_what_members_share_is_counted_once[True]",
-    ),
-    Planted(
-        "every group of members keeps a gradient of its own of what all share",
-        *("step/chunks.py", "total = added if total is None else tree_map(torch.add, total, added)", "total = added"),
-        "test_shared.py::test_heads_over_a_trunk_are_the_loop[False-{'chunk_size': 2}]",
     ),
     Planted(
         "parts that run twice copy the base",
@@ -359,11 +306,6 @@ PLANTED = [
         "test_members.py::test_the_best_epoch_of_each_member_is_given_back",
     ),
     Planted(
-        "members with fewer rows go on while others end their epoch",
-        *("run/trainer.py", "state._replace(active=active.clone())", "state"),
-        "test_resting.py::test_a_run_is_that_of_arrays_of_one[tensors-in this process]",
-    ),
-    Planted(
         "the noise of an item is that of its place among the members",
         *("run/dataset.py", "random.fold_in(noise[:, None], rows)", "random.fold_in(noise.flip(0)[:, None], rows)"),
         "test_dataset.py::test_a_member_s_batches_alone_are_those_in_the_array[shuffled]",
@@ -381,11 +323,6 @@ PLANTED = [
             "torch.manual_seed(trainers[0].args.seed)",
         ),
         "test_train_trainers.py::test_members_are_what_a_trainer_makes_of_each_alone[padded]",
-    ),
-    Planted(
-        "loading an item draws from the caller's generator of Python",
-        *("run/dataset.py", "    stack.callback(python_random.setstate, python_random.getstate())\n", ""),
-        "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[here]",
     ),
     Planted(
         "a stream behind a DataLoader is asked for its length",
@@ -432,11 +369,6 @@ PLANTED = [
         "test_frozen.py::test_a_forward_that_writes_the_base_is_refused",
     ),
     Planted(
-        "a counter stays as it was",
-        *("models/functional.py", "            count_later(template, {", "            dict({"),
-        "test_attributes.py::test_attributes_of_one_call_are_those_of_the_loop",
-    ),
-    Planted(
         "products of rows that lie apart repeat shared weights",
         *("rules/linear.py", "x.flatten(0, -2) if x.dim() > 2 else x, weight", "x, weight"),
         "test_frozen.py::test_shared_weights_are_used_by_one_kernel_and_get_no_gradient",
@@ -450,11 +382,6 @@ PLANTED = [
         "a member that failed spoils what all share",
         *("step/shared.py", "if keep is not None and not outputs.summed:", "if False:"),
         "test_shared.py::test_a_member_that_fails_contributes_nothing",
-    ),
-    Planted(
-        "quantised bases of models are compared as if they were plain",
-        *("models/sharing.py", "if len(parts(tensor)) > 1 and", "if False and"),
-        "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(
         "a call whose worker fails in another way than by dying is lost",
@@ -543,11 +470,6 @@ PLANTED = [
         "test_joint.py::test_noise_is_that_of_seed_name_and_update",
     ),
     Planted(
-        "the first network of a member that fails stays updated",
-        *("step/joint.py", "bool((failed & state.active).any())", "False"),
-        "test_joint.py::test_a_member_fails_as_a_whole",
-    ),
-    Planted(
         "truncation is taken for termination",
         *("rl/rollouts.py", "torch.where(terminated, 0, rate * next_value)", "torch.where(done, 0, rate * next_value)"),
         "test_rollouts.py::test_advantages_tell_truncation_from_termination",
@@ -576,15 +498,5 @@ PLANTED = [
         "weight decay and norms of gradients count the entries that a member lacks",
         *("models/padding.py", " if mask is None else torch.where(mask, param, 0.0)", ""),
         "test_padding.py::test_members_are_their_models_alone[mlp]",
-    ),
-    Planted(
-        "members that lack a block count its draws",
-        *("models/remat.py", "    output, after, mode.skipped = ", "    output, after, _ = "),
-        "test_blocks.py::test_members_are_their_models_alone[any order-noise]",
-    ),
-    Planted(
-        "padded units are dropped by words of the padded width",
-        *("_kernels/noise.py", "at = before * (width[model] - length) + 1", "at = 1"),
-        "test_blocks.py::test_replays_are_for_members_of_the_same_sizes",
     ),
 ]
