@@ -114,14 +114,6 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
-@pytest.mark.exhaustive
-def test_rows_age_with_the_code_that_they_measure(bench):
-    code, singles = bench("_code"), bench("gpu.singles")
-    digests = {single.key: single.code for single in singles.updates("cpu", False)}
-    assert digests["mlp, adam"] == digests["mlp, adam, amsgrad"] != digests["mlp, muon"]
-    assert code.code("array replayed") == code.code("array compiled") != code.code("array")
-
-
 def test_a_clock_counts_down(bench):
     clock, now = bench("gpu.clock"), [0.0]
     one = clock.Clock(100, lambda: now[0])
