@@ -84,6 +84,16 @@ def test_an_optimizer_from_outside_keeps_the_laws() -> None:
     ("make", "reference", "message"),
     [
         (
+            broken_optimizer(init=lambda init, params: dict(init(params)._asdict())),
+            None,
+            "law 'init': init returns a dict",
+        ),
+        (
+            broken_optimizer(init=lambda init, params: init(params)._replace(average=None)),
+            None,
+            r"law 'init': state.average is None; every leaf is a tensor",
+        ),
+        (
             broken_optimizer(init=lambda init, params: init(params)._replace(step=torch.zeros(1))),
             None,
             r"law 'init': state.step has shape \[1\]; axis 0 is that of the 3 models",
@@ -228,7 +238,12 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
             broken_scheduler(lambda c: {}, cohorts=lambda self, trials, epochs: [tune.Cohort(trials, (3, 2))]),
             r"law 'cohorts': the rungs are \[3, 2\]; let them ascend",
         ),
+        (
+            broken_scheduler(lambda c: {}, cohorts=lambda self, trials, epochs: [tune.Cohort(2, (epochs,))]),
+            "law 'cohorts': they have 2 trials, not 9",
+        ),
         (Clock, "law 'the same cohort gets the same verdicts', values .*: asked again, decide says"),
+        (broken_scheduler(lambda c: everyone(c, "wait")), "law 'verdicts are valid', .*decide says 'wait' of trial"),
         (
             broken_scheduler(lambda c: {99: "go"}),
             "law 'verdicts are valid'.*decide says 'go' of trial 99; say 'go', 'stop' or",
@@ -240,6 +255,10 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
         (
             broken_scheduler(lambda c: everyone(c, tune.Copy(max(everyone(c, 0)), {})) if everyone(c, 0) else {}),
             r"law 'verdicts are valid'.*decide says Copy\(source=\d, changes=.*that copies none",
+        ),
+        (
+            broken_scheduler(lambda c: {trial: tune.Copy(50, {}) for trial, found in c.alive.items() if found}),
+            "law 'verdicts are valid'.*decide says Copy\\(source=50",
         ),
         (
             broken_scheduler(scheduler.Pull().decide, copies=False),
@@ -315,6 +334,12 @@ class Swaps(executor.LastFirst):
         return call ^ 1, answer
 
 
+class Repeats(executor.LastFirst):
+    def submit(self, function: Any, limit: int = 0, /, **arguments: Any) -> int:
+        super().submit(function, limit, **arguments)
+        return 0
+
+
 class Keeps(executor.LastFirst):
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         # The first call first, so that dropped ones come before others.
@@ -323,6 +348,12 @@ class Keeps(executor.LastFirst):
 
     def forget(self, function: Any = None) -> None:
         pass
+
+
+class Stringifies(executor.LastFirst):
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        call, answer = super().wait(timeout)
+        return call, str(answer) if isinstance(answer, Exception) else answer
 
 
 class Rounds(executor.LastFirst):
@@ -340,7 +371,9 @@ def _rounded(leaf: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Repeats, r"law 'calls are answered by number': three calls have the numbers \[0, 0, 0\]"),
         (Swaps, r"law 'calls are answered by number': calls \[0, 1, 2\] were answered as \[3, 0, 1\]"),
+        (Stringifies, "law 'calls are answered by number': 6 / 0 is answered with 'division by zero'; answer"),
         (
             Keeps,
             "law 'dropped calls are not answered': call .* with {'seed': 2} is answered as call .* with {'seed': 1}",
@@ -406,6 +439,12 @@ def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
     assert len(stops) >= 3
     for one, other in zip(found.population.members, whole.population.members, strict=True):
         assert (one.config, one.parents, one.metrics) == (other.config, other.parents, other.metrics)
+
+
+@pytest.mark.exhaustive
+def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
+    with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or, if"):
+        study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())
 
 
 @pytest.mark.parametrize("module", [optimizer, rule, scheduler, callback, executor])
