@@ -51,6 +51,17 @@ class Net(nn.Module):
         return self.activation(self.body(x)) * self.constant
 
 
+class Sized(nn.Linear):
+    """A module that is false as a condition, because it has a length of zero."""
+
+    def __init__(self, rate):
+        super().__init__(2, 2)
+        self.rate = rate
+
+    def __len__(self):
+        return 0
+
+
 def with_default(slope):
     return lambda x, *, by=slope: x * by
 
@@ -97,6 +108,7 @@ DIFFERENT = [
         changed(constant={"shift": [torch.ones(2), torch.ones(2)]}),
         "'constant['shift'][1]' is tensor([1., 1.]) but in model 0 it is tensor([0., 0.])",
     ),
+    (lambda: Sized(1), lambda: Sized(2), "'rate' is 2 but in model 0 it is 1"),
     (Net, net_with(tie), "model 2 ties 'body.3.bias' to 'body.0.bias' but model 0 does not"),
     (
         Net,
@@ -182,6 +194,7 @@ def test_joining_what_does_not_fit():
     ("make", "message"),
     [
         (lambda: hfta.sgd(lr=[0.1, 0.2, NAN]), "model 2: lr is nan; it must be at least 0"),
+        (lambda: hfta.sgd(lr=torch.tensor([-1.0, 1.0, 1.0])), "model 0: lr is -1.0; it must be at least 0"),
         (lambda: hfta.sgd(momentum=0.9, dampening=NAN), "dampening is nan; it must be a finite number"),
         (lambda: hfta.adam(betas=(0.9, [0.9, 1.5, 0.9])), "model 1: beta2 is 1.5; it must be at least 0 and below 1"),
         (

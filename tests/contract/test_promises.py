@@ -112,7 +112,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(batch, Record):
         inputs, targets = batch.inputs, batch.targets
     else:
-        assert type(batch) in (tuple, Pair, collections.UserDict)
+        assert type(batch) in (tuple, list, Pair, collections.UserDict)
         inputs, targets = batch.values() if isinstance(batch, collections.UserDict) else batch
     return (model(inputs) - targets).square().mean()
 
@@ -140,6 +140,7 @@ PROMISES = [
     Promise("writes through views", WritesThroughViews),
     Promise("a hook on the output", hooked(lambda m: m[0].register_forward_hook(lambda m, a, y: 2 * y))),
     Promise("a batch that is a NamedTuple", wrap=Pair),
+    Promise("a batch that is a list", wrap=lambda *pair: list(pair)),
     Promise("a batch that is a mapping", wrap=lambda x, y: collections.UserDict(inputs=x, targets=y)),
     Promise("a batch that is a dataclass", wrap=Record),
 ]
@@ -205,6 +206,17 @@ def test_promise(promise: Promise, num_models: int, place: str, shared: bool) ->
             torch.testing.assert_close(found, expected, msg=lambda text, path=path: f"{path}: {text}")
         expected = (alone(own[0].clone()) - own[1]).square().mean().detach()
         torch.testing.assert_close(metrics["squares"][member], expected)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("batch", [None, ()])
+def test_a_batch_may_be_empty(batch: Any, chunk_size: int | None) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(torch.ones(2, FEATURES)).sum()
+
+    step = hfta.make_train_step(linear(), loss_fn, hfta.sgd(lr=0.1), chunk_size=chunk_size)
+    state = step.init(*hfta.init_params(linear, [0, 1, 2]), seeds=[0, 1, 2])
+    torch.testing.assert_close(step(state, batch)[0].params["bias"], state.params["bias"] - 0.2)
 
 
 @pytest.mark.exhaustive
@@ -318,6 +330,20 @@ def test_a_gradient_whose_imaginary_part_is_not_finite() -> None:
     imaginary = torch.tensor([[0.0, 1.0], [float("inf"), 1.0]])
     found = diagnose(torch.zeros(2), [torch.complex(torch.zeros(2, 2), imaginary)])
     assert found.tolist() == [Failure.NONE, Failure.GRADIENT]
+
+
+def test_finite_gradients_whose_sum_is_not() -> None:
+    step = hfta.make_train_step(
+        nn.Linear(2, 1, bias=False).double(),
+        lambda model, x: 0 * model(x).sum() + 1.5e308 * model.weight.sum(),
+        hfta.sgd(lr=0.0),
+    )
+    models = [nn.Linear(2, 1, bias=False).double() for _ in range(2)]
+    for model in models:
+        nn.init.constant_(model.weight, 1e-10)
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
+    _, metrics = step(state, torch.ones(2, 1, 2, dtype=torch.float64))
+    assert metrics["finite"].tolist() == [True, True]
 
 
 def test_accumulated_means_in_float64() -> None:

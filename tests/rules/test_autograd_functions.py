@@ -410,6 +410,12 @@ def test_functions_act_as_in_a_model_alone(name, way, shared):
     assert_as_alone(MODELS[name], torch.randn(5, 3) if shared else torch.randn(M, 5, 3), way, M, shared)
 
 
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_array_of_one(name):
+    assert_as_alone(MODELS[name], torch.randn(1, 5, 3), "together", 1)
+
+
 class Everything(nn.Module):
     """Functions of all styles in one model, which compiles once."""
 
