@@ -62,3 +62,16 @@ def test_cumulative_average_in_a_step(first: int) -> None:
             optimizer.step()
     params, buffers = hfta.stack_params(modules)
     _close((state.params, state.buffers), (dict(params), dict(buffers)))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_statistics_of_members_that_share_a_batch_are_their_own(kind: Any) -> None:
+    modules = [kind(4, affine=True, track_running_stats=True).double() for _ in range(M)]
+    for module in modules:
+        module(torch.randn(5, 4, 3, 2, dtype=torch.float64))
+    (params, buffers), x = hfta.stack_params(modules), torch.randn(5, 4, 3, 2, dtype=torch.float64)
+    for training in (True, False):
+        apply = hfta.functional(modules[0].train(training))
+        output, buffers = hfta.vmap(apply, in_dims=(0, 0, None))(params, buffers, x)
+        _close(output, torch.stack([module.train(training)(x) for module in modules]))
+    _close(buffers, dict(hfta.stack_params(modules).buffers))
