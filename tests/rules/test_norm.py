@@ -64,10 +64,21 @@ def test_cumulative_average_in_a_step(first: int) -> None:
     _close((state.params, state.buffers), (dict(params), dict(buffers)))
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_statistics_of_members_that_share_a_batch_are_their_own(kind: Any) -> None:
-    modules = [kind(4, affine=True, track_running_stats=True).double() for _ in range(M)]
+SHARED = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    "layer": lambda: nn.LayerNorm(2),
+    "rms": lambda: nn.RMSNorm(2),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_and_statistics_of_members_that_share_a_batch(name: str) -> None:
+    modules = [SHARED[name]().double() for _ in range(M)]
     for module in modules:
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
         module(torch.randn(5, 4, 3, 2, dtype=torch.float64))
     (params, buffers), x = hfta.stack_params(modules), torch.randn(5, 4, 3, 2, dtype=torch.float64)
     for training in (True, False):
