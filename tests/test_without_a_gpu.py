@@ -27,10 +27,9 @@ from hfta_func.rules import _choice, _lowering
 from hfta_func.run import trainer, trainers
 from hfta_func.run.evaluation import make_evaluation
 from rule_cases import RULE_CASES, RuleCase
-from rule_checks import check_against_loop
+from rule_checks import as_tuple, check_against_loop
 
 SEEDS = [11, 7, 1002]
-ALL = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
 # The table
@@ -50,15 +49,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[_lowering.Case]:
 
 
 IMPLEMENTED = {
-    "convolution": {
-        "folded",
-        "wide",
-        "grouped",
-        "matmul",
-        "sample_matmul",
-        "direct",
-        "loop",
-    },
+    "convolution": {"folded", "wide", "grouped", "matmul", "sample_matmul", "direct", "loop"},
     "convolution_input_grad": {"grouped", "matmul", "sample_matmul", "direct", "loop"},
     "convolution_weight_grad": {"grouped", "matmul", "sample_matmul", "direct", "loop"},
 }
@@ -166,12 +157,8 @@ WAITING = ("embedding of bounded norm", "index_put by a mask, rows")
 UNPACKED = [pytest.param(case, id=case.name) for case in RULE_CASES if case not in PACKED]
 
 
-def _tuple(output: Any) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
 def _shapes_of_the_loop(case: RuleCase, inputs: list[Tensor]) -> list[tuple[int, ...]]:
-    return [(len(inputs[0]), *output.shape) for output in _tuple(case.func(*(x[0] for x in inputs)))]
+    return [(len(inputs[0]), *output.shape) for output in as_tuple(case.func(*(x[0] for x in inputs)))]
 
 
 @pytest.mark.exhaustive
@@ -182,7 +169,7 @@ def test_results_are_on_cuda(case: RuleCase) -> None:
     inputs = [torch.stack([x] * 3) for x in case.make()]
     # A fake tensor refuses to meet one on another device.
     with FakeTensorMode(), torch.device("cuda"):
-        outputs = _tuple(hfta.vmap(case.func)(*(torch.empty(x.shape, dtype=x.dtype) for x in inputs)))
+        outputs = as_tuple(hfta.vmap(case.func)(*(torch.empty(x.shape, dtype=x.dtype) for x in inputs)))
     assert [output.shape for output in outputs] == _shapes_of_the_loop(case, inputs)
     assert {output.device.type for output in outputs} == {"cuda"}
 
@@ -257,7 +244,7 @@ def test_rules_and_gradients_stay_on_the_device(case: RuleCase) -> None:
     expected = _shapes_of_the_loop(case, inputs)
     inputs = [x.to("meta").requires_grad_(x.is_floating_point()) for x in inputs]
     with Watch(reads=case.name in WAITING), torch.device("meta"):
-        outputs = _tuple(hfta.vmap(case.func)(*inputs))
+        outputs = as_tuple(hfta.vmap(case.func)(*inputs))
         assert [output.shape for output in outputs] == expected
         assert {output.device.type for output in outputs} == {"meta"}
         wanted = [x for x in inputs if x.requires_grad]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from hfta_func.testing import assert_matches_solo
 from rule_cases import NORM, RULE_CASES, RuleCase
-from rule_checks import M, member_inputs
+from rule_checks import M, as_tuple, member_inputs, outputs_of_loop
 
 torch_xla = pytest.importorskip("torch_xla", reason="needs torch_xla; `make test-xla` sets it up")
 
@@ -40,9 +38,8 @@ NOT_ON_XLA = {
     **dict.fromkeys(
         ["batch_norm in evaluation", "instance_norm in evaluation"], "no gradient where running statistics are used"
     ),
-    **dict.fromkeys(["kl_div", "kl_div of logarithms"], "no kernel for gradients of kl_div"),
+    "kl_div": "no kernel for gradients of kl_div",
     "max_unpool3d of one volume": "its output has one axis too many",
-    "smooth_l1_loss": "beta is ignored",
     **dict.fromkeys(
         ["scatter_reduce mean", "scatter_reduce amax"],
         "no gradient without the row itself if there are more numbers than rows",
@@ -52,12 +49,8 @@ NOT_ON_XLA = {
 
 NOT_COMPILED_ON_XLA = {
     "attention with a mask of booleans": "no graph capture of masks of booleans",
-    "linear of one row": "no graph capture of a product with a vector under PyTorch's own vmap",
     **dict.fromkeys(
-        [
-            *("soft_margin_loss", "soft_margin_loss without reduction", "cdist", "cdist of differences"),
-            *("pdist", "pdist of the largest difference", "pdist of equal rows"),
-        ],
+        ["soft_margin_loss", "cdist", "cdist of differences", "pdist", "pdist of the largest difference"],
         "no graph with operators that XLA leaves to the CPU",
     ),
 }
@@ -121,11 +114,7 @@ def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[b
     func = hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))
 
     def loop(*inputs: Tensor) -> tuple[Tensor, ...]:
-        members = [
-            _tuple(case.func(*(x[i] if batched else x for x, batched in zip(inputs, mask, strict=True))))
-            for i in range(M)
-        ]
-        return tuple(torch.stack(column) for column in zip(*members, strict=True))
+        return outputs_of_loop(case, mask, list(inputs))
 
     expected = _run(loop, inputs, "xla" if case.name in _LOOP_ON_XLA else "cpu")
     got = _run(_compiled(func) if mode == "compiled" else func, inputs, "xla")
@@ -134,14 +123,10 @@ def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[b
         torch.testing.assert_close(mine.to(alone.dtype), alone, rtol=1e-11, atol=1e-11)
 
 
-def _tuple(output: Any) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
 def _run(func: Callable[..., Any], inputs: list[Tensor], device: str) -> list[Tensor]:
     """Outputs, and gradients of a sum of squares in which every entry of every output has another weight."""
     leaves = [x.clone().to(device).requires_grad_(x.is_floating_point()) for x in inputs]
-    outputs = _tuple(func(*leaves))
+    outputs = as_tuple(func(*leaves))
     smooth = [output for output in outputs if output.requires_grad]
     weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape).to(device) for x in smooth]
     grads = torch.autograd.grad(
@@ -191,18 +176,6 @@ def test_members_with_dropout_are_arrays_of_one(name: str, mode: str) -> None:
     assert not _identical(after.params, state.params)
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_trajectories_with_dropout_are_those_of_the_cpu(name: str) -> None:
-    _, step, there = _array(name, CHOSEN[0], dropout=0.3)
-    run, here = _runner("compiled", step), _on("cpu", there)
-    for batch in batches(M, 20):
-        here, _ = step(here, batch)
-        there, _ = run(there, _on("xla", batch))
-    for mine, other in zip(optree.tree_leaves(there), optree.tree_leaves(here), strict=True):
-        # XLA's tanh and erf agree with the CPU's to some ten digits; another dropout mask would change the first.
-        torch.testing.assert_close(mine.cpu(), other, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, mode: str) -> None:
@@ -234,17 +207,6 @@ def test_a_nan_in_a_convolution_stays_with_its_member(conv: Any, dtype: torch.dt
         output = hfta.vmap(lambda x, weight: conv(x, weight, padding=1))(*there)
         for value in (output, *torch.autograd.grad(output, there, grad.to("xla"))):
             assert hfta.take(value.detach(), [0, 2]).isfinite().all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_step_writes_nothing_the_caller_holds(name: str, mode: str) -> None:
-    _, step, state = _array(name, CHOSEN[1], dropout=0.3)
-    (batch,) = _on("xla", batches(M, 1))
-    held = _on("cpu", (state, batch))
-    after, _ = _runner(mode, step)(state, batch)
-    assert _identical((state, batch), held)
-    assert not _identical(after.params, state.params)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -309,11 +271,6 @@ def test_loader_and_fit() -> None:
     expected = hfta.fit(step, _on("cpu", state), here, epochs=2, progress=False)
     result = hfta.fit(step, state, there, epochs=2, progress=False)
     torch.testing.assert_close(result.history["loss"], expected.history["loss"], rtol=1e-9, atol=0)
-
-
-def test_the_package_does_not_import_torch_xla() -> None:
-    code = "import sys, hfta_func; sys.exit('torch_xla' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("way", [["--hfta"], []])

@@ -8,8 +8,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 import torch
@@ -122,18 +120,6 @@ def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_pa
 
 
 @pytest.mark.soak
-def test_jax_draws_noise_of_its_own(bench):
-    """With dropout and latent vectors, losses are like those of the loop and differ from member to member."""
-    pytest.importorskip("jax", reason="needs JAX")
-    worker, workloads = bench("worker"), bench("workloads")
-    for name in ("dcgan", "transformer"):
-        spec = workloads.Spec(name, "small", 2, 4)
-        (_, (first, second)), (_, (expected, _)) = (worker.Desk(mode, spec).start() for mode in ("JAX", "serial"))
-        assert first != expected and first == pytest.approx(expected, rel=0.3)
-        assert len({*first, *second}) == 4
-
-
-@pytest.mark.soak
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--json", str(file), "--modes"]
@@ -197,15 +183,6 @@ def test_compiled_modes(bench, capsys):
         assert "difference" in row or mode != "array compiled"
 
 
-@pytest.mark.soak
-def test_lower_precision(bench):
-    sweep = bench("sweep")
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--amp", "--modes", "array"]
-    row = sweep.measure(sweep.parse(order))["mlp"]["2"]["rows"]["array"]
-    # Where the processor has no such numbers, kernels round alike, and nothing differs.
-    assert 0 <= row["alike"] < 0.05 and row["ratio"] > 0
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["mlp", "resnet", "dcgan", "transformer"])
 def test_a_compiled_array_on_a_gpu_gives_the_losses_of_the_eager_one(bench, name):
@@ -213,45 +190,6 @@ def test_a_compiled_array_on_a_gpu_gives_the_losses_of_the_eager_one(bench, name
     order = ["--workloads", name, "--size", "small", "--models", "2", "--quick", "--device", "cuda", "--modes"]
     row = sweep.measure(sweep.parse([*order, "array compiled"]))[name]["2"]["rows"]["array compiled"]
     assert "error" not in row and row["ratio"] > 0 and row["bytes"] > 0
-
-
-@pytest.mark.soak
-def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
-    """Memory may run out where models are made."""
-    sweep = bench("sweep")
-
-    class Full(sweep.Measured):
-        def start(self):
-            raise RuntimeError("OutOfMemoryError: CUDA out of memory")
-
-    monkeypatch.setattr(sweep, "Measured", Full)
-    assert sweep.main(["--workloads", "mlp", "--size", "small", "--models", "2", "4", "--modes", "array"]) == 1
-    assert capsys.readouterr().out.count("out of memory") == 2
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("free", [-1, 2**40])
-def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
-    """One that fails on the way leaves the others their numbers."""
-    sweep, asked = bench("sweep"), []
-
-    class Watched(sweep.Measured):
-        def time(self, calls):
-            asked.append(self.mode)
-            if self.mode == "dense" and asked.count("dense") == 3:
-                raise RuntimeError("CUDA out of memory")
-            return super().time(calls)
-
-    monkeypatch.setattr(sweep, "Measured", Watched)
-    monkeypatch.setattr(sweep, "room", lambda device: free)
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--modes"]
-    rows = sweep.measure(sweep.parse([*order, "serial", "dense", "array"]))["mlp"]["2"]["rows"]
-    assert "ratio" not in rows["dense"] and "out of memory" in rows["dense"]["error"]
-    assert rows["serial"]["ratio"] == 1 and rows["array"]["ratio"] > 0
-    turns, together = sweep.WARMUP + 2, ["serial", "array", "dense"]
-    last = [mode for i in range(turns) for mode in (together if i < 3 else together[:2])]
-    alone = [mode for i in range(turns) for mode in (["serial", "dense"] if i < 3 else ["serial"])]
-    assert asked == (last if free > 0 else ["serial", "array"] * turns + alone)
 
 
 def test_a_figure_rests_on_enough(bench, monkeypatch):
@@ -357,14 +295,9 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
     ("command", "order", "says"),
     [
         ("sweep", ["--device", "cuda"], "no CUDA device"),
-        ("predict", ["--device", "cuda"], "no CUDA device"),
-        ("sweep", ["--models", "0"], "at least 1 model"),
         ("sweep", ["--rounds", "8"], "9 rounds"),
         ("sweep", ["--quick", "--json", str(ROOT / "benchmarks" / "results" / "cpu-small.json")], "too little"),
         ("sweep", ["--hfta-source", "."], "no folder hfta/ops"),
-        ("sweep", ["--workloads", "vgg"], "invalid choice"),
-        ("report", ["fast"], "unrecognized arguments"),
-        ("ops", ["--device", "cuda"], "no CUDA device"),
         ("training", [], "invalid choice"),
     ],
 )
@@ -376,70 +309,8 @@ def test_bad_command_lines(bench, capsys, monkeypatch, command, order, says):
     assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("counters", [True, False])
-def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
-    shares, samples = itertools.cycle([30, 50]), iter(["first", "second"])
-    freed, query = [], types.SimpleNamespace(metrics=[types.SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
-
-    class NVMLError(Exception):
-        pass
-
-    def support(handle):
-        if not counters:
-            raise NVMLError
-        return types.SimpleNamespace(isSupportedDevice=1)
-
-    def read(query):
-        assert (query.version, query.numMetrics, query.metrics[0].metricId) == (1, 1, 2)
-        assert [query.sample1["at"], query.sample2["at"]] == ["first", "second"]
-        query.metrics[0].value = 25.0
-
-    nvml = types.ModuleType("pynvml")
-    vars(nvml).update(
-        NVMLError=NVMLError,
-        NVML_GPM_METRICS_GET_VERSION=1,
-        NVML_GPM_METRIC_SM_UTIL=2,
-        NVML_SUCCESS=0,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: freed.append("library"),
-        nvmlDeviceGetHandleByUUID={"GPU-1234": "handle"}.__getitem__,
-        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=next(shares)),
-        nvmlGpmQueryDeviceSupport=support,
-        nvmlGpmSampleAlloc=dict,
-        nvmlGpmSampleGet=lambda handle, sample: sample.update(at=next(samples)),
-        nvmlGpmSampleFree=lambda sample: freed.append(sample["at"]),
-        c_nvmlGpmMetricsGet_t=lambda: query,
-        nvmlGpmMetricsGet=read,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="1234"))
-    with bench("_gpu").watched("cuda", 0.001) as found:
-        time.sleep(0.1)
-    assert 0.3 <= found["kernels"] <= 0.5
-    assert found.get("sm") == (0.25 if counters else None)
-    assert freed == (["second", "first", "library"] if counters else ["library"])
-    with bench("_gpu").watched("cpu") as found:
-        pass
-    assert found == {}
-
-    def refused(*args):
-        raise NVMLError
-
-    for name in ("nvmlDeviceGetUtilizationRates", "nvmlGpmMetricsGet", "nvmlDeviceGetHandleByUUID", "nvmlInit"):
-        samples = iter(["first", "second"])
-        monkeypatch.setattr(nvml, name, refused)
-        with bench("_gpu").watched("cuda", 0.001) as found:
-            pass
-        assert "kernels" not in found and ("sm" in found) == (counters and name == "nvmlDeviceGetUtilizationRates")
-
-
 @pytest.mark.parametrize(
-    ("mode", "order", "factor"),
-    [
-        ("array", "losses", float("nan")),
-        ("processes", "losses", 1.01),
-        ("array compiled", "start", 1.01),
-    ],
+    ("mode", "order", "factor"), [("processes", "losses", float("nan")), ("array compiled", "start", 1.01)]
 )
 @pytest.mark.soak
 def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mode, order, factor):
@@ -480,14 +351,6 @@ def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
 
 
 @pytest.mark.soak
-def test_steps_from_the_first_call_on(bench, capsys):
-    assert bench("background").main(["--workloads", "mlp", "--models", "2", "--steps", "3"]) == 0
-    *_, row = capsys.readouterr().out.strip().splitlines()
-    # Three steps are over before a compiler has begun.
-    assert re.fullmatch(r"MLP .* 2 +3( +\d+\.\d\d s){3} +\d+\.\d\dx +0", row)
-
-
-@pytest.mark.soak
 def test_a_later_process_does_not_compile(bench, capsys):
     assert bench("compiling").main(["--workloads", "mlp", "--models", "2"]) == 0
     *_, made, later, _, _ = (re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.strip().splitlines())
@@ -523,21 +386,7 @@ def test_steps_that_keep_less(bench, capsys, tmp_path):
 def test_what_executors_cost(tmp_path):
     pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     file = tmp_path / "executors.json"
-    order = [
-        "--workers",
-        "1",
-        "--seconds",
-        "0.1",
-        "--megabytes",
-        "0.1",
-        "--rounds",
-        "1",
-        "--compute",
-        "--trials",
-        "5",
-        "--json",
-        str(file),
-    ]
+    order = [*"--workers 1 --seconds 0.1 --megabytes 0.1 --rounds 1 --compute --trials 5 --json".split(), str(file)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "executors", *order], cwd=ROOT, capture_output=True, text=True
     )
@@ -691,16 +540,6 @@ def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
     assert _cells(lines[16]) == ["workload", "M = 2", "M = 16"]
     assert _cells(lines[18]) == ["ResNet-18", *[f"3.2{x} / 0.50{x}"] * 2]
     assert bench("report").picture(_results(bench)["cpu-small"]).axes[0].lines
-
-
-def test_the_report_shows_what_was_measured_only_for_smaller_arrays(bench):
-    results = _results(bench)
-    del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
-    results["cpu-small"]["resnet"]["2"]["rows"]["JAX"] |= {"rounds": 25, "dirty": True}
-    lines = bench("report").tables(results).splitlines()
-    assert "the median of 9 to 25 rounds" in lines[2] and "01234567, 01234567 with changes;" in " ".join(lines[2:4])
-    assert "JAX" not in _cells(lines[5]) and "JAX" in _cells(lines[11])
-    assert _cells(lines[13])[:2] == ["ResNet-18", f"2 {bench('report').TIMES} 8"]
 
 
 def test_the_readme_shows_the_fastest_alternative(bench):

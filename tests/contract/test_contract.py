@@ -40,30 +40,20 @@ def _largest_difference(a: Any, b: Any) -> float:
     return float(torch.stack([(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in floating]).max())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_no_bound_allows_a_value_that_is_not_finite(place: int, value: float) -> None:
-    tensors = [torch.ones(3) for _ in range(3)]
-    spoilt = [tensor.clone() for tensor in tensors]
-    spoilt[place][1] = value
-    for pair in ((spoilt, tensors), (tensors, spoilt), (spoilt, spoilt)):
-        assert not _largest_difference(*pair) <= 1e10
-    assert _largest_difference(tensors, tensors) == 0
-
-
 def _identical(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", range(3))
-def test_no_comparison_overlooks_nan(place: int) -> None:
+def test_no_comparison_overlooks_a_value_that_is_not_finite(place: int, value: float) -> None:
     tree = {name: torch.randn(2, 3) for name in ("a", "b", "c")}
     spoilt = {name: leaf.clone() for name, leaf in tree.items()}
-    spoilt["abc"[place]][1, 2] = float("nan")
-    assert _largest_difference(tree, tree) <= 1e-10
+    spoilt["abc"[place]][1, 2] = value
+    assert _largest_difference(tree, tree) == 0
     for one, other in ((tree, spoilt), (spoilt, tree), (spoilt, spoilt)):
-        assert not _largest_difference(one, other) <= 1e-10
-        assert not _identical(one, other)
+        assert not _largest_difference(one, other) <= 1e10
+        assert not _identical(one, other) or (one is other and value == float("inf"))
 
 
 @pytest.mark.sampled(every=16)
@@ -198,16 +188,6 @@ def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: 
     assert all(leaf.isfinite().all() for leaf in sick.params.values())
 
 
-def test_inactive_members_keep_everything() -> None:
-    _, step, state = _array("cnn", dropout=0.3)
-    state = state._replace(active=torch.tensor([True, False, True]))
-    after = state
-    for batch in batches(M, 3):
-        after, _ = step(after, batch)
-    assert _identical(hfta.take(after, [1]), hfta.take(state, [1]))
-    assert after.step.tolist() == [3, 0, 3]
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_step_writes_nothing_the_caller_holds(name: str) -> None:
     _, step, state = _array(name, dropout=0.3)
@@ -229,36 +209,6 @@ def test_compiled_once_and_equal(name: str) -> None:
     changed = hfta.with_hyperparams(state, lr=[0.02, 0.01, 0.005], weight_decay=0.3)
     assert_matches_solo(step, changed, batches(M, 2), members=[1], run=compiled, rtol=1e-9)
     assert counter.frame_count == 1
-
-
-def test_one_at_a_time_a_model_may_look_at_values() -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
-            return -y if y.sum() > 0 else 2 * y
-
-    members = [Looks().double() for _ in range(M)]
-    batch = torch.randn(M, 5, 4, dtype=torch.float64)
-
-    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
-    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1), chunk_size=1)
-    state, metrics = step(step.init(*hfta.stack_params(members), seeds=range(M)), batch)
-    for i, member in enumerate(members):
-        alone = loss(member, batch[i])
-        alone.backward()
-        assert torch.equal(metrics["loss"][i], alone.detach())
-        weight = member.layer.weight
-        assert weight.grad is not None and torch.equal(state.params["layer.weight"][i], weight - 0.1 * weight.grad)
-    together = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
-    with pytest.warns(hfta.errors.LoopWarning, match="branches on the value of a tensor"):
-        after, _ = together(together.init(*hfta.stack_params(members), seeds=range(M)), batch)
-    torch.testing.assert_close(after.params, state.params, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.exhaustive

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 M, STEPS, LRS = 3, 2, [0.1, 0.05, 0.2]
 HOW = ("axes", "inside", "nested", "nested inside")
 """Other calls of ``hfta.vmap``: any model axes, gradients inside, arrays of arrays."""
-SHARED_MOVES = False
-"""Whether what a program returns without a model axis gets one elsewhere than in front, where PyTorch puts it wrongly."""
 REFUSED = (
     "into a tensor that all members share",
     "writes its input, and into a view that is a copy",
@@ -286,9 +284,9 @@ def check_vmap(spec: Spec, how: str) -> None:
         tensors = dict(zip(names, (*params, *rest), strict=True))
         own = {name: tensors[name] for name in trees[0][0]}, {name: tensors[name] for name in trees[0][1]}
         (x, kept), new = apply(*own, *(tensors[name] for name in NAMES))
-        last, outputs = own[0]["last"], [x, *kept]
-        if not SHARED_MOVES:
-            outputs = [y + 0 * last for y in outputs]
+        last = own[0]["last"]
+        # What has no model axis gets one in front: elsewhere PyTorch puts it wrongly.
+        outputs = [y + 0 * last for y in (x, *kept)]
         return last * weighed(outputs), (outputs, [new[name] for name in trees[0][1]])
 
     ranks: list[list[int]] = []

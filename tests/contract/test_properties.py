@@ -142,14 +142,6 @@ def test_members_go_on_as_if_nothing_had_changed(data: st.DataObject) -> None:
         assert _identical(array, hfta.take(expected[number + 1], members))
 
 
-def test_dropping_members_frees_their_memory() -> None:
-    _, state = _start(6, "adam")
-    half = hfta.take(state, [0, 2, 4])
-    for small, large in zip(optree.tree_leaves(half), optree.tree_leaves(state), strict=True):
-        assert 2 * small.untyped_storage().nbytes() == large.untyped_storage().nbytes()
-        assert small.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
-
-
 @pytest.mark.exhaustive
 def test_widening_to_a_size_seen_before_compiles_nothing() -> None:
     torch._dynamo.reset()

@@ -48,11 +48,6 @@ def _mixes(update: Any, grads: Any, state: Any, params: Any) -> Any:
     return update({path: grad + 0.1 * grad.mean(0) for path, grad in grads.items()}, state, params)
 
 
-def _spreads(update: Any, grads: Any, state: Any, params: Any) -> Any:
-    """A NaN reaches the state of members that are masked, in place."""
-    return update(grads, state, params)
-
-
 def _branches(update: Any, grads: Any, state: Any, params: Any) -> Any:
     if state.step[0].item() > 0:
         grads = {path: grad * 1.0 for path, grad in grads.items()}
@@ -378,10 +373,7 @@ def _rounded(leaf: Any) -> Any:
     [
         (Repeats, r"law 'calls are answered by number': three calls have the numbers \[0, 0, 0\]"),
         (Swaps, r"law 'calls are answered by number': calls \[0, 1, 2\] were answered as \[3, 0, 1\]"),
-        (
-            Stringifies,
-            "law 'calls are answered by number': 6 / 0 is answered with 'division by zero'; answer",
-        ),
+        (Stringifies, "law 'calls are answered by number': 6 / 0 is answered with 'division by zero'; answer"),
         (
             Keeps,
             "law 'dropped calls are not answered': call .* with {'seed': 2} is answered as call .* with {'seed': 1}",

@@ -26,14 +26,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.exhaustive]
 @pytest.mark.parametrize(
     ("case", "array", "solo", "verdict"),
     [
-        (HIGHER, [0.93, 0.95, 0.94], [0.94, 0.96, 0.93], "passed"),
         # The mean counts, not the worst member.
         (HIGHER, [0.88, 0.95, 0.94], [0.94, 0.96, 0.93], "passed"),
         (HIGHER, [0.89, 0.91, 0.88], [0.94, 0.96, 0.86], "array misses the stated quality"),
         (HIGHER, [0.93, 0.95, 0.84], [0.89, 0.91, 0.88], "solo misses the stated quality"),
         (HIGHER, [0.91, 0.92, 0.91], [0.98, 0.99, 0.98], "array and solo differ beyond seed noise"),
-        (LOWER, [3.0, 4.0, 5.5], [4.5, 3.5, 3.0], "passed"),
-        (LOWER, [3.0, 4.0, 9.5], [4.5, 3.5, 3.0], "array misses the stated quality"),
         (
             LOWER,
             [9.0, 9.1, 9.2],

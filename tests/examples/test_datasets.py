@@ -105,12 +105,6 @@ def test_download_checks_and_keeps(server, tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_download_from_a_file(tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"good")
-    source = files.Source("b.bin", MD5, ((tmp_path / "a.bin").as_uri(),))
-    assert files.obtain(source, tmp_path).read_bytes() == b"good"
-
-
 def test_download_with_another_checksum_is_thrown_away(server, tmp_path):
     folder, address = server
     (folder / "a.bin").write_bytes(b"evil")
@@ -146,12 +140,6 @@ def test_download_to_a_folder_that_cannot_be_written(server, tmp_path):
     assert not list((tmp_path / "data").iterdir())
 
 
-def test_a_file_with_another_checksum_is_refused(tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"evil")
-    with pytest.raises(BadInput, match=r"a\.bin has md5:\w+ instead of .* remove it to download it again"):
-        files.obtain(files.Source("a.bin", MD5, ("http://127.0.0.1:1/a",)), tmp_path)
-
-
 def test_without_a_published_checksum_nothing_is_downloaded(tmp_path):
     with pytest.raises(BadInput, match=r"there is no .*shapenetcore.*\.zip; get it from https://.* and put it there"):
         shapes.load("shapenet", tmp_path, 8)
@@ -163,19 +151,10 @@ def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
     assert files.cached(path, lambda: made) is made
     again = files.cached(path, lambda: pytest.fail("made twice"))
     assert torch.equal(again[0], made[0]) and again[1:] == made[1:]
-    torch.save(functools.partial(print, "code"), path)
-    with pytest.raises(BadInput, match=r"kept\.pt: damaged: .*; remove it to make it again"):
-        files.cached(path, lambda: None)
-
-
-def test_a_cache_whose_damage_has_no_words(tmp_path, monkeypatch):
-    def load(*_, **__):
-        raise EOFError
-
-    monkeypatch.setattr(torch, "load", load)
-    (tmp_path / "kept.pt").touch()
-    with pytest.raises(BadInput, match=r"kept\.pt: damaged: EOFError; remove it to make it again"):
-        files.cached(tmp_path / "kept.pt", lambda: None)
+    for spoil in (lambda: torch.save(functools.partial(print, "code"), path), lambda: path.write_bytes(b"")):
+        spoil()
+        with pytest.raises(BadInput, match=r"kept\.pt: damaged: .*; remove it to make it again"):
+            files.cached(path, lambda: None)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
@@ -252,19 +231,7 @@ def test_mapped_bytes_without_a_file(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_mapped_bytes_that_fail_leave_nothing(tmp_path):
-    def fail(_):
-        raise BadInput("bad")
-
-    with pytest.raises(BadInput, match="bad"):
-        files.mapped(tmp_path / "a", [], (3,), fail)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda data: data[:-1], lambda data: b"", lambda data: b"no array", lambda data: data.replace(b"|u1", b"|i1")],
-)
+@pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data.replace(b"|u1", b"|i1")])
 def test_mapped_bytes_damaged(tmp_path, spoil):
     files.mapped(tmp_path / "a", [], (3, 5), fill_with(1))
     (path,) = tmp_path.iterdir()
@@ -293,23 +260,17 @@ def write_cifar(path, batches):
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """CIFAR-10's archive with 4 images a file, and a way to make another one."""
+    """CIFAR-10's archive with 4 images a file."""
     rows = {f"data_batch_{i}.bin": cifar_rows(4, i) for i in range(1, 6)} | {"test_batch.bin": cifar_rows(3, 9)}
 
-    def write(**changed):
-        content = {name: row.tobytes() for name, row in rows.items()} | {"readme.html": b"text"}
-        content |= {f"{name}.bin": data for name, data in changed.items()}
-        path = tmp_path / "cifar-10-binary.tar.gz"
-        write_cifar(path, {name: data for name, data in content.items() if data is not None})
-        place(monkeypatch, images, "CIFAR10", path)
-        return path
-
-    write()
-    return rows, write
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    write_cifar(path, {name: row.tobytes() for name, row in rows.items()} | {"readme.html": b"text"})
+    place(monkeypatch, images, "CIFAR10", path)
+    return rows
 
 
 def test_cifar10(cifar, tmp_path):
-    rows, _ = cifar
+    rows = cifar
     data = images.load("cifar10", tmp_path, 32)
     train = numpy.concatenate([rows[f"data_batch_{i}.bin"] for i in range(1, 6)])
     assert data.classes == 10 and data.train[1].tolist() == train[:, 0].tolist()
@@ -318,27 +279,7 @@ def test_cifar10(cifar, tmp_path):
     assert data.train[0].dtype == torch.uint8 and data.train[1].dtype == torch.int64
 
 
-def test_cifar10_limited_and_resized(cifar, tmp_path):
-    data = images.load("cifar10", tmp_path, 64, 2)
-    assert data.train[0].shape == (2, 3, 64, 64) and data.train[0].dtype == torch.uint8 and len(data.test[1]) == 2
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"data_batch_3": None}, "data_batch_3.bin"),
-        ({"data_batch_3": b"\1" * 3072}, "data_batch_3.bin is no sequence of images"),
-        ({"test_batch": b""}, "test_batch.bin is no sequence of images"),
-        ({"test_batch": b"\x0a" * 3073}, "test_batch.bin is no sequence of images"),
-    ],
-)
-def test_cifar10_with_a_wrong_file(cifar, tmp_path, changed, message):
-    cifar[1](**changed)
-    with pytest.raises(BadInput, match=rf"cifar-10-binary\.tar\.gz: damaged.*{message}"):
-        images.load("cifar10", tmp_path, 32)
-
-
-@pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"no archive", lambda data: b""])
+@pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"no archive"])
 def test_damaged_archives(cifar, tmp_path, monkeypatch, spoil):
     path = tmp_path / "cifar-10-binary.tar.gz"
     path.write_bytes(spoil(path.read_bytes()))
@@ -372,32 +313,6 @@ def test_mnist(mnist, tmp_path):
     for part, (pixels, labels) in zip((data.train, data.test), mnist.values(), strict=True):
         assert all(numpy.array_equal(part[0][:, channel].numpy(), pixels) for channel in range(3))
         assert part[1].tolist() == labels.tolist()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\0\0\x08\x03" + (9).to_bytes(4, "big"), "damaged"),
-        (b"\0\0\x09\x01" + (1).to_bytes(4, "big") + b"1", "no file of unsigned bytes"),
-        (b"\0\0\x08\x01" + (1).to_bytes(4, "big") + b"\x01", "images of MNIST's train but 1 labels"),
-        (b"", "damaged"),
-    ],
-)
-def test_mnist_with_wrong_content(mnist, tmp_path, monkeypatch, content, message):
-    path = tmp_path / "train-labels-idx1-ubyte.gz"
-    path.write_bytes(gzip.compress(content))
-    place(monkeypatch, images, ("MNIST", "train-labels-idx1-ubyte"), path)
-    with pytest.raises(BadInput, match=message):
-        images.load("mnist", tmp_path, 28)
-
-
-@pytest.mark.parametrize("length", [0, 5, 20, -4])
-def test_mnist_cut_short(mnist, tmp_path, monkeypatch, length):
-    path = tmp_path / "t10k-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:length])
-    place(monkeypatch, images, ("MNIST", "t10k-images-idx3-ubyte"), path)
-    with pytest.raises(BadInput, match=r"t10k-images-idx3-ubyte\.gz: damaged"):
-        images.load("mnist", tmp_path, 28)
 
 
 @pytest.fixture
@@ -442,17 +357,6 @@ def add_a_class_before(folder):
     return [0, 1, 1, 1, 2, 2, 2], [0, 125, 125, 125, 0, 0, 0]
 
 
-def swap_classes(folder):
-    for source, target in (("n01", "x"), ("n02", "n01"), ("x", "n02")):
-        (folder / "train" / source).rename(folder / "train" / target)
-    return [0, 0, 0, 1, 1, 1], [0, 0, 0, 125, 125, 125]
-
-
-def remove_one(folder):
-    (folder / "train" / "n01" / "1.JPEG").unlink()
-    return [0, 0, 1, 1, 1], [125, 125, 0, 0, 0]
-
-
 def write_another(folder):
     path = folder / "train" / "n01" / "1.JPEG"
     before = path.stat()
@@ -462,7 +366,7 @@ def write_another(folder):
     return [0, 0, 0, 1, 1, 1], [125, 0, 125, 0, 0, 0]
 
 
-@pytest.mark.parametrize("change", [add_a_class_before, swap_classes, remove_one, write_another])
+@pytest.mark.parametrize("change", [add_a_class_before, write_another])
 def test_imagenet_that_changes_is_decoded_again(imagenet, change):
     """Red, halved, tells the first class; labels and images go together."""
     images.load("imagenet", imagenet, 16)
@@ -474,50 +378,18 @@ def test_imagenet_that_changes_is_decoded_again(imagenet, change):
     assert len(list(imagenet.glob("train-16.*"))) == 1
 
 
-def test_imagenet_beside_other_files(imagenet):
-    (imagenet / "train" / "LICENSE").touch()
-    assert images.load("imagenet", imagenet, 16).classes == 2
-
-
-def test_imagenet_on_a_full_disk(imagenet, capsys):
-    with full_disk():
-        data = images.load("imagenet", imagenet, 16)
-    assert data.train[0].shape == (6, 3, 16, 16) and data.train[0][0, 0].float().mean() > 240
-    assert capsys.readouterr().out.count("cannot be written") == 2 and not list(imagenet.glob("*-16.*"))
-
-
-def test_imagenet_with_a_broken_png(imagenet):
-    path = imagenet / "train" / "n01" / "1.png"
-    pixels = numpy.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype="uint8")
-    PIL.Image.fromarray(pixels).save(path)
+def test_imagenet_damaged_and_empty(imagenet, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match=r"n01/0\.JPEG: damaged.*decompression bomb"):
+        patch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
+        images.load("imagenet", imagenet, 16)
+    path, pixels = imagenet / "train" / "n01" / "1.png", numpy.random.default_rng(0).integers(0, 256, (200, 200, 3))
+    PIL.Image.fromarray(pixels.astype("uint8")).save(path)
     # The second chunk of data has no name, which Pillow calls a SyntaxError.
     first, second, *rest = path.read_bytes().split(b"IDAT")
     path.write_bytes(b"IDAT".join([first, second + b"\0\0\0\0" + rest[0], *rest[1:]]))
     with pytest.raises(BadInput, match=r"n01/1\.png: damaged.*broken PNG file"):
         images.load("imagenet", imagenet, 16)
-
-
-def test_imagenet_with_an_image_that_is_too_large(imagenet, monkeypatch):
-    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(BadInput, match=r"n01/0\.JPEG: damaged.*decompression bomb"):
-        images.load("imagenet", imagenet, 16)
-
-
-def test_images_are_decoded_a_block_at_a_time():
-    out = numpy.zeros((600, 3, 4, 4), "uint8")
-    content = io.BytesIO()
-    PIL.Image.new("RGB", (4, 4), (7, 7, 7)).save(content, "png")
-
-    def rows():
-        for i in range(600):
-            assert i < 256 or out[i - 256].all()
-            yield files.Path(str(i)), io.BytesIO(content.getvalue())
-
-    images._decode(rows(), out)
-    assert (out == 7).all()
-
-
-def test_imagenet_damaged_and_empty(imagenet, tmp_path):
+    path.unlink()
     (imagenet / "train" / "n02" / "1.JPEG").write_bytes(b"no image")
     with pytest.raises(BadInput, match=r"n02/1\.JPEG: damaged"):
         images.load("imagenet", imagenet, 16)
@@ -546,36 +418,12 @@ def test_lsun(tmp_path):
     assert len(images.load("lsun", tmp_path, 8, 1).train[0]) == 1
 
 
-def test_lsun_is_decoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
-    write_lsun(tmp_path)
-    images.load("lsun", tmp_path, 16)
-    images.load.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(images, "_decode", not_again)
-        images.load("lsun", tmp_path, 16)
-    images.load.cache_clear()
-    write_lsun(tmp_path, 5)
-    assert len(images.load("lsun", tmp_path, 16).train[0]) == 5
-
-
-@pytest.mark.parametrize("spoil", [lambda data: b"no database", lambda data: data[:-4096], lambda data: data[:8192]])
+@pytest.mark.parametrize("spoil", [lambda data: b"no database", lambda data: data[:8192]])
 def test_lsun_damaged(tmp_path, spoil):
     write_lsun(tmp_path)
     path = tmp_path / "bedroom_train_lmdb" / "data.mdb"
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(BadInput, match="bedroom_train_lmdb: damaged"):
-        images.load("lsun", tmp_path, 16)
-
-
-def test_lsun_with_a_damaged_image_or_none(tmp_path):
-    lmdb = pytest.importorskip("lmdb", reason="LSUN needs lmdb")
-    path = str(tmp_path / "bedroom_train_lmdb")
-    lmdb.open(path).close()
-    with pytest.raises(BadInput, match=r"bedroom_train_lmdb: damaged.*it has no images"):
-        images.load("lsun", tmp_path, 16)
-    with lmdb.open(path) as base, base.begin(write=True) as transaction:
-        transaction.put(b"key", b"no image")
-    with pytest.raises(BadInput, match=r"bedroom_train_lmdb: damaged.*cannot identify image"):
         images.load("lsun", tmp_path, 16)
 
 
@@ -618,22 +466,6 @@ def test_wikitext2(tmp_path, monkeypatch):
     assert data.test[0].tolist() == [[number["the"], number["<unk>"]]] and data.test[1].tolist() == [[1 + 3, 2]]
 
 
-@pytest.mark.parametrize("content", [b"no archive", b""])
-def test_wikitext2_damaged(tmp_path, monkeypatch, content):
-    path = tmp_path / "wikitext-2-v1.zip"
-    path.write_bytes(content)
-    place(monkeypatch, text, "WIKITEXT2", path)
-    with pytest.raises(BadInput, match=r"wikitext-2-v1\.zip: damaged"):
-        text.load("wikitext2", tmp_path, 2)
-    write_zip(path, {"wikitext-2/wiki.train.tokens": "a b c"})
-    place(monkeypatch, text, "WIKITEXT2", path)
-    with pytest.raises(BadInput, match=r"damaged.*wiki\.test\.tokens"):
-        text.load("wikitext2", tmp_path, 2)
-    write_wikitext(path, monkeypatch, "", "")
-    with pytest.raises(BadInput, match="a file is empty"):
-        text.load("wikitext2", tmp_path, 2)
-
-
 def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
     path = tmp_path / "wikitext-2-v1.zip"
     write_wikitext(path, monkeypatch, "a b c d e", "a b c")
@@ -642,12 +474,6 @@ def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
         BadInput, match="--length 4 needs 5 tokens, but the test part of wikitext2 has 4; take a smaller"
     ):
         text.load("wikitext2", tmp_path, 4)
-    with pytest.raises(BadInput, match="--length 6 needs 7 tokens, but the train part of wikitext2 has 6"):
-        text.load("wikitext2", tmp_path, 6)
-    with pytest.raises(
-        BadInput, match=r"--length 10000000 needs 10000001 tokens, but the train part of topics has \d+"
-    ):
-        text.load("topics", tmp_path, 10_000_000)
 
 
 def test_topics(tmp_path):
@@ -713,19 +539,12 @@ def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
     [
         ({"labels": "1\n" * 19}, "0002/c has 20 points but 19 labels"),
         ({"labels": "1\n" * 19 + "0"}, "0002/c has labels other than 1 to 50"),
-        ({"labels": "1\n" * 19 + "51"}, "0002/c has labels other than 1 to 50"),
-        ({"labels": "1\n" * 19 + "1.5"}, "0002/c has labels other than 1 to 50"),
         ({"labels": "1\n" * 19 + "nan"}, "0002/c has labels other than 1 to 50"),
-        ({"labels": "1\n" * 19 + "chair"}, "could not convert string to float"),
         ({"points": "0 0 inf\n" * 20}, "0002/c has coordinates that are not finite"),
         ({"points": "0 0\n" * 20}, "cannot reshape"),
-        ({"points": "", "labels": ""}, ""),
         ({"train": "[]"}, "its list for train has no shape of any category"),
-        ({"train": "3"}, "not iterable"),
-        ({"train": "[3]"}, ""),
         ({"train": '["shape_data/0002/missing"]'}, "missing"),
         ({"test": "["}, "Expecting value"),
-        ({"test": "[" * 100_000}, "recursion"),
     ],
 )
 def test_shapenet_damaged(tmp_path, monkeypatch, changed, message):
@@ -741,70 +560,28 @@ def cut(content):
     return content[: len(content) // 2]
 
 
-def encrypted(content):
-    """With every entry's flag of encryption set."""
-    content = bytearray(content)
-    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        at = -1
-        while (at := content.find(mark, at + 1)) >= 0:
-            content[at + offset] |= 1
-    return bytes(content)
-
-
-def compressed_by_no_known_method(content):
-    content = bytearray(content)
-    for mark, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
-        at = -1
-        while (at := content.find(mark, at + 1)) >= 0:
-            content[at + offset] = 77
-    return bytes(content)
-
-
 def flipped(content):
     """One bit of an entry's content."""
     content = bytearray(content)
-    content[content.index(b"OFF" if b"OFF" in content else b"Chair")] ^= 1
+    content[content.index(b"Chair")] ^= 1
     return bytes(content)
 
 
-@pytest.mark.parametrize("spoil", [cut, encrypted, compressed_by_no_known_method, flipped])
-@pytest.mark.parametrize("name", ["shapenet", "modelnet40"])
-def test_damaged_zips(tmp_path, monkeypatch, name, spoil):
-    source, write = {"shapenet": ("SHAPENET", write_shapenet), "modelnet40": ("MODELNET40", write_modelnet)}[name]
-    path = tmp_path / getattr(shapes, source).file
-    write(path, monkeypatch)
-    path.write_bytes(spoil(path.read_bytes()))
-    place(monkeypatch, shapes, source, path)
-    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S") as error:
-        shapes.load(name, tmp_path, 8)
-    assert "\n" not in str(error.value)
-
-
-def test_shapenet_as_it_comes_has_no_checksum_and_is_checked_all_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("spoil", [cut, flipped])
+def test_shapenet_without_a_checksum_is_checked_all_the_same(tmp_path, monkeypatch, spoil):
     assert not shapes.SHAPENET.digest
     path = tmp_path / shapes.SHAPENET.file
     write_shapenet(path, monkeypatch)
-    monkeypatch.setattr(shapes, "SHAPENET", shapes.SHAPENET._replace(digest=""))
-    content = path.read_bytes()
-    for length in (0, 100, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:length])
-        with pytest.raises(BadInput, match=r"v0\.zip: damaged"):
-            shapes.load("shapenet", tmp_path, 8)
-
-
-def test_clouds_on_a_full_disk(tmp_path, monkeypatch, capsys):
-    path = tmp_path / shapes.SHAPENET.file
-    write_shapenet(path, monkeypatch)
-    with full_disk():
-        data = shapes.load("shapenet", tmp_path, 50)
-    assert data.train[0].shape == (3, 3, 50) and list(tmp_path.iterdir()) == [path]
-    assert "shapenet-all-50.pt cannot be written" in capsys.readouterr().out
+    path.write_bytes(spoil(path.read_bytes()))
+    place(monkeypatch, shapes, "SHAPENET", path)
+    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S"):
+        shapes.load("shapenet", tmp_path, 8)
 
 
 TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
 
 
-def write_modelnet(path, monkeypatch, **changed):
+def write_modelnet(path, monkeypatch):
     names = [
         f"ModelNet40/{one}/{part}/{one}_{i}.off"
         for one in ("bed", "sofa")
@@ -814,8 +591,7 @@ def write_modelnet(path, monkeypatch, **changed):
     content = {name: TRIANGLES for name in names} | {"__MACOSX/ModelNet40/x.off": b"", "ModelNet40/.DS_Store": b""}
     # As in some of the original files.
     content[names[0]] = TRIANGLES.replace("OFF\n", "OFF")
-    content[names[1]] = changed.get("second", TRIANGLES)
-    write_zip(path, {name: data for name, data in content.items() if changed.get("without", " ") not in name})
+    write_zip(path, content)
     place(monkeypatch, shapes, "MODELNET40", path)
 
 
@@ -829,28 +605,6 @@ def test_modelnet40(tmp_path, monkeypatch):
     variance = clouds.var(-1)
     torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
     assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("PLY\n", "does not begin with OFF"),
-        (TRIANGLES.replace("3 0 1 2", "4 0 1 2"), "faces that are no triangles"),
-        (TRIANGLES[:-9], "damaged"),
-        ("OFF\n", "damaged"),
-        (TRIANGLES.replace("3 0 2 3", "3 0 2 9"), "damaged"),
-    ],
-)
-def test_modelnet40_with_a_wrong_mesh(tmp_path, monkeypatch, mesh, message):
-    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, second=mesh)
-    with pytest.raises(BadInput, match=message):
-        shapes.load("modelnet40", tmp_path, 16)
-
-
-def test_modelnet40_without_a_part(tmp_path, monkeypatch):
-    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, without="/test/")
-    with pytest.raises(BadInput, match=r"ModelNet40\.zip: damaged.*it has no meshes for test"):
-        shapes.load("modelnet40", tmp_path, 16)
 
 
 def uniform(count=40_000):
@@ -896,17 +650,6 @@ def test_generated_clouds(tmp_path):
     assert len(pairs) == data.parts == len({part for _, part in pairs})
     assert torch.equal(points.surfaces(128, 39, 39).train[0], clouds)
     assert not torch.equal(data.test[0], clouds)
-
-
-def test_clouds_without_noise_lie_on_stretched_and_turned_surfaces():
-    clouds, classes, parts = points.surfaces(600, 13, 1, noise=0.0).train
-    ball = clouds[classes == 0][0].double()
-    # An ellipsoid: one quadratic form is 1 on all its points.
-    terms = torch.stack([ball[i] * ball[j] for i in range(3) for j in range(i, 3)] + [*ball], 1)
-    solution = torch.linalg.lstsq(terms, torch.ones(600, 1, dtype=torch.float64)).solution
-    torch.testing.assert_close(terms @ solution, torch.ones(600, 1, dtype=torch.float64), atol=1e-4, rtol=0)
-    lower, upper = (ball[2][parts[classes == 0][0] == part] for part in (0, 1))
-    assert lower.max() <= upper.min()
 
 
 # Augmentation

@@ -1,7 +1,6 @@
 """The examples: models of the published sizes, both ways to train, the command line, and what it refuses."""
 
 import csv
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
 from unittest.mock import ANY
 
@@ -19,8 +17,7 @@ import pytest
 import torch
 from examples.bert.model import BERT
 from examples.common import fused, solo
-from examples.common.data import images
-from examples.common.errors import BadInput, is_out_of_memory
+from examples.common.errors import is_out_of_memory
 from examples.common.flags import AdamFlags, Flags, parse
 from examples.dcgan import fused as gan
 from examples.dcgan.frechet import frechet, moments
@@ -33,7 +30,6 @@ from matplotlib import pyplot
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.run import background
 from hfta_func.testing import assert_matches_solo
 
 SMALL = ["--size", "small", "--limit", "24", "--batch-size", "8", "--epochs", "1"]
@@ -235,22 +231,6 @@ def test_both_ways_have_the_same_optimizer(name):
         torch.testing.assert_close(model.weight.data[0], moved["w"][member], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.exhaustive
-def test_flags_that_cannot_be_fused_make_arrays(call):
-    argv = ["--version", "v2", "v3s", "v2", "--lr", "0.01", "0.02", "0.03", "--hfta"]
-    status, lines, _, rows = call("mobilenet", *argv)
-    assert status == 0 and [line for line in lines if "Array" in line] == [
-        "Array of members 0 2: seeds 0 0, lr 0.01 0.03, beta1 0.9 0.9, beta2 0.999 0.999, weight_decay 0.0 0.0, "
-        "gamma 0.5 0.5, step_size 20 20",
-        "Array of members 1: seeds 0, lr 0.02, beta1 0.9, beta2 0.999, weight_decay 0.0, gamma 0.5, step_size 20",
-    ]
-    assert [(row["member"], row["version"], row["lr"], row["models"]) for row in rows] == [
-        ("0", "v2", "0.01", "2"),
-        ("1", "v3s", "0.02", "1"),
-        ("2", "v2", "0.03", "2"),
-    ]
-
-
 def test_arrays_of_several_flags():
     arrays = parse(Flags, "--batch-size 8 16 8 16 --seeds 1 2 3 4 --limit 3 --save a/b".split(), None)
     assert [members for members, _ in arrays] == [[0, 2], [1, 3]]
@@ -315,64 +295,6 @@ def test_mixed_precision(name, way, call):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", [["--hfta"], []])
-def test_mixed_precision_is_of_the_forward_pass_alone(way, call, monkeypatch):
-    seen = []
-
-    def crop(images, padding):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return images
-
-    monkeypatch.setattr("examples.common.data.augment.random_crop", crop)
-    assert call("resnet", *way, "--amp")[0] == 0
-    assert seen and not any(seen)
-
-
-class Probe(torch.autograd.Function):
-    """Nothing, but notes whether its backward pass is under autocast."""
-
-    generate_vmap_rule = True
-    seen: ClassVar[list[bool]] = []
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        Probe.seen.append(torch.is_autocast_enabled("cpu"))
-        return grad
-
-
-def test_dcgan_goes_backward_outside_of_mixed_precision(monkeypatch):
-    (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], "--amp"], None)
-    monkeypatch.setattr(Generator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
-    monkeypatch.setattr(Discriminator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
-    step, state = gan.prepare(
-        functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8), 8, own.flags
-    )
-    monkeypatch.setattr(Probe, "seen", [])
-    step(state, (torch.rand(3, 6, 3, 16, 16),))
-    # Of the discriminator on real and on generated images, and of both models together.
-    assert Probe.seen == [False] * 4
-
-
-def test_plain_dcgan_computes_no_gradients_in_vain():
-    main = importlib.import_module("examples.dcgan.main")
-    (own,) = parse(main.Flags, SMALL, None)
-    pair, added = main.Pair(*main.setting(own.flags)[:3], own.flags), []
-    for parameter in pair.discriminator.parameters():
-        parameter.register_post_accumulate_grad_hook(added.append)
-    for _ in range(2):
-        pair.step(torch.rand(4, 3, 16, 16))
-    assert len(added) == 2 * len([*pair.discriminator.parameters()])
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["bert masked", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_testing_after_every_epoch_does_not_change_training(name, way, call):
@@ -381,54 +303,6 @@ def test_testing_after_every_epoch_does_not_change_training(name, way, call):
     loss = "loss_g" if name == "dcgan" else "loss"
     assert [row[loss] for row in rows] == [row[loss] for row in others]
     assert final[-1] == tested[-1]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["fused", "solo"])
-def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
-    module, count = importlib.import_module(f"examples.common.{way}"), itertools.count()
-    evaluate = module.evaluate
-    monkeypatch.setattr(module, "evaluate", lambda *args: [next(count), evaluate(*args)][1])
-    argv = [*only(0, RUNS["resnet"]), *(["--hfta"] if way == "fused" else []), "--epochs", "2"]
-    assert call("resnet", *argv)[0] == 0 and next(count) == 1
-    assert call("resnet", *argv, "--eval")[0] == 0 and next(count) == 2 + 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("way", [["--hfta"], []])
-def test_every_array_is_compiled(way, call, monkeypatch):
-    sizes = []
-
-    def backend(graph, inputs):
-        sizes.append(len(sizes))
-        return graph
-
-    def behind_the_scenes(step, *, steps):
-        # Arrays are compiled by another process, while they train.
-        sizes.append(steps)
-        return step
-
-    monkeypatch.setattr(background, "compile", behind_the_scenes)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):
-        argv = ["--compile", "--length", "4", "--batch-size"]
-        assert call("transformer", "--lr", "1", *way, *argv, "8")[0] == 0
-        each = len(sizes)
-        assert each > 0
-        torch.compiler.reset()
-        assert call("transformer", "--lr", "1", *way, *argv, "8", "6", "4")[0] == 0
-    assert len(sizes) == 4 * each
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["transformer", "dcgan"])
-@pytest.mark.parametrize("way", [["--hfta"], []])
-@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
-def test_every_seed_of_64_bits(name, way, seed, call):
-    status, _, err, rows = call(name, *only(0, RUNS[name]), *way, "--seeds", str(seed))
-    assert status == 0 and not err and [row["seed"] for row in rows] == [str(seed)]
 
 
 @pytest.fixture
@@ -509,16 +383,6 @@ def test_every_example_runs_by_its_path(tmp_path):
     assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == len(SCRIPTS) > 12
 
 
-@pytest.mark.exhaustive
-def test_an_example_run_by_its_path_is_the_one_run_as_a_module(tmp_path, call):
-    argv = ["--version", "v2", *SMALL, "--lr", "0.01", "0.003", "--hfta", "--out", tmp_path]
-    lines = elsewhere(tmp_path, EXAMPLES / "mobilenet" / "main.py", *argv).splitlines()
-    status, expected, _, _ = call("mobilenet", "--version", "v2", "--lr", "0.01", "0.003", "--hfta")
-    assert status == 0
-    # All but the seconds of the epoch.
-    assert [line for line in lines if "took" not in line] == [line for line in expected if "took" not in line]
-
-
 def test_no_module_has_the_name_of_one_of_pythons_own():
     # A file that is run by its path finds the modules beside it before those of Python.
     modules = {path.stem for path in EXAMPLES.rglob("*.py")} | {path.parent.name for path in EXAMPLES.rglob("*.py")}
@@ -552,10 +416,8 @@ TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
     ("where", "numbers", "argv", "array", "solo"),
     [
         # Three steps and three batches of tests an epoch.
-        pytest.param(LOSS, [2], [], 0, 0, id="in the first epoch"),
         pytest.param(LOSS, [5, 5], [], 1, 1, id="twice"),
         pytest.param(LOSS, [8], ["--epochs", "2"], 2, 2, id="in the second array"),
-        pytest.param(TEST, [8], ["--eval"], 3, 2, id="in the last test of an epoch"),
         pytest.param(TEST, [2], [], 3, 3, id="in the last test"),
     ],
 )
@@ -598,29 +460,20 @@ def refuses(call, message, name, *argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("resnet --dataset flowers", "argument --dataset: invalid choice: 'flowers'"),
         (
             "resnet --lr 0.1 0.2 --seeds 1 2 3",
             "--seeds has 3 values but --lr has 2; give one value for all members, or",
         ),
-        ("mobilenet --version v2 v2 --lr 1 1 1", "--lr has 3 values but --version has 2"),
         ("resnet --lr fast", "argument --lr: invalid float value: 'fast'"),
-        ("resnet --lr", "argument --lr: expected at least one argument"),
-        ("resnet --speed 3", "unrecognized arguments: --speed 3"),
         ("dcgan --hfta --chunk-size auto", "--chunk-size auto: two networks take turns"),
         ("resnet --epochs 0", "argument --epochs: 0 is too small; the least is 1"),
-        ("transformer --step_size 5 0", "argument --step-size: 0 is too small"),
         (
             "resnet --seeds 0 9223372036854775808",
             "--seeds: 9223372036854775808 is too large; the most is 92233720368547758",
         ),
-        ("resnet --seeds -9223372036854775809 --hfta", "--seeds: -9223372036854775809 is too small"),
         ("resnet --resume", "--resume needs --save DIR"),
-        ("resnet --lr -1 --hfta", "lr is -1.0; it must be at least 0"),
-        ("mobilenet --lr -1", "Invalid learning rate: -1.0"),
         ("mobilenet --beta1 0.5 1 --hfta", "model 1: beta1 is 1.0"),
         ("pointnet --task seg --dataset modelnet40", "ModelNet40 has no parts"),
-        ("mobilenet --dataset imagenet", "train has no folders, one for each class, of images"),
         ("pointnet --dataset shapenet", "get it from https://shapenet"),
         ("resnet --device xla", "torch_xla is not installed"),
         ("resnet --device cuda", "PyTorch finds no CUDA device here"),
@@ -640,27 +493,6 @@ def test_files_that_are_not_what_they_should_be(call, tmp_path):
         (tmp_path / kept).write_bytes(b"something else")
         refuses(call, kept, "resnet", *only(0, RUNS["resnet"]), *way, "--save", str(tmp_path), "--resume")
     refuses(call, "Not a directory", "resnet", "--out", str(tmp_path / "data" / "cifar-10-binary.tar.gz" / "out"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", [["--hfta"], []])
-def test_files_that_are_of_something_else(way, call, tmp_path, monkeypatch):
-    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
-    assert call("resnet", *argv)[0] == 0
-    kept = tmp_path / f"resnet-{'array' if way else 'solo'}-0.run"
-    torch.save({"weights": 1}, kept)
-    refuses(call, str(kept), "resnet", *argv, "--resume")
-    if not way:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-            assert call("resnet", *argv)[0] == 0
-        assert call("resnet", *argv, "--resume")[0] == 0
-
-        def load(*args, **kwargs):
-            raise EOFError
-
-        monkeypatch.setattr(torch, "load", load)
-        refuses(call, f"{kept} does not hold this run: EOFError; remove it to begin anew", "resnet", *argv, "--resume")
 
 
 @pytest.mark.exhaustive
@@ -723,26 +555,12 @@ def test_what_the_picture_needs_is_missed_before_training(package, call, monkeyp
     ]
 
 
-def test_what_the_digits_need_is_missed_before_training(call, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    images.load.cache_clear()
-    status, lines, err, _ = call("resnet")
-    assert status == 2 and not any(line.startswith("Epoch") for line in lines)
-    assert err == [
-        "resnet: error: the handwritten digits need sklearn, which is not installed; pip install 'hfta_func[examples]'"
-    ]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [["--hfta"], [], ["--hfta", "--compile"], ["--compile"]])
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
         ("resnet --batch-size 1", "--batch-size 1 --limit 24: "),
-        ("mobilenet --batch-size 1", "--batch-size 1 --limit 24: "),
-        ("mobilenet --limit 1", "--batch-size 8 --limit 1: "),
         ("pointnet --limit 1 --points 16", "--batch-size 8 --limit 1: "),
     ],
 )
@@ -754,13 +572,6 @@ def test_batches_too_small_for_batch_normalisation(way, argv, asked, call, monke
 def test_names_of_files_stay_short():
     ranges = importlib.import_module("examples.common.run")._ranges
     assert [ranges([0]), ranges([*range(100)]), ranges([0, 1, 2, 5, 7, 8])] == ["0", "0-99", "0-2+5+7-8"]
-
-
-def test_seeds_that_are_too_large_for_an_array():
-    main = importlib.import_module("examples.resnet.main")
-    (own,) = parse(main.Flags, SMALL, None)
-    with pytest.raises(BadInput, match="seed 18446744073709551616 is not a 64-bit integer"):
-        fused.prepare(main.task(own.flags), dataclasses.replace(own.flags, seeds=(2**64,)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", [["--hfta"], []])

@@ -199,7 +199,7 @@ MATRIX_OPTIMIZERS = [
         _MUON,
         {"eps": 3.0, "ns_dtype": torch.float64},
         {"tall": (6, 4), "wide": (3, 5), "square": (4, 4)},
-    ),
+    )
 ]
 """Optimizers that only take matrices, so that they cannot train a whole model."""
 

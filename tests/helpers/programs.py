@@ -16,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VIEWS_ALIAS = True
-"""Whether ``view``, ``flatten`` and ``reshape`` get the tensor itself, which a program may read again after it has written
-the view, and not a contiguous copy."""
 N = 3
 LARGEST = 600
 """Number of elements; a word that makes more is left out."""
@@ -37,10 +34,6 @@ class Run:
 
     def __init__(self, x: Tensor, z: Tensor, ids: Tensor):
         self.x, self.z, self.ids, self.kept = x, z, ids, []
-
-    def viewed(self) -> Tensor:
-        """The current tensor, for ``view`` and its like."""
-        return self.x if VIEWS_ALIAS else self.x.clone(memory_format=torch.contiguous_format)
 
     def other(self) -> Tensor:
         """The second input, which is also read at the end, because it may be written from now on."""
@@ -144,7 +137,7 @@ def ranked(run: Run, rank: int) -> Tensor:
     """The current tensor with ``rank`` axes: the last ones joined, or ones of size 1 behind the batch."""
     x = run.x
     if x.dim() > rank:
-        return run.viewed().flatten(rank - 1) if rank > 1 else run.viewed().flatten()
+        return x.flatten(rank - 1) if rank > 1 else x.flatten()
     return x[(slice(None), *(None,) * (rank - x.dim()))]
 
 
@@ -161,11 +154,6 @@ def layer(make: Callable[[Tensor, int], nn.Module], rank: int | None = None) -> 
 def pure(func: Callable[[Tensor, int], Tensor]) -> Op:
     """A function of the current tensor."""
     return lambda m, run, n: lambda m, run: func(run.x, n)
-
-
-def reshaped(func: Callable[[Tensor, int], Tensor]) -> Op:
-    """A function that may return a view by ``view``."""
-    return lambda m, run, n: lambda m, run: func(run.viewed(), n)
 
 
 def write(func: Callable[[Tensor, int], Any]) -> Op:
@@ -638,9 +626,9 @@ MATH: dict[str, Op] = {
 }
 
 VIEWS: dict[str, Op] = {
-    "view": reshaped(view),
-    "reshape": reshaped(lambda x, n: x.reshape(-1, divisor(x.numel(), n))),
-    "flatten": reshaped(lambda x, n: x.flatten(n % x.dim() // 2)),
+    "view": pure(view),
+    "reshape": pure(lambda x, n: x.reshape(-1, divisor(x.numel(), n))),
+    "flatten": pure(lambda x, n: x.flatten(n % x.dim() // 2)),
     "transpose": pure(lambda x, n: x.transpose(axis(x, n), axis(x, n // 5))),
     "permute": pure(lambda x, n: x.permute(*[(i + n) % x.dim() for i in range(x.dim())])),
     "unfold": pure(lambda x, n: x.unfold(axis(x, n // 4), min(2, x.shape[axis(x, n // 4)]), 1 + n % 2)),
@@ -665,7 +653,7 @@ WRITES: dict[str, Op] = {
     "sigmoid_": write(lambda x, n: x.sigmoid_()),
     "threshold_": write(lambda x, n: F.threshold_(x, 0.1, 0.2) if n % 2 else x.fmod_(0.7)),
     "cumsum_": write(lambda x, n: x.cumsum_(axis(x, n)) if n % 2 else x.triu_()),
-    "view_": reshaped(lambda x, n: view(x, n).mul_(1.5)),
+    "view_": pure(lambda x, n: view(x, n).mul_(1.5)),
     "nograd_": write(lambda x, n: x.detach().mul_(0.5)),
 }  # fmt: skip
 
@@ -884,9 +872,7 @@ def lowered(x: Tensor, p: Tensor, n: int) -> Tensor:
 
 MADE: dict[str, Op] = {"made": pure(made)}
 FUNCTIONS: dict[str, Op] = {"function": pure(by_function)}
-FLOWS: dict[str, Op] = {
-    "cond": flow(by_cond),
-}
+FLOWS: dict[str, Op] = {"cond": flow(by_cond)}
 BRANCHES: dict[str, Op] = {"if": flow(by_if), "while": flow(by_while)}
 """Python's own branches on values, for which members part."""
 BRANCHES_OF_NOISE: dict[str, Op] = {"if_drop": flow(by_if, True), "while_drop": flow(by_while, True)}

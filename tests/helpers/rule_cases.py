@@ -73,16 +73,12 @@ def _packed(kind: str, states: int, **options: Any) -> Any:
 
 LINEAR = [
     RuleCase("linear", F.linear, _randn((2, 4, 3), (5, 3), (5,))),
-    RuleCase("linear of one row", F.linear, _randn((3,), (5, 3), (5,))),
     RuleCase("linear without bias", F.linear, _randn((4, 3), (5, 3))),
     RuleCase("linear to a number", F.linear, _randn((2, 4, 3), (3,))),
-    RuleCase("linear with one bias", F.linear, _randn((4, 3), (5, 3), ())),
     RuleCase("mm", torch.mm, _randn((4, 3), (3, 5))),
     RuleCase("addmm", lambda *a: torch.addmm(*a, beta=0.5, alpha=2.0), _randn((5,), (4, 3), (3, 5))),
-    RuleCase("addmm of a matrix", torch.addmm, _randn((4, 5), (4, 3), (3, 5))),
     RuleCase("bilinear", F.bilinear, _randn((4, 3), (4, 5), (2, 3, 5), (2,))),
     RuleCase("bilinear of one row", F.bilinear, _randn((3,), (5,), (2, 3, 5))),
-    RuleCase("bilinear of matrices", F.bilinear, _randn((2, 4, 3), (2, 4, 5), (2, 3, 5))),
 ]
 
 CONV = [
@@ -101,14 +97,6 @@ CONV = [
         "conv2d with everything",
         lambda *a: F.conv2d(*a, stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
         _randn((2, 3, 6, 7), (4, 3, 3, 2), (4,)),
-    ),
-    RuleCase(
-        "conv_transpose1d padded", lambda *a: F.conv_transpose1d(*a, padding=2), _randn((2, 3, 6), (3, 4, 4), (4,))
-    ),
-    RuleCase(
-        "conv_transpose2d dilated",
-        lambda *a: F.conv_transpose2d(*a, dilation=(2, 3)),
-        _randn((2, 3, 4, 3), (3, 4, 3, 2), (4,)),
     ),
     RuleCase(
         "conv_transpose2d with everything",
@@ -133,7 +121,6 @@ CONV = [
 NORM = [
     RuleCase("batch_norm in training", _batch_norm(True), _randn((4, 3, 2, 2), (3,), (3,), (3,), (3,))),
     RuleCase("batch_norm in evaluation", _batch_norm(False), _randn((4, 3, 5), (3,), (3,), (3,), (3,))),
-    RuleCase("batch_norm without anything", lambda x: F.batch_norm(x, None, None, training=True), _randn((4, 3))),
     RuleCase(
         "batch_norm of a batch", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), _randn((4, 3, 2), (3,), (3,))
     ),
@@ -141,29 +128,21 @@ NORM = [
     RuleCase(
         "instance_norm in evaluation", _batch_norm(False, F.instance_norm), _randn((2, 3, 5), (3,), (3,), (3,), (3,))
     ),
-    RuleCase("instance_norm without anything", F.instance_norm, _randn((2, 3, 5))),
     RuleCase("layer_norm", lambda x, *a: F.layer_norm(x, (5,), *a, 1e-3), _randn((2, 3, 5), (5,), (5,))),
     RuleCase("layer_norm of one row", lambda x, *a: F.layer_norm(x, (5,), *a), _randn((5,), (5,), (5,))),
     RuleCase("layer_norm over two axes", lambda x, *a: F.layer_norm(x, (3, 5), *a), _randn((2, 3, 5), (3, 5), (3, 5))),
     RuleCase("layer_norm without weight", lambda x, b: F.layer_norm(x, (5,), None, b), _randn((2, 5), (5,))),
-    RuleCase("layer_norm without anything", lambda x: F.layer_norm(x, (5,)), _randn((2, 3, 5))),
     RuleCase("rms_norm", lambda x, w: F.rms_norm(x, (5,), w, 1e-3), _randn((2, 3, 5), (5,))),
-    RuleCase("rms_norm without anything", lambda x: F.rms_norm(x, (3, 5)), _randn((2, 3, 5))),
     RuleCase("group_norm", lambda x, *a: F.group_norm(x, 2, *a, 1e-3), _randn((3, 4, 2, 3), (4,), (4,))),
-    RuleCase("group_norm without bias", lambda x, w: F.group_norm(x, 4, w), _randn((2, 4, 3), (4,))),
-    RuleCase("group_norm without anything", lambda x: F.group_norm(x, 2), _randn((3, 4))),
     RuleCase("local_response_norm", lambda x: F.local_response_norm(x, 2), _randn((2, 4, 3))),
-    RuleCase("local_response_norm of images", lambda x: F.local_response_norm(x, 3, 0.1), _randn((2, 4, 3, 2))),
     RuleCase("weight_norm", torch._weight_norm, _randn((4, 3, 2), (4, 1, 1))),
     RuleCase("weight_norm of columns", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3), (1, 3))),
-    RuleCase("weight_norm of everything", lambda v, g: torch._weight_norm(v, g, -1), _randn((4, 3, 2), ())),
     RuleCase("weight_norm of an inner axis", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3, 2), (1, 3, 1))),
 ]
 
 POOLING = [
     # Elements that are equally extreme share the gradient.
     RuleCase("amax with ties", lambda x: x.detach().round().add(x - x.detach()).amax((0, -1)), _randn((3, 4, 6))),
-    RuleCase("amin of all", lambda x: x.amin(), _randn((3, 4))),
     RuleCase("amax with kept axes", lambda x: x.amax((-2,), keepdim=True), _randn((3, 4, 6))),
     RuleCase("max_pool2d", lambda x: F.max_pool2d(x * 1, 2, return_indices=True), _randn((2, 3, 4, 6))),
     RuleCase(
@@ -177,14 +156,12 @@ POOLING = [
     RuleCase(
         "avg_pool2d after conv2d", lambda x, w: F.avg_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
     ),
-    RuleCase("avg_pool3d of one volume", lambda x: F.avg_pool3d(x, 2), _randn((3, 4, 4, 4))),
     RuleCase("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 3), _randn((2, 3, 7))),
     RuleCase(
         "adaptive_avg_pool2d after conv2d",
         lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), (3, 2)),
         _randn((2, 3, 6, 5), (4, 3, 2, 2)),
     ),
-    RuleCase("adaptive_avg_pool3d", lambda x: F.adaptive_avg_pool3d(x, 2), _randn((2, 3, 5, 5, 5))),
     RuleCase("adaptive_max_pool1d", lambda x: F.adaptive_max_pool1d(x, 3), _randn((2, 3, 7))),
     RuleCase(
         "adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x * 1, 3, return_indices=True), _randn((2, 3, 7, 5))
@@ -192,7 +169,6 @@ POOLING = [
     RuleCase("adaptive_max_pool3d of one volume", lambda x: F.adaptive_max_pool3d(x, 2), _randn((3, 5, 5, 5))),
     RuleCase("lp_pool1d", lambda x: F.lp_pool1d(x.abs(), 2, 2), _randn((2, 3, 6))),
     RuleCase("lp_pool2d", lambda x: F.lp_pool2d(x.abs(), 3, 2), _randn((2, 3, 6, 6))),
-    RuleCase("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), _randn((2, 3, 6))),
     RuleCase(
         "max_unpool2d",
         lambda x, y: F.max_unpool2d(y, F.max_pool2d(x, 2, return_indices=True)[1], 2),
@@ -207,11 +183,6 @@ POOLING = [
         "fractional_max_pool2d",
         lambda x, s: F.fractional_max_pool2d(x, 2, (3, 4), return_indices=True, _random_samples=s.detach().sigmoid()),
         _randn((2, 3, 7, 8), (2, 3, 2)),
-    ),
-    RuleCase(
-        "fractional_max_pool2d of one image",
-        lambda x, s: F.fractional_max_pool2d(x, 2, (3, 4), _random_samples=s.detach().sigmoid()),
-        _randn((3, 7, 8), (1, 3, 2)),
     ),
     RuleCase(
         "fractional_max_pool3d",
@@ -242,9 +213,6 @@ LOSS = [
         lambda x, y: F.nll_loss(x, y, reduction="none"),
         _with_targets(_randn((6, 5)), 6, classes=5),
     ),
-    RuleCase(
-        "nll_loss summed", lambda x, y: F.nll_loss(x, y, reduction="sum"), _with_targets(_randn((6, 5)), 6, classes=5)
-    ),
     RuleCase("nll_loss of one sample", F.nll_loss, _with_targets(_randn((5,)), classes=5)),
     RuleCase("cross_entropy of images", F.cross_entropy, _with_targets(_randn((2, 4, 3, 3)), 2, 3, 3, classes=4)),
     RuleCase(
@@ -273,69 +241,22 @@ LOSS = [
         _randn((2, 4, 3), (2, 4, 3), (4,)),
     ),
     RuleCase(
-        "cross_entropy of one sample with probabilities",
-        lambda x, y, w: F.cross_entropy(x, y.softmax(0), w.detach().square()),
-        _randn((4,), (4,), (4,)),
-    ),
-    RuleCase(
         "nll_loss of images with class weights",
         lambda x, w, y: F.nll_loss(x, y, w.detach().square(), ignore_index=1),
         _with_targets(_randn((2, 4, 3, 2), (4,)), 2, 3, 2, classes=4),
-    ),
-    RuleCase(
-        "nll_loss of one sample, with class weights",
-        lambda x, w, y: F.nll_loss(x, y, w.detach().square(), reduction="none"),
-        _with_targets(_randn((4,), (4,)), classes=4),
     ),
     RuleCase(
         "multi_margin_loss",
         lambda x, w, y: F.multi_margin_loss(x, y, 2, 0.7, w.detach().square()),
         _with_targets(_randn((6, 4), (4,)), 6, classes=4),
     ),
-    RuleCase(
-        "multi_margin_loss without reduction",
-        lambda x, y: F.multi_margin_loss(x, y, reduction="none"),
-        _with_targets(_randn((6, 4)), 6, classes=4),
-    ),
     RuleCase("multi_margin_loss of one sample", F.multi_margin_loss, _with_targets(_randn((4,)), 1, classes=4)),
     # No target ends with -1 here: compiled, PyTorch itself counts what comes after.
     RuleCase("multilabel_margin_loss", F.multilabel_margin_loss, _with_targets(_randn((6, 4)), 6, 4, classes=4)),
     RuleCase("multilabel_margin_loss of one", F.multilabel_margin_loss, _with_targets(_randn((4,)), 4, classes=4)),
+    RuleCase("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), _joined(_randn((4, 3)), _signs(4, 3))),
     RuleCase(
-        "multilabel_margin_loss without reduction",
-        lambda x, y: F.multilabel_margin_loss(x, y, reduction="none"),
-        _with_targets(_randn((6, 4)), 6, 4, classes=4),
-    ),
-    RuleCase(
-        "soft_margin_loss",
-        lambda x, y: F.soft_margin_loss(x, y.detach()),
-        _joined(_randn((4, 3)), _signs(4, 3)),
-    ),
-    RuleCase(
-        "soft_margin_loss without reduction",
-        lambda x, y: F.soft_margin_loss(x, y.detach(), reduction="none"),
-        _joined(_randn((4, 3)), _signs(4, 3)),
-    ),
-    RuleCase(
-        "kl_div",
-        lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
-        _randn((4, 3), (4, 3)),
-    ),
-    RuleCase(
-        "kl_div of logarithms",
-        lambda x, y: F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True),
-        _randn((4, 3), (3,)),
-    ),
-    RuleCase(
-        "margin_ranking_loss",
-        lambda x, y, t: F.margin_ranking_loss(x, y, t.detach(), 0.3),
-        _joined(_randn((4,), (4,)), _signs(4)),
-    ),
-    RuleCase("triplet_margin_loss", lambda *a: F.triplet_margin_loss(*a, swap=True), _randn((4, 3), (4, 3), (4, 3))),
-    RuleCase(
-        "hinge_embedding_loss",
-        lambda x, t: F.hinge_embedding_loss(x, t.detach(), reduction="sum"),
-        _joined(_randn((4, 3)), _signs(4, 3)),
+        "kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), _randn((4, 3), (4, 3))
     ),
     RuleCase(
         "cosine_embedding_loss",
@@ -347,15 +268,7 @@ LOSS = [
         lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
         _joined(_randn((3,), (3,)), _signs()),
     ),
-    RuleCase(
-        "poisson_nll_loss",
-        lambda x, y: F.poisson_nll_loss(x, y.detach().square(), full=True),
-        _randn((4, 3), (4, 3)),
-    ),
-    RuleCase("l1_loss", F.l1_loss, _randn((4, 3), (4, 3))),
     RuleCase("mse_loss", F.mse_loss, _randn((4, 3), (4, 3))),
-    RuleCase("smooth_l1_loss", lambda x, y: F.smooth_l1_loss(x, y, beta=0.7), _randn((4, 3), (4, 3))),
-    RuleCase("huber_loss", lambda x, y: F.huber_loss(x, y, "sum", 0.7), _randn((4, 3), (4, 3))),
     RuleCase(
         "binary_cross_entropy", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), _randn((4, 3), (4, 3))
     ),
@@ -371,11 +284,6 @@ LOSS = [
         lambda x, y, v: F.gaussian_nll_loss(x, y, v.square(), full=True, eps=0.3),
         _randn((4, 3), (4, 3), (4, 3)),
     ),
-    RuleCase(
-        "gaussian_nll_loss with one variance a row",
-        lambda x, y, v: F.gaussian_nll_loss(x, y, v.square(), reduction="sum"),
-        _randn((4, 3), (4, 3), (4,)),
-    ),
 ]
 
 DISTANCE = [
@@ -384,7 +292,6 @@ DISTANCE = [
     RuleCase("cdist of differences", lambda x, y: torch.cdist(x, y, 1.0), _randn((2, 4, 3), (2, 5, 3))),
     RuleCase("pdist", F.pdist, _randn((5, 3))),
     RuleCase("pdist of the largest difference", lambda x: F.pdist(x, float("inf")), _randn((5, 3))),
-    RuleCase("pdist of equal rows", lambda x: F.pdist(torch.cat([x, x]), 3.0), _randn((3, 3))),
 ]
 
 ATTENTION = [
@@ -392,8 +299,6 @@ ATTENTION = [
     RuleCase("attention, causal", _attention(is_causal=True), _randn(*_QKV)),
     RuleCase("attention with a mask", _attention(scale=0.3), _randn(*_QKV, (5, 6))),
     RuleCase("attention with a mask per sample", _attention(), _randn(*_QKV, (2, 1, 5, 6))),
-    RuleCase("attention with a mask per head", _attention(), _randn(*_QKV, (1, 2, 5, 6))),
-    RuleCase("attention with a mask of keys", _attention(), _randn(*_QKV, (2, 1, 1, 6))),
     RuleCase(
         "attention with a mask of booleans",
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 6, dtype=torch.bool).tril()),
@@ -403,7 +308,6 @@ ATTENTION = [
         "attention with grouped queries", _attention(enable_gqa=True), _randn((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
     ),
     RuleCase("attention of one head", _attention(), _randn((5, 4), (6, 4), (6, 3))),
-    RuleCase("attention of one sample", _attention(), _randn((2, 5, 4), (2, 6, 4), (2, 6, 4))),
     RuleCase("attention over two batch axes", _attention(), _randn((2, 3, 2, 5, 4), (2, 3, 2, 6, 4), (2, 3, 2, 6, 4))),
     RuleCase("attention to one sequence", _attention(), _randn((3, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4))),
 ]
@@ -424,7 +328,6 @@ def _offsets() -> tuple[Tensor, ...]:
 
 EMBEDDING = [
     RuleCase("embedding", lambda w, i: F.embedding(i, w), _joined(_randn((5, 3)), _integers(2, 4, high=5))),
-    RuleCase("embedding of one index", lambda w, i: F.embedding(i, w), _joined(_randn((5, 3)), _integers(high=5))),
     RuleCase(
         "embedding with padding",
         lambda w, i: F.embedding(i, w, padding_idx=-2),
@@ -441,24 +344,17 @@ EMBEDDING = [
         _joined(_randn((5, 3)), _integers(3, high=5)),
     ),
     RuleCase(
-        "embedding_bag of rows",
-        lambda w, i: F.embedding_bag(i, w),
-        _joined(_randn((5, 3)), _integers(2, 4, high=5)),
+        "embedding_bag of rows", lambda w, i: F.embedding_bag(i, w), _joined(_randn((5, 3)), _integers(2, 4, high=5))
     ),
     RuleCase("embedding_bag, sums", *_bag(mode="sum")),
     RuleCase("embedding_bag, maxima", *_bag(mode="max")),
-    RuleCase("embedding_bag, sums with padding", *_bag(mode="sum", padding_idx=1)),
-    RuleCase("embedding_bag, means with padding", *_bag(padding_idx=-1)),
     RuleCase("embedding_bag, maxima with padding", *_bag(mode="max", padding_idx=0)),
     RuleCase("embedding_bag by frequency", *_bag(scale_grad_by_freq=True)),
     RuleCase(
         "embedding_bag with the last offset",
         *_bag(lambda: (torch.cat([*_offsets(), torch.tensor([7])]),), include_last_offset=True),
     ),
-    RuleCase(
-        "embedding_bag, weighted",
-        *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2),
-    ),
+    RuleCase("embedding_bag, weighted", *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2)),
 ]
 
 RECURRENT = [
@@ -469,8 +365,6 @@ RECURRENT = [
     RuleCase("gru", _recurrent("gru", 1), _randn((3, 2, 4), (1, 2, 3), (9, 4), (9, 3), (9,), (9,))),
     RuleCase("rnn_tanh", _recurrent("rnn_tanh", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3), (3,), (3,))),
     RuleCase("rnn_relu without biases", _recurrent("rnn_relu", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3))),
-    RuleCase("gru without biases", _recurrent("gru", 1), _randn((3, 2, 4), (1, 2, 3), (9, 4), (9, 3))),
-    RuleCase("lstm without biases", _recurrent("lstm", 2), _randn((3, 2, 4), (1, 2, 3), (1, 2, 3), (12, 4), (12, 3))),
     RuleCase(
         "lstm with projection", _recurrent("lstm", 2), _randn((3, 2, 4), (1, 2, 2), (1, 2, 3), (12, 4), (12, 2), (2, 3))
     ),
@@ -486,7 +380,6 @@ RECURRENT = [
     ),
     RuleCase("lstm, packed", _packed("lstm", 2), _randn((6, 4), (1, 3, 3), (1, 3, 3), (12, 4), (12, 3), (12,), (12,))),
     RuleCase("gru, packed", _packed("gru", 1), _randn((6, 4), (1, 3, 3), (9, 4), (9, 3), (9,), (9,))),
-    RuleCase("rnn_relu, packed", _packed("rnn_relu", 1), _randn((6, 4), (1, 3, 3), (3, 4), (3, 3))),
     RuleCase(
         "rnn_tanh, packed, in both directions",
         _packed("rnn_tanh", 1, bidirectional=True),
@@ -498,7 +391,6 @@ RECURRENT = [
         _randn((2, 4), (2, 3), (2, 3), (12, 4), (12, 3), (12,), (12,)),
     ),
     RuleCase("gru_cell", torch.gru_cell, _randn((2, 4), (2, 3), (9, 4), (9, 3), (9,), (9,))),
-    RuleCase("gru_cell without biases", torch.gru_cell, _randn((2, 4), (2, 3), (9, 4), (9, 3))),
     RuleCase("rnn_tanh_cell", torch.rnn_tanh_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
     RuleCase("rnn_relu_cell", torch.rnn_relu_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
 ]
@@ -509,10 +401,9 @@ ACTIVATION = [
 ]
 
 RESAMPLING = [
-    RuleCase("nearest-exact", lambda x: F.interpolate(x, size=7, mode="nearest-exact"), _randn((2, 3, 4))),
     RuleCase(
         "nearest-exact images", lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"), _randn((2, 3, 4, 6))
-    ),
+    )
 ]
 
 
@@ -572,11 +463,6 @@ ROWS = [
     RuleCase(
         "scatter_add of rows",
         lambda x, i, v: x.scatter_add(0, _along_rows(x, i, v), v),
-        _randn((30, 4, 10), (50,), (50, 4, 10)),
-    ),
-    RuleCase(
-        "scatter_add_ of rows",
-        lambda x, i, v: (x * 2 + v.mean()).scatter_add_(0, _along_rows(x, i, v), v),
         _randn((30, 4, 10), (50,), (50, 4, 10)),
     ),
     *(

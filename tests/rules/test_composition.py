@@ -25,7 +25,7 @@ from rule_cases import (
     SHAPE,
     RuleCase,
 )  # fmt: skip
-from rule_checks import M, member_inputs
+from rule_checks import M, as_tuple, member_inputs, outputs_of_loop
 
 # PyTorch says that it takes another way for LSTMs with projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
@@ -50,27 +50,22 @@ BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AX
 EVERY = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
-def _tuple(output: object) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)  # type: ignore[return-value]
-
-
 def _per_member(case: RuleCase) -> list[Tensor]:
     return member_inputs(case, (True,) * len(case.make()))
 
 
 def _loop(case: RuleCase, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    members = [_tuple(case.func(*(x[i] for x in inputs))) for i in range(inputs[0].shape[0])]
-    return tuple(torch.stack(column) for column in zip(*members, strict=True))
+    return outputs_of_loop(case, (True,) * len(inputs), inputs)
+
+
+def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _grads(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
     total = sum((output.double().square().sum() for output in outputs if output.requires_grad), torch.zeros(()))
     wanted = [x for x in inputs if x.requires_grad]
     return list(torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True)) if wanted else []
-
-
-def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.sampled(every=4)
@@ -88,7 +83,7 @@ def test_tangents(case: RuleCase) -> None:
         filled = list(inputs)
         for i, value in zip(moved, values, strict=True):
             filled[i] = value
-        return _tuple(func(*filled))
+        return as_tuple(func(*filled))
 
     primals = tuple(inputs[i] for i in moved)
     try:
@@ -109,7 +104,7 @@ def check_autocast(case: RuleCase, dtype: torch.dtype, device: str) -> None:
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"PyTorch itself does not run it under autocast: {str(error)[:80]}")
     with torch.autocast(device, dtype):
-        got = _tuple(hfta.vmap(case.func)(*inputs))
+        got = as_tuple(hfta.vmap(case.func)(*inputs))
     assert [x.dtype for x in got] == [x.dtype for x in expected]
     # Roundings of a lower precision fall differently; 2e-2 is about five of them in bfloat16. Where tanh saturates, its
     # derivative is a small difference of two rounded numbers.
@@ -140,7 +135,7 @@ def test_channels_last(case: RuleCase) -> None:
         wanted = _grads(expected, inputs)
     except RuntimeError as error:
         pytest.skip(f"PyTorch itself does not run it on this layout: {str(error)[:80]}")
-    got = _tuple(hfta.vmap(case.func)(*inputs))
+    got = as_tuple(hfta.vmap(case.func)(*inputs))
     _close(got, expected)
     _close(_grads(got, inputs), wanted)
 
@@ -164,7 +159,7 @@ def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], s
         with pytest.raises((RuntimeError, ValueError, IndexError)):
             hfta.vmap(case.func)(*inputs)
         pytest.skip(f"PyTorch itself refuses it: {str(error)[:80]}")
-    got = _tuple(hfta.vmap(case.func)(*inputs))
+    got = as_tuple(hfta.vmap(case.func)(*inputs))
     _close(got, expected)
     _close(_grads(got, inputs), _grads(expected, inputs))
 
@@ -178,7 +173,7 @@ def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
 
     def step(*values: Tensor) -> tuple[object, object]:
         def total(*values: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            outputs, loss = _tuple(hfta.vmap(case.func)(*values)), torch.zeros((), dtype=torch.float64)
+            outputs, loss = as_tuple(hfta.vmap(case.func)(*values)), torch.zeros((), dtype=torch.float64)
             for output in outputs:
                 if output.is_floating_point():
                     loss = loss + output.square().sum()
@@ -211,7 +206,7 @@ def test_inductor(family: str) -> None:
                 filled = list(values)
                 for i, leaf in zip(chosen, own, strict=True):
                     filled[i] = leaf
-                outputs.append(_tuple(hfta.vmap(case.func)(*filled)))
+                outputs.append(as_tuple(hfta.vmap(case.func)(*filled)))
                 for output in outputs[-1]:
                     if output.is_floating_point():
                         loss = loss + output.square().sum()

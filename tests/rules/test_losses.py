@@ -80,43 +80,6 @@ def test_multilabel_margin_loss_ignores_what_comes_after_the_end() -> None:
     torch.testing.assert_close(hfta.vmap(F.multilabel_margin_loss)(x, y), expected)
 
 
-def _low(*size: int) -> Tensor:
-    return torch.randn(M, *size).bfloat16()
-
-
-_CLASSES = torch.randint(5, (M, 4))
-IN_FLOAT32: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "cross_entropy": (F.cross_entropy, (_low(4, 5), _CLASSES)),
-    "cross_entropy, smoothed": (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), (_low(4, 5), _CLASSES)),
-    "nll_loss": (F.nll_loss, (_low(4, 5), _CLASSES)),
-    "multi_margin_loss": (F.multi_margin_loss, (_low(4, 5), _CLASSES)),
-    "multilabel_margin_loss": (F.multilabel_margin_loss, (_low(4, 5), torch.randint(5, (M, 4, 5)))),
-    "mse_loss": (F.mse_loss, (_low(4, 5), _low(4, 5))),
-    "l1_loss": (F.l1_loss, (_low(4, 5), _low(4, 5))),
-    "smooth_l1_loss": (F.smooth_l1_loss, (_low(4, 5), _low(4, 5))),
-    "huber_loss": (F.huber_loss, (_low(4, 5), _low(4, 5))),
-    "kl_div": (lambda x, y: F.kl_div(x, y.exp(), reduction="sum"), (_low(4, 5), _low(4, 5))),
-    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, (_low(4, 5), _low(4, 5).sigmoid())),
-    "hinge_embedding_loss": (F.hinge_embedding_loss, (_low(4, 5), _low(4, 5).sign())),
-    "cosine_embedding_loss": (F.cosine_embedding_loss, (_low(4, 5), _low(4, 5), _low(4).sign())),
-    "poisson_nll_loss": (F.poisson_nll_loss, (_low(4, 5), _low(4, 5))),
-    "margin_ranking_loss": (F.margin_ranking_loss, (_low(4), _low(4), _low(4).sign())),
-    "triplet_margin_loss": (F.triplet_margin_loss, (_low(4, 5), _low(4, 5), _low(4, 5))),
-    "soft_margin_loss": (F.soft_margin_loss, (_low(4, 5), _low(4, 5).sign())),
-    "cdist": (torch.cdist, (_low(4, 5), _low(4, 5))),
-}
-
-
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_autocast_computes_losses_in_float32(name: str) -> None:
-    func, inputs = IN_FLOAT32[name]
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.stack([func(*member) for member in zip(*inputs, strict=True)])
-        got = hfta.vmap(func)(*inputs)
-    assert got.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 class Watch(TorchDispatchMode):
     """Which operators write a new tensor of at least ``size`` entries."""
 
@@ -255,25 +218,3 @@ def test_fractional_pooling_draws_from_the_members_key() -> None:
     pooled = hfta.vmap(pool)(x, keys)
     assert torch.equal(pooled[0], pooled[2]) and not torch.equal(pooled[0], pooled[1])
     torch.testing.assert_close(pooled[1], pool(x[1], keys[1]), rtol=0, atol=0)
-
-
-def test_ctc_in_a_vmap_of_ones_own() -> None:
-    class Recogniser(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head, self.loss = nn.Linear(4, 5), nn.CTCLoss()
-
-        def forward(self, x: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-            return self.loss(self.head(x).log_softmax(-1), *targets)
-
-    models = [Recogniser().double() for _ in range(3)]
-    params, _ = hfta.stack_params(models)
-    lengths = torch.tensor([[7, 6], [5, 7], [7, 7]]), torch.tensor([[3, 2], [1, 3], [2, 2]])
-    batch = torch.randn(3, 7, 2, 4).double(), torch.randint(1, 5, (3, 2, 3)), *lengths
-    call = lambda params, *batch: torch.func.functional_call(models[0], params, batch)  # noqa: E731
-    grads, losses = hfta.vmap(torch.func.grad_and_value(call))(params, *batch)
-    for member, model in enumerate(models):
-        loss = model(*(part[member] for part in batch))
-        loss.backward()
-        torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(grads["head.weight"][member], model.head.weight.grad, rtol=1e-10, atol=1e-12)

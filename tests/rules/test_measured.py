@@ -84,13 +84,6 @@ def test_the_fastest_wins_and_says_why(machine: Machine) -> None:
     assert not machine.measured()
 
 
-def test_a_choice_stays_for_the_process(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
-    assert machine.chosen()[0] == PRODUCT
-    machine.costs[LOOP] = 0.1e-3
-    assert machine.chosen()[0] == PRODUCT
-
-
 def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
     machine.costs[PRODUCT] = 0.5e-3
     # Every other run takes longer than it needs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,9 +69,12 @@ def fresh_draws() -> Iterator[None]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator(name: str) -> None:
     op = OPERATORS[name]
-    assert examine(op, dtype_of(op)) == TABLE.get(name)
+    # Of functions of networks every sample, but where indices are drawn that some samples have twice, or shapes by values.
+    is_whole = name.startswith("nn.functional.") and not re.search("max_unpool|one_hot", name)
+    count = 64 if is_whole else op_sweep.SAMPLES
+    assert examine(op, dtype_of(op), count) == TABLE.get(name)
     if torch.float32 in op.supported_dtypes("cpu"):
-        found = examine(op, torch.float32)
+        found = examine(op, torch.float32, count)
         assert "wrong" not in found and ("refused" in TABLE[name] or "refused" not in found), found
 
 
@@ -86,7 +90,7 @@ def test_composed(name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*LOOPED[::12], *FUSED[::120], "select_scatter", "index_fill", "index_put", "linalg.pinv", "nn.functional.rrelu"],
+    [*LOOPED[::12], *FUSED[::60], "select_scatter", "index_fill", "index_put", "linalg.pinv", "nn.functional.rrelu"],
 )
 def test_some_operators(name: str) -> None:
     assert examine(OPERATORS[name], dtype_of(OPERATORS[name])) == TABLE[name]
@@ -102,8 +106,7 @@ def test_nothing_is_wrong_and_little_is_refused(capsys: pytest.CaptureFixture[st
     assert counts["wrong"] == counts["wrong in place"] == 0
 
 
-# Stock vmap runs argwhere where all members happen to have as many entries.
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "refused" in row and name != "argwhere"])
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "refused" in row])
 def test_what_is_refused_stock_vmap_refuses_too(name: str) -> None:
     op, row = OPERATORS[name], TABLE[name]
     hfta.rules.uninstall()

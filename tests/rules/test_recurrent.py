@@ -112,13 +112,6 @@ def test_extreme_shapes(kind: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_steps_at_all(kind: str) -> None:
-    member, params = array_of(layers(kind))
-    with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0 in RNN"):
-        hfta.vmap(member)(params, torch.randn(M, 0, N, I).double())
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_cells_as_modules(kind: str) -> None:
     make = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}.get(kind)
     modules = [
@@ -261,25 +254,6 @@ def test_dropout_without_a_key_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_of_probability_one(kind: str) -> None:
-    modules = [Deep(kind, 1.0).double() for _ in range(M)]
-    member, params = array_of(modules)
-    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
-    outputs = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
-    assert all(y.isfinite().all() for y in outputs)
-
-
-def test_shared_weights() -> None:
-    module = nn.LSTM(I, H, 2, bidirectional=True).double()
-    params = {path: param.detach() for path, param in module.named_parameters()}
-    apply, x = hfta.functional(module), torch.randn(M, T, N, I).double()
-    for member in (lambda x: apply(params, {}, x)[0], lambda x: packed_member(module, LENGTHS)(params, x)):
-        expected = [optree.tree_leaves(member(one)) for one in x]
-        got = optree.tree_leaves(hfta.vmap(member)(x))
-        torch.testing.assert_close(got, [torch.stack(y) for y in zip(*expected, strict=True)], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_gradient_per_sample(kind: str) -> None:
     """The gradient inside vmap, of weights that all members share."""
     module = KINDS[kind](I, H, 2)
@@ -326,21 +300,6 @@ def test_second_derivatives(kind: str, setting: str) -> None:
     torch.testing.assert_close(tuple(inner.values()), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("lowering", ["batched", "loop"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_jvp(kind: str, lowering: str) -> None:
-    member, params = array_of(layers(kind, torch.float32))
-    params = {path: p.detach().double() for path, p in params.items()}
-    x = torch.randn(M, T, N, I).double()
-    along = {path: torch.randn_like(p) for path, p in params.items()}
-    with hfta.rules.override(recurrent=lowering):
-        tangents = torch.func.jvp(lambda p: hfta.vmap(member)(p, x), (params,), (along,))[1]
-    step = 1e-6
-    above, below = (loop(member, {path: p + s * along[path] for path, p in params.items()}, x) for s in (step, -step))
-    expected = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
-    torch.testing.assert_close(tangents, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     member, params = array_of(layers("lstm", torch.float32, num_layers=2))
     x, along = torch.randn(2, M, T, N, I)
@@ -348,108 +307,6 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     double = {path: p.detach().double() for path, p in params.items()}
     exact = torch.func.jvp(lambda x: hfta.vmap(member)(double, x), (x.double(),), (along.double(),))[1]
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
-
-
-def runs_in_bfloat16(layer: nn.Module, x: Tensor) -> bool:
-    """Whether PyTorch has a kernel for it; that of oneDNN needs AVX-512."""
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            layer(x)
-    except RuntimeError as error:
-        if "could not create a primitive" not in str(error):
-            raise
-        return False
-    return True
-
-
-@pytest.mark.parametrize(("kind", "setting"), ROWS)
-def test_autocast(kind: str, setting: str) -> None:
-    modules = layers(kind, torch.float32, **SETTINGS[setting])
-    member, params = array_of(modules)
-    x = torch.randn(M, T, N, I, requires_grad=True)
-    members = [] if kind == "lstm" and not runs_in_bfloat16(modules[0], x[0]) else [member]
-    if not SETTINGS[setting].get("batch_first"):
-        members.append(packed_member(modules[0], LENGTHS))
-    if not members:
-        pytest.skip("PyTorch itself does not run it in bfloat16 on this processor")
-    for one in members:
-        results = []
-        for lowering in ("batched", "loop"):
-            with hfta.rules.override(recurrent=lowering), torch.autocast("cpu", dtype=torch.bfloat16):
-                outputs = hfta.vmap(one)(params, x)
-            results.append((outputs, gradients(outputs, [x, *params.values()])))
-        (got, got_grads), (expected, expected_grads) = results
-        assert [y.dtype for y in got] == [y.dtype for y in expected]
-        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.03)
-        for found, exact in zip(got_grads, expected_grads, strict=True):
-            assert found.dtype == exact.dtype
-            assert (found - exact).norm() <= 0.05 * exact.norm()
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "dynamic"), [("lstm", None), ("lstm", True), ("gru", True)])
-def test_under_compile(kind: str, dynamic: bool | None) -> None:
-    modules = [Deep(kind, bidirectional=True) for _ in range(M)]
-    params, _ = hfta.stack_params(modules)
-    apply, keys = hfta.functional(modules[0]), random.keys([1, 2, 3])
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        outputs = hfta.vmap(lambda p, x, key: apply(p, {}, x, key=key)[0])(params, x, keys)
-        return sum(y.square().sum() for y in outputs)  # type: ignore[return-value]
-
-    function = compiled(torch.func.grad_and_value(loss))
-    for size in (4, 7):
-        x = torch.randn(M, 2, size, I)
-        if dynamic:
-            torch._dynamo.mark_dynamic(x, 2)
-        torch.testing.assert_close(
-            function(params, x), torch.func.grad_and_value(loss)(params, x), rtol=1e-4, atol=1e-4
-        )
-    # What PyTorch's compiler does with recurrent layers elsewhere is as before.
-    assert not torch._dynamo.config.allow_rnn
-
-
-class Classifier(nn.Module):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.layer = KINDS[kind](I, H, num_layers=2, bidirectional=True)
-        self.head = nn.Linear(2 * H, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, _ = self.layer(x)
-        return self.head(output[-1])
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_that_of_torch(kind: str) -> None:
-    models = [Classifier(kind).double() for _ in range(M)]
-    rates = [0.1, 0.2, 0.3]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        return nn.functional.cross_entropy(model(inputs), targets)
-
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=rates, momentum=0.9))
-    state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2])
-    optimizers = [torch.optim.SGD(m.parameters(), lr, 0.9) for m, lr in zip(models, rates, strict=True)]
-    for _ in range(10):
-        batch = torch.randn(M, T, N, I).double(), torch.randint(2, (M, N))
-        state, metrics = step(state, batch)
-        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss = loss_fn(model, (batch[0][i], batch[1][i]))
-            loss.backward()
-            optimizer.step()
-            torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-10, atol=1e-10)
-    for i, model in enumerate(models):
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][i], param.detach(), rtol=1e-10, atol=1e-10)
 
 
 def test_nan_stays_with_its_member() -> None:

@@ -17,14 +17,7 @@ import hfta_func as hfta
 from hfta_func.rules import _registry
 from oracle import KEYS, assert_array_is_loop
 from rule_cases import RULE_CASES, RuleCase
-from rule_checks import (
-    M,
-    as_tuple,
-    assert_close,
-    check_against_loop,
-    member_inputs,
-    outputs_of_loop,
-)
+from rule_checks import M, as_tuple, assert_close, check_against_loop, member_inputs, outputs_of_loop
 
 
 def _masks(case: RuleCase) -> list[tuple[bool, ...]]:
