@@ -13,7 +13,7 @@ import hfta_func as hfta
 from hfta_func import random
 from hfta_func._kernels import noise
 from hfta_func.calls import routing
-from hfta_func.calls.routing import REFUSED, ROUTED, routed
+from hfta_func.calls.routing import ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
 
@@ -405,19 +405,6 @@ def test_compiled_noise_comes_from_the_member_s_key(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "call", [torch.poisson, lambda x: torch.binomial(x, x), lambda x: torch.empty_like(x).random_(3)]
-)
-def test_compiled_code_is_refused_other_noise(call):
-    def noisy(x, key):
-        with routed(key):
-            return call(x)
-
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="RandomnessError"):
-        torch.compile(noisy, fullgraph=True, backend="eager")(torch.rand(3, 4), random.keys([1])[0])
-
-
 def sample(call, seeds=(5, 6), count=1 << 14):
     """``[members, count]`` values of a call on ones."""
 
@@ -691,8 +678,16 @@ def test_without_a_key_torch_draws():
     assert all(map(torch.equal, found, expected))
 
 
-# Operators that draw but that no code of a model calls by name.
+# Operators that draw but that no code of a model calls by name, and those that vmap refuses.
 INTERNAL = {
+    **dict.fromkeys(
+        [
+            *("_sample_dirichlet", "_standard_gamma", "binomial", "poisson", "native_dropout", "rrelu_with_noise"),
+            *("cauchy_", "geometric_", "log_normal_", "random_", "dropout_", "feature_dropout_"),
+            *("alpha_dropout_", "feature_alpha_dropout_", "rrelu_"),
+        ],
+        "refused by vmap",
+    ),
     **dict.fromkeys(
         [
             *("_efficient_attention_forward", "_flash_attention_forward"),
@@ -733,10 +728,33 @@ def seeded_operators():
 def test_every_operator_that_draws_is_routed_or_refused():
     seeded = set(seeded_operators())
     assert len(seeded) > 50
-    unknown = seeded - {*ROUTED, *REFUSED, *INTERNAL}
-    assert not unknown
-    assert not set(INTERNAL) & {*ROUTED, *REFUSED}
-    assert not set(ROUTED) & set(REFUSED)
+    assert not seeded - {*ROUTED, *INTERNAL}
+    assert not set(INTERNAL) & {*ROUTED}
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.poisson,
+        torch._sample_dirichlet,
+        torch._standard_gamma,
+        lambda x: torch.binomial(x, x),
+        lambda x: torch.native_dropout(x, 0.5, True),
+        *(lambda x, name=name: getattr(x.clone(), name)() for name in ("cauchy_", "log_normal_", "random_")),
+        lambda x: x.clone().geometric_(0.5),
+        lambda x: torch.dropout_(x.clone(), 0.5, True),
+        lambda x: torch.rrelu_(x.clone(), 0.1, 0.3, True),
+    ],
+)
+def test_noise_that_no_key_gives_is_refused(draw):
+    def noisy(x, key):
+        with routed(key):
+            return draw(x)
+
+    x, before = torch.rand(3, 4), torch.get_rng_state()
+    with pytest.raises(hfta.errors.RandomnessError, match="draws from PyTorch's global generator"):
+        hfta.vmap(noisy)(x, random.keys([1, 2, 3]))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.exhaustive(ids="True")

@@ -220,11 +220,12 @@ APART = {
     *("celu", "threshold", "hardtanh", "hardtanh in place", "hardshrink", "softshrink", "cosine similarity"),
     *("pairwise distance", "margin ranking", "hinge", "cosine embedding", "triplets", "triplets swapped"),
     *("triplets by distance", "multi margin", "rms norm", "group norm", "instance norm", "instance norm of averages"),
-    "instance norm without batches",
+    *("instance norm without batches", "elu", "softplus", "softplus threshold", "layer norm", "batch norm", "huber"),
+    *("batch norm momentum", "batch norm of all batches", "huber sum", "smooth l1", "clamp", "clip in place"),
 }
 """Functions that take Python numbers only, for which members run one after another."""
 # A graph holds one side of a branch, and no value.
-NOT_COMPILED = {"a branch that all take", "batch norm of all batches", *APART}
+NOT_COMPILED = {"a branch that all take", *APART}
 
 
 @pytest.mark.filterwarnings("ignore:members run one after another:hfta_func.errors.LoopWarning")

@@ -857,7 +857,7 @@ PLANTED = [
     ),
     Planted(
         "numbers keep their precision among integers and masks",
-        *("calls/numbers.py", "return torch.get_default_dtype()", "return torch.float64"),
+        *("calls/draws.py", "return torch.get_default_dtype()", "return torch.float64"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
@@ -882,7 +882,7 @@ PLANTED = [
     ),
     Planted(
         "a dropout rate out of range drops everything",
-        *("calls/numbers.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
+        *("calls/draws.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
         "test_number_kinds.py::test_the_member_of_a_rate_that_goes_out_of_range_fails",
     ),
     Planted(
@@ -930,7 +930,7 @@ PLANTED = [
     ),
     Planted(
         "calls of a graph do not notice another choice of lowerings",
-        *("_torch/inductor.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
+        *("_torch/compiler.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
         "test_background.py::test_a_graph_notices_what_its_user_changes",
     ),
     Planted(
@@ -967,11 +967,6 @@ PLANTED = [
         "a record is used though a context observes operators",
         *("step/replay.py", "        or function_modes()\n", ""),
         "test_replay.py::test_what_the_step_runs_in",
-    ),
-    Planted(
-        "views of the same shape are one tensor wherever they begin",
-        *("_torch/recorded.py", "tensor.stride(), tensor.storage_offset()", "tensor.stride()"),
-        "test_replay.py::test_views_that_read_the_same_memory_are_one_tensor",
     ),
     Planted(
         "a record of an update that reads Python is used",

@@ -15,7 +15,7 @@ from torch import Tensor
 from hfta_func._torch import NotReplayableError, Recorder, Tape, can_look, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
-from hfta_func.calls.modes import Mode
+from hfta_func.calls.body import Mode
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.optim._base import is_of_package
 from hfta_func.step.gradients import StepOutputs
