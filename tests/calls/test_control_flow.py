@@ -174,15 +174,6 @@ class Wrapped(nn.Module):
         return self.layer(x).tanh() * self.layer.weight.sum()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    "make", [*(lambda kind=kind: Attention(kind) for kind in ("attention", "encoder", "values")), Wrapped]
-)
-def test_padding_and_wrapped_modules_in_one_program(make: Any, count: int) -> None:
-    assert_as_alone(make, rows(), "compiled", count)
-
-
 @pytest.mark.parametrize("way", ["together", "one by one", "ensemble", "mapped"])
 def test_wrapped_modules(way: str) -> None:
     assert_as_alone(Wrapped, rows(), way)

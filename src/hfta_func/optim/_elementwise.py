@@ -1,4 +1,4 @@
-"""Optimizers whose rule is of each element: Adagrad, Adadelta and RMSprop by squares of gradients, SGD and Lion by momentum."""
+"""Optimizers whose rule is of each element: by squares of gradients (Adagrad, Adadelta, RMSprop), by momentum (SGD, Lion)."""
 
 from __future__ import annotations
 
