@@ -743,7 +743,6 @@ def test_every_operator_that_draws_is_routed_or_refused():
         *(lambda x, name=name: getattr(x.clone(), name)() for name in ("cauchy_", "log_normal_", "random_")),
         lambda x: x.clone().geometric_(0.5),
         lambda x: torch.dropout_(x.clone(), 0.5, True),
-        lambda x: torch.rrelu_(x.clone(), 0.1, 0.3, True),
     ],
 )
 def test_noise_that_no_key_gives_is_refused(draw):
