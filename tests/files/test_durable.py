@@ -520,24 +520,6 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
         hfta.files.import_models(Net(), [])
 
 
-def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
-    marker = tmp_path / "executed"
-    torch.save({"a": Trap(marker)}, tmp_path / "trap.pt")
-    torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
-    torch.save(Net().state_dict(), tmp_path / "model.pt")
-    content = (tmp_path / "model.pt").read_bytes()
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Trap(marker), 2))
-    (tmp_path / "short.pt").write_bytes(content[: len(content) // 2])
-    (tmp_path / "empty.pt").touch()
-    (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
-    for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
-        with pytest.raises((pickle.UnpicklingError, RuntimeError, EOFError, OSError, safetensors.SafetensorError)):
-            hfta.files.import_models(Net(), [path])
-    with pytest.raises(FileNotFoundError):
-        hfta.files.import_models(Net(), [tmp_path / "nothing.pt"])
-    assert not marker.exists()
-
-
 members = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 examples = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
