@@ -218,10 +218,6 @@ def test_normal_is_the_quantile_of_its_uniform(monkeypatch):
     assert (drawn[order].diff() >= 0).all()
 
 
-def weighted(scale, key):
-    return random.normal(key, (7, 3)).sum() * scale
-
-
 # One call of every operator that is routed, for an input [N, C, L] with values in (0, 1).
 CALLS = {
     "dropout": lambda x: torch.dropout(x, 0.5, True),

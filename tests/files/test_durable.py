@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -521,8 +520,3 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
 
 
 members = st.lists(st.integers(0, 3), min_size=1, max_size=6)
-examples = settings(derandomize=True, deadline=None, max_examples=25, database=None)
-
-
-class Killed(Exception):
-    """The process is gone."""
