@@ -378,8 +378,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.Adam(m[2].parameters())]}),
         r"model 2: the optimizer is Adam \(groups: 1\) but in model 0 it is SGD \(groups: 1\)",
     ),
-    (lambda: _refused(lambda m, o: o[1].register_step_pre_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
-    (lambda: _refused(lambda m, o: o[1].register_step_post_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
     (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter \[1, 2\] .* same order"),
     (lambda: _refused(lambda m, o: {"models": m[:2]}), "got 3 optimizers, 2 models and 3 schedulers; pass one of each"),
     (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from hfta_func._torch._release import private
 
@@ -111,12 +111,6 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-_hooks_of_all = (
-    private("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
-    private("torch.optim.optimizer", "_global_optimizer_post_hooks"),
-)
-
-
 _hooks_of_modules = [
     private("torch.nn.modules.module", f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
@@ -126,12 +120,6 @@ _hooks_of_modules = [
 def has_global_hooks() -> bool:
     """Whether there are hooks on all modules."""
     return any(_hooks_of_modules)
-
-
-def has_step_hooks(optimizer: optim.Optimizer) -> bool:
-    """Whether a hook runs before or after each step of an optimizer, or of all optimizers."""
-    every = [hook for hooks in _hooks_of_all for hook in hooks.values() if not hook.__module__.startswith("hfta_func.")]
-    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, every))
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

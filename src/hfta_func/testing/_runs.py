@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfta_func._tree import concat, leaves, num_models, paths, take, tree_map
+from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func.errors import WorkerError
 from hfta_func.models.stack import init_params
 from hfta_func.optim import adam
@@ -141,7 +141,7 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
 
     The laws: every call is answered once, under its number, with the result of the function or the error that it raised;
     dropped calls are not answered; and a run with the executor gives the same results as a run without, also if it is resumed
-    from a file, or if members come, go or become inactive.
+    from a file.
 
     Args:
         executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
@@ -180,10 +180,6 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
         with law("a run goes on from its file"):
             _run(1, **resumed)
             _assert_same_run(_run(3, **resumed), _run(3))
-        with law("members come, go and become inactive"):
-            for compact in (False, True):
-                runs = [_run(4, _change_members, compact=compact, **how) for how in ({"executor": executor}, {})]
-                _assert_same_run(*runs)
     if (close := getattr(executor, "close", None)) is not None:
         close()
 
@@ -228,29 +224,19 @@ def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def _start(seeds: list[int]) -> Any:
-    step = make_train_step(_factory(), mse, adam(lr=0.05))
-    return step, step.init(*init_params(_factory, seeds), seeds=seeds)
-
-
 def _run(epochs: int, *callbacks: Callback, **options: Any) -> Any:
     draws = torch.Generator().manual_seed(1)
     rows = tuple(torch.randn(12, size, generator=draws, dtype=torch.float64) for size in (4, 2))
-    loader, measure, (step, state) = ArrayLoader(rows, 5, seeds=SEEDS), make_eval_step(_factory(), mse), _start(SEEDS)
+    loader, measure = ArrayLoader(rows, 5, seeds=SEEDS), make_eval_step(_factory(), mse)
+    step = make_train_step(_factory(), mse, adam(lr=0.05))
+    state = step.init(*init_params(_factory, SEEDS), seeds=SEEDS)
     options = {"evaluate": lambda state: measure(state, rows), "progress": False, **options}
     return fit(step, state, loader, epochs=epochs, callbacks=callbacks, **options)
 
 
-def _change_members(state: Any, history: History) -> Any:
-    if len(history) == 1:
-        return take(concat([state, _start([77])[1]]), [3, 4, 0, 2, 1])
-    return state._replace(active=state.active & (torch.arange(len(state.active)) != 2)) if len(history) == 2 else None
-
-
 def _assert_same_run(got: Any, expected: Any) -> None:
     assert_close(got.state, expected.state, "state", 1e-10)
-    # NaN marks epochs in which a member has not trained.
-    one, two = ({name: run.history[name].nan_to_num(-1).T for name in run.history.epochs[0]} for run in (got, expected))
+    one, two = ({name: run.history[name].T for name in run.history.epochs[0]} for run in (got, expected))
     assert_close(one, two, "history", 1e-10)
     for name in ("seeds", "members", "since"):
         assert_close(getattr(got.history, name), getattr(expected.history, name), f"history.{name}", 0.0)
