@@ -277,7 +277,7 @@ FURTHER_CALLS = {
 # What writes noise into a tensor made from the input.
 IN_PLACE = {
     *(name for name in CALLS if name.endswith("_")),
-    *(name for name in FURTHER_CALLS if "in place" in name and "rrelu" not in name),
+    *(name for name in FURTHER_CALLS if "in place" in name),
     *("F.gumbel_softmax", "Tensor.bernoulli_ of a tensor"),
 }
 
