@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks._measure import ROOT
 
 PACKAGE = ROOT / "src" / "hfta_func"
-UPDATE = ("optim/_adam", "optim/_adaptive", "optim/_momentum", "schedules")
+UPDATE = ("optim/_adam", "optim/_elementwise", "schedules")
 """The files where an update of the workloads begins; it runs through them and all that they import."""
 STEP = ("step/train", "models/stack", "rules/__init__", *UPDATE)
 """Those where a step begins."""
-COMPILED = ("_torch/inductor", "run/kept")
+COMPILED = ("_torch/ahead", "run/kept")
 """What only a compiled one does: how its graph is made, and what every call checks."""
 MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
 """What a commit has to have as it is, to be the one that was measured."""

@@ -172,27 +172,10 @@ class Sensitivity(nn.Module):
         return grad
 
 
-class Detached(nn.Module):
-    """Cuts its history every two steps, as backpropagation through time is truncated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x[0])
-        for number, row in enumerate(x):
-            h = self.layer(row + h).tanh()
-            if number % 2:
-                h.detach_()
-        return h
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["together", "one by one", "evaluated"])
-@pytest.mark.parametrize("make", [Sensitivity, Detached])
-def test_gradients_by_parameters_and_truncated_histories(make: type[nn.Module], way: str, count: int) -> None:
-    assert_as_alone(make, torch.randn(3, 5, 4).double(), way, count)
+def test_gradients_by_parameters(way: str, count: int) -> None:
+    assert_as_alone(Sensitivity, torch.randn(3, 5, 4).double(), way, count)
 
 
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:

@@ -146,23 +146,6 @@ def test_sparse_constants(way: str, count: int) -> None:
     assert_as_alone(lambda: Model(of_sparse), rows(), way, count)
 
 
-class Attention(nn.Module):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, padding = x.unflatten(0, (2, 3)), torch.tensor([[False, False, True], [False, False, False]])
-        if self.kind == "values":
-            padding = (x[..., 0] > 1) & (torch.arange(3) > 0)
-        if self.kind == "attention":
-            return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-        return torch.where(padding[..., None], 0, self.encoder(x, src_key_padding_mask=padding))
-
-
 class Wrapped(nn.Module):
     """A model one of whose layers torch.compile has wrapped."""
 
@@ -172,15 +155,6 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).tanh() * self.layer.weight.sum()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    "make", [*(lambda kind=kind: Attention(kind) for kind in ("attention", "encoder", "values")), Wrapped]
-)
-def test_padding_and_wrapped_modules_in_one_program(make: Any, count: int) -> None:
-    assert_as_alone(make, rows(), "compiled", count)
 
 
 @pytest.mark.parametrize("way", ["together", "one by one", "ensemble", "mapped"])

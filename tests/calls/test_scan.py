@@ -97,27 +97,6 @@ def test_its_gradient():
     assert torch.equal(start.grad, expected)
 
 
-@pytest.mark.exhaustive(unless="True")
-@pytest.mark.parametrize("returns", [True, False])
-def test_the_gradient_of_a_loop_in_a_loop_in_a_graph(returns):
-    weight, xs = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3).double()
-
-    def inner(z, _):
-        return 0.9 * z, (z.sin() if returns else None)
-
-    def body(c, x):
-        c, ys = hfta.calls.scan(inner, torch.tanh(c @ weight + x), length=2)
-        return c, (ys.sum(0) if returns else c)
-
-    def total(xs):
-        carry, ys = hfta.calls.scan(body, torch.zeros(3).double(), xs)
-        return carry.sum() + ys.square().sum()
-
-    (expected,) = torch.autograd.grad(total(xs), weight)
-    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")(xs)
-    torch.testing.assert_close(torch.autograd.grad(compiled, weight)[0], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_the_gradient_beside_integers_in_a_graph(backend):
     """Of any bits, such as keys have; some are floating-point numbers that a processor would change when it computes."""

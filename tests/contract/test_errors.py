@@ -335,6 +335,17 @@ class Noisy(nn.Module):
         return self.linear(x) + self.draw(x[:, :1].abs())
 
 
+@pytest.mark.parametrize("draw", [torch.poisson, torch._sample_dirichlet, lambda x: torch.empty_like(x).random_(3)])
+def test_random_operator_that_is_not_routed(draw):
+    step, state = linear_step(model=Noisy(draw))
+    batch = torch.randn(3, 8, 4)
+    before = torch.get_rng_state()
+    fragments = "the model (Noisy)", "draws from PyTorch's global generator", "draw with torch.rand"
+    with refused(hfta.errors.RandomnessError, *fragments, spared=(state, batch)):
+        step(state, batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 SHARED_GENERATOR = torch.Generator()
 WITH_GENERATOR = {
     "torch.normal": lambda x: torch.normal(x, 1.0, generator=SHARED_GENERATOR),

@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -383,7 +382,7 @@ def test_every_bit_counts(tmp_path):
 
 
 FULL_DISK = """
-import os, resource, subprocess, sys
+import os, resource, sys
 import torch
 import hfta_func as hfta
 
@@ -403,41 +402,18 @@ def refused(cause):
     assert open(path, "rb").read() == before and os.listdir(disk) == ["state"]
     assert torch.equal(hfta.load(path, like=small)["a"], small["a"])
 
-if sys.argv[2] == "limit":
-    hfta.save(small, path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    refused("File too large")
-else:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
-    hfta.save(small, path)
-    refused("No space left on device")
-    # The very last bytes may be what does not fit.
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    for size in range(free - 3000, free, 300):
-        try:
-            hfta.save({"a": torch.zeros(3, size, dtype=torch.uint8)[:, : size // 3]}, path)
-        except hfta.errors.CheckpointError:
-            break
-        hfta.save(small, path)
-    assert os.listdir(disk) == ["state"]
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    refused("Read-only file system")
+hfta.save(small, path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+refused("File too large")
 """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["limit", "disk"])
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_disk_that_is_full_or_read_only(tmp_path, kind):
-    own = ["unshare", "--map-root-user", "--mount"] if kind == "disk" else []
-    if own:
-        probe = [*own, "mount", "-t", "tmpfs", "none", str(tmp_path)]
-        try:
-            subprocess.run(probe, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no file system can be mounted here: {error}")
-    command = [*own, sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_a_disk_that_is_full(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -543,100 +519,4 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
         hfta.files.import_models(Net(), [])
 
 
-def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
-    marker = tmp_path / "executed"
-    torch.save({"a": Trap(marker)}, tmp_path / "trap.pt")
-    torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
-    torch.save(Net().state_dict(), tmp_path / "model.pt")
-    content = (tmp_path / "model.pt").read_bytes()
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Trap(marker), 2))
-    (tmp_path / "short.pt").write_bytes(content[: len(content) // 2])
-    (tmp_path / "empty.pt").touch()
-    (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
-    for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
-        with pytest.raises((pickle.UnpicklingError, RuntimeError, EOFError, OSError, safetensors.SafetensorError)):
-            hfta.files.import_models(Net(), [path])
-    with pytest.raises(FileNotFoundError):
-        hfta.files.import_models(Net(), [tmp_path / "nothing.pt"])
-    assert not marker.exists()
-
-
 members = st.lists(st.integers(0, 3), min_size=1, max_size=6)
-examples = settings(derandomize=True, deadline=None, max_examples=25, database=None)
-
-
-@pytest.mark.exhaustive
-@examples
-@given(data=st.data(), steps=st.integers(0, 2))
-def test_saving_commutes_with_choosing_members(tmp_path_factory, data, steps):
-    folder = tmp_path_factory.mktemp("files")
-    state = trained(steps)
-    chosen, others = data.draw(members), data.draw(members)
-    hfta.save(state, folder / "all")
-    hfta.save(hfta.take(state, chosen), folder / "some")
-    hfta.save(hfta.take(state, others), folder / "others")
-    loaded = hfta.load(folder / "all", like=state)
-    some = hfta.load(folder / "some", like=state)
-    assert bits(loaded) == bits(state)
-    assert bits(some) == bits(hfta.load(folder / "all", like=state, members=chosen)) == bits(hfta.take(state, chosen))
-    joined = hfta.concat([some, hfta.load(folder / "others", like=state)])
-    assert bits(joined) == bits(hfta.take(state, chosen + others))
-    again = data.draw(st.permutations(range(len(chosen))))
-    assert bits(hfta.load(folder / "some", like=state, members=again)) == bits(
-        hfta.take(state, [chosen[i] for i in again])
-    )
-
-
-class Killed(Exception):
-    """The process is gone."""
-
-
-@pytest.mark.exhaustive
-@examples
-@given(data=st.data())
-def test_a_run_that_is_broken_off_anywhere_ends_as_one_that_is_not(tmp_path_factory, data):
-    seeds = SEEDS[: data.draw(st.integers(1, 3), "members")]
-    rows, batch_size = data.draw(st.integers(6, 12), "rows"), data.draw(st.integers(2, 4), "batch size")
-    epochs, patience = data.draw(st.integers(1, 3), "epochs"), data.draw(st.integers(1, 3), "patience")
-    optimizer = data.draw(st.sampled_from([hfta.sgd(lr=0.1, momentum=0.9), hfta.adam(lr=0.1)]), "optimizer")
-    shared, last = data.draw(st.booleans(), "shared"), data.draw(st.sampled_from([1.0, float("nan")]), "last row")
-    step, first = make(optimizer, seeds=seeds, batch_dims=None if shared else 0)
-    inputs, targets = torch.randn(rows, 3), torch.randn(rows, 3)
-    inputs[-1] = last
-
-    def new_loader():
-        return hfta.ArrayLoader(
-            (inputs, targets),
-            batch_size,
-            seeds=7 if shared else seeds,
-            shared=shared,
-            drop_last=rows % batch_size == 1,  # a batch of one row has no variance
-            transform=lambda batch: (batch[0] + torch.randn_like(batch[0]), batch[1]),
-        )
-
-    def fit(ends_in=None, how=None, **options):
-        """As in a process of its own; it may end in a step, by a kill or by Ctrl-C."""
-        steps = itertools.count(1)
-
-        def run(state, batch):
-            if next(steps) == ends_in:
-                if how == "kill":
-                    raise Killed
-                signal.raise_signal(signal.SIGINT)
-            return step(state, batch)
-
-        callbacks = [hfta.callbacks.early_stopping("loss", patience)]
-        return hfta.fit(run, first, new_loader(), epochs=epochs, callbacks=callbacks, progress=False, **options)
-
-    expected = fit()
-    options = {"resume": tmp_path_factory.mktemp("run") / "run.safetensors"}
-    options["save_every"] = data.draw(st.sampled_from([1, 2, 3, None]), "save every")
-    ends = st.tuples(st.integers(1, epochs * len(new_loader())), st.sampled_from(["Ctrl-C", "kill"]))
-    for end in data.draw(st.lists(ends, min_size=1, max_size=3), "ends"):
-        with contextlib.suppress(Killed):
-            fit(*end, **options)
-    result = fit(**options)
-    assert bits(result.state) == bits(expected.state)
-    for mine, theirs in zip(result.history.epochs, expected.history.epochs, strict=True):
-        assert bits(mine) == bits(theirs) and list(mine) == list(theirs)
-    assert result.history.failures == expected.history.failures

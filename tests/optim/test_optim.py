@@ -200,19 +200,6 @@ def test_in_place(make: Any, shapes: Any) -> None:
     assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS[:6])
-def test_in_place_compiled(make: Any, shapes: Any) -> None:
-    torch._dynamo.reset()
-    optimizer, gradients = make(), _gradients(3, shapes)
-    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
-    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
-    update = torch.compile(hfta.update_, fullgraph=True, backend="aot_eager")
-    for grads in gradients:
-        update(optimizer, grads, held, own)
-    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)

@@ -120,12 +120,6 @@ def test_a_number_reaches_the_schedule_within_a_schedule():
     assert torch.equal(rates, descent(schedule(LR, (10, 11, 12), 6), PARAMS))
 
 
-def test_replacing_leaves_the_old_state():
-    state = hfta.sgd(lr=schedules.step_lr(LR, 5)).init(PARAMS)
-    hfta.with_hyperparams(state, lr=[0.2, 0.4, 0.6])
-    assert state.hyperparams["lr"]["value"].tolist() == LR
-
-
 @pytest.mark.parametrize("restart", range(1, 30))
 def test_restarts_fall_on_their_counts(restart):
     lengths = torch.tensor([[1, 7, 13, 1000, 3, 10][i % 6] for i in range(3)])
@@ -215,17 +209,6 @@ def test_plateau_is_that_of_torch(mode, threshold_mode):
     for epoch in range(60):
         state = callback(state, {"loss": metrics[: epoch + 1], "other": torch.zeros(epoch + 1, 3)})
         torch.testing.assert_close(state.hyperparams["lr"], expected[epoch], rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_numbers_of_plateau_are_the_members_own(number):
-    metrics = noisy_metrics(40)
-    defaults = {"factor": 0.5, "patience": 1, "threshold": 1e-4, "cooldown": 1, "min_lr": 0.0, "eps": 1e-8}
-    numbers = {name: [value] * 3 for name, value in defaults.items()} | {number: NUMBERS[number]}
-    state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss", **defaults | {number: NUMBERS[number]})
-    for epoch in range(40):
-        state = callback(state, {"loss": metrics[: epoch + 1]})
-    torch.testing.assert_close(state.hyperparams["lr"], torch_plateaus(metrics, numbers)[-1], rtol=1e-14, atol=0)
 
 
 def test_defaults_of_plateau_are_those_of_torch():

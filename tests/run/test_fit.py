@@ -624,7 +624,6 @@ def test_loader_whose_only_batch_is_not_full(setting):
 def test_arguments_that_are_none(setting):
     step, state, loader = setting
     for given, message in (
-        ({"resume": True}, "True is no path; pass the name of a file"),
         ({"save_every": 2}, "save_every is 2 and resume is None; pass at least 1, and a file to save to"),
         ({"evaluate": lambda state: {"loss": torch.zeros(3)}}, "evaluate returned 'loss', which the step reports too"),
     ):

@@ -1,10 +1,12 @@
-"""The releases of PyTorch that are supported, checked before any private name is looked up."""
+"""The releases of PyTorch that are supported, checked before any private name is looked up or replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,6 +60,17 @@ def private(module: str, name: str) -> Any:
     except (ImportError, AttributeError):
         message = f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have; {cure()}"
     raise ImportError(message)
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute has another value."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
 
 
 check_version(torch.__version__)

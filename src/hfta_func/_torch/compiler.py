@@ -8,16 +8,28 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from hfta_func._torch._release import private
-from hfta_func._torch.inductor import replaced
+from hfta_func._torch._release import private, replaced
 from hfta_func._torch.levels import inside_vmap, is_batched
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_CODE = re.compile(
+    r"(G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\))(?!\w)|G\['__builtins_dict___\d+'\]"
+)
+"""Guards on definitions of PyTorch, this package and Python."""
+_DEFINITIONS = frozenset(
+    ("CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT")
+)
+"""The types of guards that a function, a class or a module is the same object."""
+_CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
+"""Guards on values that are never assigned again: PyTorch's registry of trees, this package's constants and defaults."""
+_COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
+"""Guards on a step's copy of the model, and on facts about it."""
 
 
 def untraced(reason: str) -> Callable[[F], F]:
@@ -224,26 +236,33 @@ def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def trace_history() -> Iterator[None]:
-    """A block in which the compiler answers ``requires_grad`` and ``data`` of members' tensors.
+    """A block in which the compiler answers ``requires_grad`` of members' tensors.
 
-    It would read them from the wrapper of ``vmap``, which has no history.
+    It would read it from the wrapper of ``vmap``, which has no history.
     """
     variable = private("torch._dynamo.variables.tensor", "TensorVariable")
     constant = private("torch._dynamo.variables", "ConstantVariable")
-    before, data = vars(variable).get("method_attr_requires_grad"), variable.method_attr_data
+    before = getattr(variable, "method_attr_requires_grad", lambda self, tx: None)
 
     def requires_grad(self: Any, tx: Any) -> Any:
         value = self.as_proxy().node.meta.get("example_value")
-        return constant.create(inside_vmap(value).requires_grad) if is_batched(value) else before and before(self, tx)
-
-    def detached(self: Any, tx: Any) -> Any:
-        is_plain = not is_batched(self.as_proxy().node.meta.get("example_value"))
-        return data(self, tx) if is_plain else self.call_method(tx, "detach", [], {})
+        return constant.create(inside_vmap(value).requires_grad) if is_batched(value) else before(self, tx)
 
     variable.method_attr_requires_grad = requires_grad
-    with replaced(variable, "method_attr_data", detached):
-        yield
-    if before is None:
-        del variable.method_attr_requires_grad
-    else:
-        variable.method_attr_requires_grad = before
+    yield
+    variable.method_attr_requires_grad = before
+
+
+def may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which of the compiler's checks before every call of a graph are needed.
+
+    There are thousands, which take a third of the time of a small step. Definitions of PyTorch and this package, and a step's
+    copy of a model, never change; settings, users' code, states and batches do.
+    """
+    return [
+        not (
+            _COPIES.match(guard.name)
+            or (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
+        )
+        for guard in guards
+    ]

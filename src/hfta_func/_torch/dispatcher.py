@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch._release import private
-from hfta_func._torch.inductor import replaced
+from hfta_func._torch._release import private, replaced
 from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.

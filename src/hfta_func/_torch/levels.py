@@ -47,9 +47,6 @@ current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpre
 VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
 TransformType = private(_FUNCTORCH, "TransformType")
 RandomnessType = private(_FUNCTORCH, "RandomnessType")
-_gradient_level = private("torch._functorch.eager_transforms", "grad_increment_nesting")
-_wrap_for_grad = private(_FUNCTORCH, "_wrap_for_grad")
-_differentiable = private("torch._functorch.eager_transforms", "_create_differentiable")
 # The number of tensors, and of Python objects for it, that hold a storage.
 _holders = private("torch._C", "_storage_Use_Count")
 # Runs code outside of all transforms.
@@ -94,20 +91,6 @@ def levels_above(depth: int) -> tuple[tuple[int, int, str, tuple[int, ...]], ...
         vmap = VmapInterpreter(interpreter)
         levels.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower(), tuple(inside)))
     return tuple(reversed(levels))
-
-
-def gradient(func: Callable[..., Tensor], positions: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """As ``torch.func.grad``, whose first call imports the whole compiler, which takes seconds."""
-
-    def run(*args: Tensor) -> tuple[Tensor, ...]:
-        with _gradient_level() as level, torch.enable_grad():
-            inside = [_wrap_for_grad(x, level) for x in args]
-            leaves = [_differentiable(inside[position], level) for position in positions]
-            options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-            grads = torch.autograd.grad(func(*inside), leaves, **options)
-            return tuple(traced_unwrap_for_grad(grad, level) for grad in grads)
-
-    return run
 
 
 def inside_vmap(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ _MADE = {
     _aten.arange.start_step,
 }
 """Operators that make a tensor of numbers alone."""
-_SMALL = 1024
+_SMALL = 2**16
 """So many elements are kept rather than made again."""
 _MASKS = (torch.bool, torch.uint8)
 
@@ -114,16 +114,12 @@ class Recorder(Mode):
         self.constants: dict[Slot, Tensor] = {}
         self.numbers: dict[Slot, Tensor] = {}
         self._slots: dict[int, tuple[weakref.ref[Tensor], Slot]] = {}
-        self._bases: dict[Slot, Slot] = {}
-        self._views: dict[tuple[Any, ...], Slot] = {}
-        self._twins = WeakTensorKeyDictionary()
-        self._given: dict[Slot, Tensor] = {}
         self._kept = {storage_number(tensor) for tensor in inputs}
         self._fixed: dict[Slot, Tensor] = {}
         self._written_storages: set[int] = set()
-        self._count, self._inputs, self._memory = 0, len(inputs), sum(one.numel() * one.itemsize for one in inputs)
-        slots = [*map(self._new, inputs)]
-        self._sources = {slots[position]: inputs[position] for position in fixed}
+        self._count = 0
+        self._given = {self._new(tensor): tensor for tensor in inputs}
+        self._sources = {Slot(position): inputs[position] for position in fixed}
 
     def __enter__(self) -> Any:
         global _recorders
@@ -159,7 +155,9 @@ class Recorder(Mode):
         finally:
             if self._compiling:
                 set_compiling(True)
-        if isinstance(result, Tensor) and not writes and func.is_view and self._is_seen(result, args):
+        if func is _aten.detach.default:
+            # The same tensor without a history, which a tape has not.
+            self._slots[id(result)] = weakref.ref(result), given[0]
             return result
         made = _tree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
@@ -171,53 +169,21 @@ class Recorder(Mode):
             self._note_fixed(result, made, func, slots_in((given, named)))
         return result
 
-    def _is_seen(self, view: Tensor, args: Any) -> bool:
-        """Whether a tensor reads the same memory in the same way as one that has a slot; then this becomes its slot, too."""
-        if not (args and isinstance(args[0], Tensor)) or storage_number(view) != storage_number(args[0]):
-            return False
-        if self._known(view) is not None:
-            return False
-        source = self.slot(args[0])
-        base = self._bases[source] if source in self._bases else source
-        self._views.setdefault((base, *_geometry(args[0])), source)
-        slot = self._views.setdefault((base, *_geometry(view)), Slot(self._count))
-        self._slots[id(view)] = weakref.ref(view), slot
-        if slot < self._count:
-            self._twins[view] = True
-            return True
-        self._count, self._bases[slot] = self._count + 1, base
-        return False
-
     def _note_fixed(self, tensor: Tensor, slot: Slot, func: Any, given: Sequence[Slot]) -> None:
         """Note a result that is the same in each replay: made of numbers alone, or of tensors that are the same."""
         if self._compiling:
             return  # the compiler of a graph computes with such numbers instead of reading them
-        if func in _MADE or func is _aten.lift_fresh.default:
-            is_fixed = tensor.numel() <= _SMALL
-        else:
-            sources = [self._fixed.get(one, self._sources.get(one)) for one in given]
-            is_fixed = bool(sources) and torch.Tag.nondeterministic_seeded not in func.tags
-            is_fixed &= all(one is not None and storage_number(one) not in self._written_storages for one in sources)
-        if is_fixed:
+        is_made = func in _MADE or func is _aten.lift_fresh.default
+        sources = [] if is_made else [self._fixed.get(one, self._sources.get(one)) for one in given]
+        is_fixed = is_made or bool(sources)
+        is_fixed &= tensor.numel() <= _SMALL and torch.Tag.nondeterministic_seeded not in func.tags
+        if is_fixed and all(one is not None and storage_number(one) not in self._written_storages for one in sources):
             self._fixed[slot] = tensor
 
     def fixed(self, outputs: Sequence[Tensor]) -> dict[Slot, Tensor]:
-        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes.
-
-        Only those that other operators need, and all together they take no more memory than the inputs.
-        """
+        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes."""
         others = {*self._written_storages, *self._kept, *(storage_number(tensor) for tensor in outputs)}
-        fixed = {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
-        while True:
-            open_calls = (call for call in self.calls if not (isinstance(call.result, Slot) and call.result in fixed))
-            used = {slot for call in open_calls for slot in slots_in((call.args, call.kwargs))}
-            kept, memory = {slot: one for slot, one in fixed.items() if slot in used}, 0
-            for slot, one in sorted(kept.items(), key=lambda item: item[1].numel()):
-                memory += one.numel() * one.itemsize if one.numel() > _SMALL else 0
-                if memory > self._memory:
-                    del fixed[slot]
-            if kept.keys() <= fixed.keys():
-                return kept
+        return {slot: one for slot, one in self._fixed.items() if storage_number(one) not in others}
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor has the same values in each replay."""
@@ -236,7 +202,7 @@ class Recorder(Mode):
             if type(leaf) not in (Tensor, torch.nn.Parameter):
                 self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
             self._kept.add(storage_number(leaf))
-            self.constants[slot := self._new(leaf)] = leaf
+            self.constants[slot := self._new(leaf)] = self._given[slot] = leaf
             if leaf in _unwritten:
                 self._sources[slot] = leaf
         return slot
@@ -244,8 +210,7 @@ class Recorder(Mode):
     def output(self, tensor: Tensor) -> Slot:
         """The slot of a tensor that is an output; each is a tensor of its own, though memory may be shared."""
         slot = self.slot(tensor)
-        held = slot < self._inputs or slot in self.constants
-        if self._given.setdefault(slot, tensor) is not tensor or (held and tensor in self._twins):
+        if self._given.setdefault(slot, tensor) is not tensor:
             slot, source = self._new(tensor), slot
             self.calls.append(Call(_aten.detach.default, (source,), {}, slot, writes=False, grad_mode=False))
         return slot
@@ -307,8 +272,3 @@ def _why_not(func: Any) -> str:
     if torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
         return "changes what a tensor is a view of"
     return ""
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    where = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return *where, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import levels, recorded
-from hfta_func._torch._release import private
-from hfta_func._torch.inductor import replaced
+from hfta_func._torch._release import private, replaced
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _aten = torch.ops.aten

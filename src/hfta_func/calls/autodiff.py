@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func.calls.body import running_body
+from hfta_func.calls.control_flow import Diverged
 from hfta_func.errors import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
@@ -40,16 +41,6 @@ def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
         _torch.inside_vmap(tensor).requires_grad_(requires_grad)
-    return tensor
-
-
-def _detach_(tensor: Tensor) -> Tensor:
-    """``tensor.detach_()``, which under ``vmap`` would count as a write."""
-    inside = _torch.inside_vmap(tensor)
-    if inside is tensor or not only_vmap():
-        return tensor.detach_()
-    with _torch.outside_transforms():
-        inside.detach_()
     return tensor
 
 
@@ -92,21 +83,16 @@ def _grad(
     create_graph: bool = False,
     only_inputs: bool = True,
     allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
+    **options: Any,
 ) -> Any:
     """``torch.autograd.grad`` of each member's outputs by its inputs."""
     # A tensor that torch.func differentiates has a history at its level.
     has_history = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
-    options: Any = {"create_graph": create_graph, "only_inputs": only_inputs, "allow_unused": allow_unused}
-    options |= {"materialize_grads": materialize_grads}
+    options |= {"create_graph": create_graph, "only_inputs": only_inputs, "allow_unused": allow_unused}
     if (has_history and _torch.inside_transform()) or not _must_unwrap():
-        options["is_grads_batched"] = is_grads_batched
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, **options)
-    if is_grads_batched:
-        rows = zip(*map(torch.unbind, _sequence(grad_outputs)), strict=True)
-        grads = (_sequence(_grad(outputs, inputs, row, True, **options)) for row in rows)
-        return tuple([part[0] if part[0] is None else torch.stack(part) for part in zip(*grads, strict=True)])
+    if options.get("is_grads_batched") and _torch.inside_transform():
+        raise Diverged(None)
     outputs, inputs = _sequence(outputs), _sequence(inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
     # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.
@@ -189,7 +175,6 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     # Alone, a parameter is a view of the leaf.
     Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
     Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore
-    **dict.fromkeys((Tensor.detach_, torch.detach_), _detach_),
     Tensor.data.__get__: Tensor.detach,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
     _torch.takes_data: lambda param, value: True,

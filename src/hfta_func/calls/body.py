@@ -1,4 +1,4 @@
-"""The module that holds the model while an array runs, and the path of the module and line whose code is running."""
+"""Whose code is running while an array runs: modes that see its calls, the module that holds the model, paths and lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
+from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import dotted_path
+
+
+class Mode(TorchFunctionMode):
+    """A ``TorchFunctionMode`` whose subclasses write :meth:`call`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call PyTorch's function."""
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace one call of a torch function."""
+        return func(*args, **kwargs)
 
 
 class Reference:

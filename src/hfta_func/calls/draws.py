@@ -1,4 +1,4 @@
-"""Replacements for random operators, with noise from the key of the calling member.
+"""Replacements for random operators, with noise from the key of the calling member, and for numbers that are tensors.
 
 A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function ``func`` that it replaces. Logarithms
 and tangents are taken in float64, so that devices, which round them differently, agree on nearly all values in float32.
@@ -18,11 +18,53 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._kernels import noise
 from hfta_func.calls.autodiff import requires_grad_
-from hfta_func.calls.numbers import checked, inverse, is_zero, leaky_relu
 from hfta_func.errors import RandomnessError
 
 _Keys = Any
 """The mode, :class:`hfta_func.calls.routed`."""
+
+
+def is_zero(rate: Any) -> bool:
+    """Whether nothing is dropped in any member; the rates in a tensor may be 0 for some."""
+    return not isinstance(rate, Tensor) and rate == 0
+
+
+def checked(rate: Any) -> Any:
+    """The rate; a rate in a tensor becomes NaN if PyTorch would refuse it."""
+    return torch.where((rate >= 0) & (rate <= 1), rate, math.nan) if isinstance(rate, Tensor) else rate
+
+
+def inverse(keep: Any) -> Any:
+    """``1 / keep``, or 0 where nothing is kept."""
+    if isinstance(keep, Tensor):
+        return torch.where(keep == 0, torch.zeros_like(keep), 1 / keep)
+    return 1 / keep if keep else 0.0
+
+
+def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
+    """``F.leaky_relu``."""
+    # On a copy, because the gradient needs the values that are overwritten.
+    x = input.clone() if inplace else input
+    result = torch.where(x > 0, x, x * negative_slope)
+    return input.copy_(result) if inplace else result
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A normalized tensor times its weight plus its bias."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+NUMBERED: dict[Any, Callable[..., Tensor]] = {F.leaky_relu: leaky_relu}
+"""Replacements by function, for calls with a number that is a tensor. With others, members run one after another."""
+
+
+def precision(met: list[Tensor]) -> torch.dtype:
+    """The precision that a Python number has beside these tensors."""
+    for value in met:
+        if value.is_floating_point() or value.is_complex():
+            return value.dtype.to_real() if value.is_complex() else value.dtype
+    return torch.get_default_dtype()
 
 
 def _dropout(
@@ -138,10 +180,7 @@ def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A handler for ``torch.<name>(*size, dtype=, device=)``."""
 
-    def factory(
-        keys: _Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
-    ) -> Tensor:
-        _no_generator(func, generator)
+    def factory(keys: _Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
         shape = rest.pop("size", size[0] if size and isinstance(size[0], (list, tuple)) else size)
         dtype = dtype or torch.get_default_dtype()
         _check_real(func, dtype)
@@ -163,8 +202,7 @@ def _made(
     return requires_grad_(drawn) if requires_grad else drawn
 
 
-def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, generator: Any = None, **rest: Any) -> Tensor:
-    _no_generator(func, generator)
+def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, **rest: Any) -> Tensor:
     size = rest.pop("size", None)
     if size is None:
         size, args = args[-1], args[:-1]
@@ -173,20 +211,15 @@ def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, generator: A
     return _made(drawn, **rest)
 
 
-def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
-    _no_generator(func, generator)
+def _randperm(keys: _Keys, func: Any, n: int, *, dtype: Any = None, **rest: Any) -> Tensor:
     return _made(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
 
 
-def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
-    _no_generator(func, generator)
+def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None) -> Tensor:
     return _draw_bernoulli(keys.next_key(), input, input if p is None else p)
 
 
-def _normal(
-    keys: _Keys, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **rest: Any
-) -> Tensor:
-    _no_generator(func, generator)
+def _normal(keys: _Keys, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **rest: Any) -> Tensor:
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     shape = size if size is not None else torch.broadcast_shapes(*(value.shape for value in tensors))
     dtype = rest.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
@@ -196,8 +229,7 @@ def _normal(
 def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A handler for the in-place ``Tensor.<name>_(...)``, whose values are ``draw(stream, input, ...)``."""
 
-    def fill(keys: _Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
-        _no_generator(func, generator)
+    def fill(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if draw is not _draw_bernoulli:
             _check_real(func, input.dtype)
         return input.copy_(draw(keys.next_key(), input, *args, **kwargs))
@@ -229,10 +261,7 @@ def _open_uniform(key: random.Stream, shape: Any) -> Tensor:
     return random.uniform(key, shape, dtype=torch.float64) + 2.0**-54
 
 
-def _multinomial(
-    keys: _Keys, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
-) -> Tensor:
-    _no_generator(func, generator)
+def _multinomial(keys: _Keys, func: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     weights, rows = input.detach(), input.shape[:-1]
     if replacement or num_samples == 1:
         return random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples))
@@ -262,28 +291,26 @@ def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
     return x, *(torch.stack(column).flatten(0, 1) for column in zip(*finals, strict=True))
 
 
-def _refused(cure: str) -> Callable[..., Any]:
-    def refused(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
-        raise RandomnessError(
-            f"{NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
-            f"other members; {cure}"
-        )
+def without_generator(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler, which refuses a generator: members would share it."""
 
-    return refused
+    def handle(keys: _Keys, func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        if generator is not None:
+            raise RandomnessError(
+                f"{NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
+                f"from the member's own key"
+            )
+        return handler(keys, func, *args, **kwargs)
 
-
-def _no_generator(func: Any, generator: Any) -> None:
-    if generator is not None:
-        raise RandomnessError(
-            f"{NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
-            f"from the member's own key"
-        )
+    return handle
 
 
 def _check_real(func: Any, dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        cure = "two parts, torch.complex(real, imag)" if dtype.is_complex else "integers with torch.randint"
-        raise RandomnessError(f"{NAMES.get(func, func)} draws real numbers, not {dtype}; draw {cure}")
+        raise RandomnessError(
+            f"{NAMES.get(func, func)} draws real numbers, not {dtype}; draw integers with torch.randint, and complex "
+            f"numbers in two parts, torch.complex(real, imag)"
+        )
 
 
 def spellings(name: str) -> Iterator[tuple[Any, str]]:
@@ -317,22 +344,4 @@ ROUTED: dict[str, Callable[..., Any]] = {
 }
 """Handlers of operators that draw from the member's key."""
 
-_OUTSIDE = "draw the values outside the model and pass them in the batch, as the collate_fn of a DatasetLoader does"
-
-REFUSED: dict[str, Callable[..., Any]] = {
-    "binomial": _refused("sum draws of torch.bernoulli"),
-    "poisson": _refused(_OUTSIDE),
-    "random_": _refused("draw with torch.randint"),
-    **dict.fromkeys(("cauchy_", "geometric_"), _refused(_OUTSIDE)),
-    **dict.fromkeys(
-        ("native_dropout", "dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"),
-        _refused("call the function of torch.nn.functional"),
-    ),
-    **dict.fromkeys(("rrelu_", "rrelu_with_noise"), _refused("call torch.nn.functional.rrelu")),
-    "log_normal_": _refused("draw with normal_ and take the exponential"),
-    "_sample_dirichlet": _refused(_OUTSIDE),
-    "_standard_gamma": _refused(_OUTSIDE),
-}
-"""Handlers of operators that cannot draw from a key: each raises a RandomnessError with its cure."""
-
-NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}
+NAMES = {func: spelled for name in ROUTED for func, spelled in spellings(name)}

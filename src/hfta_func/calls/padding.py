@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._torch import known_values
-from hfta_func.calls.draws import spellings
-from hfta_func.calls.numbers import affine
+from hfta_func.calls.draws import affine, spellings
 from hfta_func.errors import StackError
 
 

@@ -1,6 +1,8 @@
-"""Functions of ``torch.nn.functional`` that do not work under vmap, rewritten with the same mathematics.
+"""Functions that do not work under vmap, rewritten with the same mathematics.
 
-PyTorch's versions read the values of their tensors, or properties that tensors do not have under vmap.
+PyTorch's versions read the values of their tensors, or properties that tensors do not have under vmap. Those that refuse bad
+values, such as a matrix that is not positive definite, raise for a whole batch, or end the process, so one bad member would
+end all others: here the whole result of the member becomes NaN, even if only one of its matrices is bad.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from hfta_func._torch import constant_to_compiler, is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
+from hfta_func.calls.body import Mode
 from hfta_func.calls.control_flow import BRANCHES
-from hfta_func.calls.modes import Mode
-from hfta_func.calls.nan_linalg import GUARDED
+
+linalg: Any = torch.linalg
 
 
 class lowered(Mode):
@@ -139,6 +142,64 @@ def _result_type(*kinds: tuple[torch.dtype, bool]) -> torch.dtype:
     lower, higher = (functools.reduce(torch.promote_types, part) if part else None for part in parts)
     return torch.result_type(torch.empty(0, dtype=higher or lower), torch.empty((), dtype=lower or higher))
 
+
+def _spoiled(outputs: Any, bad: Tensor) -> Any:
+    """The outputs, NaN if ``bad``, except integers: pivots and ranks."""
+    if isinstance(outputs, Tensor):
+        return outputs.masked_fill(bad, math.nan) if outputs.is_floating_point() or outputs.is_complex() else outputs
+    return type(outputs)([_spoiled(output, bad) for output in outputs])
+
+
+def _masked(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` with a matrix that is not finite replaced by the identity, so that the backward pass never sees it."""
+
+    @functools.wraps(func)
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        x, *rest = args or (kwargs.pop("A"),)
+        if not isinstance(x, Tensor) or x.dim() < 2 or kwargs.get("out") is not None:
+            return func(x, *rest, **kwargs)
+        bad = ~x.detach().isfinite().all()
+        identity = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
+        return _spoiled(func(torch.where(bad, identity, x), *rest, **kwargs), bad)
+
+    return masked
+
+
+def _by_info(func: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The result of a function that reports failures in ``info``, its other output; NaN if there is one."""
+
+    def checked(A: Tensor, **options: Any) -> Tensor:
+        result, info = func(A, **options)
+        return _spoiled(result, (info != 0).any())
+
+    return checked
+
+
+def _binary_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """NaN where input or target are no probabilities."""
+    bad = ~((input >= 0) & (input <= 1)).all() | ~((target >= 0) & (target <= 1)).all()
+    given = torch.where(bad, 0.5, input), torch.where(bad, 0.5, target)
+    return _spoiled(F.binary_cross_entropy(*given, *args, **kwargs), bad)
+
+
+def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """NaN where the grid is: PyTorch may read outside of its memory there."""
+    bad = grid.isnan().any(-1)
+    return F.grid_sample(input, grid.masked_fill(bad.unsqueeze(-1), 0), *args, **kwargs).masked_fill(
+        bad.unsqueeze(1), math.nan
+    )
+
+
+_MASKED = "cond eig eigh eigvals eigvalsh matrix_rank pinv solve svd svdvals".split()
+
+GUARDED: dict[Any, Callable[..., Any]] = {
+    **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _MASKED},
+    linalg.cholesky: _by_info(linalg.cholesky_ex),
+    **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _by_info(linalg.inv_ex)),
+    F.binary_cross_entropy: _binary_cross_entropy,
+    F.grid_sample: _grid_sample,
+}
+"""Replacement by function."""
 
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
 _PROMOTED = ("addcdiv", "addcmul", "clamp", "clip")

@@ -2,7 +2,7 @@
 
 Each random call of a forward pass is a call site, numbered in program order; its noise comes from the key folded with
 that number. Functions whose Python body draws are entered with the mode in force; a random operator without a handler
-raises an error.
+is an error of ``vmap``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
-from hfta_func.calls.modes import Mode
-from hfta_func.calls.numbers import NUMBERED, precision
+from hfta_func.calls.body import Mode
+from hfta_func.calls.draws import NAMES, NUMBERED, ROUTED, precision, spellings, without_generator
 from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
 
@@ -46,7 +45,7 @@ class routed(Mode):
         numbers: Tensors that stand for Python numbers of the model, in which members differ.
 
     Raises:
-        RandomnessError: from a random operator that cannot draw from a key; it names the operator.
+        RandomnessError: from a call that is given a generator.
 
     Example:
         >>> x, keys = torch.ones(3, 4), random.keys([5, 6, 5])
@@ -234,7 +233,7 @@ class routed_by_member(Mode):
     The block sees all members at once, as the update of an optimizer does.
 
     Raises:
-        RandomnessError: from a random call without a part for each member, or that cannot draw from a key.
+        RandomnessError: from a random call without a part for each member.
     """
 
     def __init__(self, keys: Tensor):
@@ -249,15 +248,8 @@ class routed_by_member(Mode):
         if func not in HANDLERS:
             return func(*args, **kwargs)
         count = self.keys.shape[0]
-        if func in (torch.rand, torch.randn):
-            sizes = kwargs.pop("size") if "size" in kwargs else args
-            sizes = [*(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)]
-            # As one argument, which may be empty: one number per member.
-            args, dims, is_apart = (tuple(sizes[1:]),), [None], sizes[:1] == [count]
-        else:
-            dims = [0 if isinstance(arg, Tensor) and arg.shape[:1] == (count,) else None for arg in args]
-            is_apart = 0 in dims
-        if not is_apart:
+        dims = [0 if isinstance(arg, Tensor) and arg.shape[:1] == (count,) else None for arg in args]
+        if 0 not in dims:
             raise RandomnessError(
                 f"the optimizer calls {NAMES.get(func, func)} for numbers that are not one part per model, "
                 f"[{count}, ...], so that models would share them; draw in the shape of a gradient, torch.randn_like(grad)"
@@ -304,7 +296,7 @@ _ENTERED = {
 """Functions of ``torch.nn.functional`` whose Python body draws."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    func: handler for name, handler in (REFUSED | ROUTED).items() for func, _ in spellings(name)
+    func: without_generator(handler) for name, handler in ROUTED.items() for func, _ in spellings(name)
 }
 """Handlers by function, for calls with a key."""
 

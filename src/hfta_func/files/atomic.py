@@ -10,7 +10,6 @@ import contextlib
 import glob
 import os
 import secrets
-import stat
 import sys
 import time
 import warnings
@@ -31,9 +30,9 @@ def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
 
     If it is ``durable``, the disk has it at the end, so that it is there after the machine fails, too.
     """
-    with _writing(path), contextlib.ExitStack() as stack:
-        _remove_temporary(path, 3600.0)
-        name = f"{os.path.abspath(path)}.{secrets.token_hex(8)}.tmp"
+    with _writing(path) as target, contextlib.ExitStack() as stack:
+        _remove_temporary(target, 3600.0)
+        name = f"{target}.{secrets.token_hex(8)}.tmp"
         with open(name, "xb") as file:
             # Without effect once it has its final name.
             stack.callback(lambda: os.path.lexists(name) and os.unlink(name))
@@ -41,7 +40,7 @@ def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(name, target)
         if durable and os.name == "posix":
             # A rename is durable once its directory is synchronised.
             directory = os.open(os.path.dirname(name), os.O_RDONLY)
@@ -63,10 +62,9 @@ def holding(path: PathLike) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, even if it is killed.
     """
-    with _writing(path):
-        name = f"{os.path.abspath(path)}.hfta-lock"
-        file = _locked(name, path)
-        _remove_temporary(path, 0.0)
+    with _writing(path) as target:
+        file = _locked(name := f"{target}.hfta-lock", path)
+        _remove_temporary(target, 0.0)
     if hasattr(os, "register_at_fork"):
         # A lock lasts as long as any process has the file open, and workers of a loader may outlive a killed run.
         os.register_at_fork(after_in_child=file.close)
@@ -108,19 +106,13 @@ def _is_at_its_name(file: BinaryIO) -> bool:
 
 
 @contextlib.contextmanager
-def _writing(path: PathLike) -> Iterator[None]:
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"{path!r} is no path; pass the name of a file")
+def _writing(path: PathLike) -> Iterator[str]:
+    """A block that writes the file that a path leads to, whose name it yields."""
+    name = os.path.realpath(path)
+    if os.path.exists(name) and not os.path.isfile(name):
+        raise CheckpointError(f"{path} is a directory, device, pipe or socket; pass the name of a regular file")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            # An empty path is the current directory.
-            kind = stat.S_IFMT(os.lstat(path or ".").st_mode)
-            if kind == stat.S_IFLNK:
-                raise CheckpointError(f"{path} is a link; pass the file that it leads to, {os.path.realpath(path)}")
-            if kind != stat.S_IFREG:
-                what = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
-                raise CheckpointError(f"{path} is {what}; pass the name of a regular file")
-        yield
+        yield name
     except CheckpointError:
         raise
     except OSError as error:
@@ -130,9 +122,9 @@ def _writing(path: PathLike) -> Iterator[None]:
         ) from error
 
 
-def _remove_temporary(path: PathLike, seconds: float) -> None:
-    """Remove temporary files of a path that nobody has written for some seconds: killed processes left them."""
-    for name in glob.glob(f"{glob.escape(os.path.abspath(path))}.????????????????.tmp"):
+def _remove_temporary(target: str, seconds: float) -> None:
+    """Remove temporary files of a file that nobody has written for some seconds: killed processes left them."""
+    for name in glob.glob(f"{glob.escape(target)}.????????????????.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - os.lstat(name).st_mtime > seconds:
                 os.unlink(name)

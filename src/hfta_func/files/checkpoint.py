@@ -36,8 +36,8 @@ def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = No
 
     Raises:
         StackError: if a leaf is not a stacked tensor.
-        CheckpointError: if ``path`` is a link, a directory or a device, the file cannot be written, or safetensors does
-            not support the dtype of a leaf.
+        CheckpointError: if ``path`` is a directory or a device, the file cannot be written, or safetensors does not support
+            the dtype of a leaf.
         TypeError, ValueError: if JSON cannot hold the metadata.
 
     Example:

@@ -29,7 +29,7 @@ from hfta_func._torch import (
 )
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
-from hfta_func.calls.modes import Mode
+from hfta_func.calls.body import Mode
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.optim._base import is_of_package
 from hfta_func.rules import _choice
