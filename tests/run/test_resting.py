@@ -8,7 +8,7 @@ import tqdm
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.workers.executor import Inline
+from hfta_func.workers.pool import Inline
 
 ROWS = 11
 DATA = {

@@ -14,8 +14,7 @@ import torch
 from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, Worker, settings
-from hfta_func.workers.wire import dumps, one_line_error
+from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, one_line_error, settings
 
 _STARTS = 5
 """Number of attempts to start an actor."""

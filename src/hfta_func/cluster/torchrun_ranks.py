@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, Worker, settings
-from hfta_func.workers.wire import dumps, loads, one_line_error
+from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, loads, one_line_error, settings
 
 T = TypeVar("T")
 

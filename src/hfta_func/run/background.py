@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import statistics
 import time
@@ -28,8 +29,7 @@ from hfta_func.step.replay import why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Reached
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Process, cores, threads
-from hfta_func.workers.wire import one_line_error
+from hfta_func.workers.process import Process, cores, one_line_error, threads
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
@@ -205,11 +205,11 @@ class StepGraph:
             return []
         if self._name is not None:
             with contextlib.suppress(Exception):
-                order = kept.order(self._step, (state, batch), self._name)
                 process = Process(0, cores(), low_priority=not self._crowded(state), quiet=True)
-                self.worker = Pool([process], tries=1)
+                self.worker = Pool([process], share=True, tries=1)
                 self._close = weakref.finalize(self, self.worker.close)
-                self.worker.submit(kept.make_ordered, order=order)
+                given = self._step, (state, batch), self._name, torch.get_num_threads()
+                self.worker.submit(functools.partial(kept.make_elsewhere, *given))
                 return []
         return self._traced(state, batch)
 

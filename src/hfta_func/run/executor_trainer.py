@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
@@ -16,9 +15,8 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.trainer import LocalTrainer, Members, SegmentHooks, Step, Trainer, renumbered
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
-from hfta_func.workers.executor import Executor
-from hfta_func.workers.pool import Pool, shares
-from hfta_func.workers.wire import Folder, dumps, loads
+from hfta_func.workers.pool import Executor, Pool, shares
+from hfta_func.workers.process import Shared, dumps, loads
 
 
 class PartWorker:
@@ -36,7 +34,7 @@ class PartWorker:
         self._held: tuple[Any, Any, LocalTrainer] | None = None
 
     def __call__(
-        self, part: bytes, sums: dict[str, Any], span: tuple[int, int], position: Any, until: int
+        self, part: bytes | str, sums: dict[str, Any], span: tuple[int, int], position: Any, until: int
     ) -> dict[str, Any]:
         """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
 
@@ -144,28 +142,23 @@ class ExecutorTrainer(Trainer):
         parts = shares(size, min(executor.count, size))
         position = run.loader.state_dict() if self._left is None else None
         left, before = (self._left or [])[: until - running.batches], running.batches
-        with contextlib.ExitStack() as stack:
-            folder = None
-            if executor.shares:
-                # Of this call alone: state and batches have other values in the next one.
-                stack.callback((folder := Folder()).close)
-            for part, (low, high) in enumerate(parts):
-                where = slice(low, high)
-                batches = [take_batch(dims, batch, where) for batch in left]
-                order = {
-                    "part": dumps((take(run.state, where), batches), folder),
-                    "sums": tree_map(cpu, running.part(where)),
-                }
-                calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
-            answers: dict[int, Any] = {}
-            while len(answers) < len(parts):
-                call, answer = executor.wait(None)
-                low, high = parts[calls[call]]
-                if isinstance(answer, WorkerError):
-                    raise WorkerError(f"models {low} to {high - 1}: {answer}")
-                if isinstance(answer, Exception):
-                    raise renumbered(answer, range(low, high))
-                answers[calls[call]] = answer
+        # Of this call alone: state and batches have other values in the next one.
+        held: list[Any] = []
+        for part, (low, high) in enumerate(parts):
+            where = torch.arange(low, high, device=device)
+            given = take(run.state, where), [take_batch(dims, batch, where) for batch in left]
+            held.append(Shared(given) if executor.shares else dumps(given))
+            order = {"part": getattr(held[-1], "path", held[-1]), "sums": tree_map(cpu, running.part(where))}
+            calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
+        answers: dict[int, Any] = {}
+        while len(answers) < len(parts):
+            call, answer = executor.wait(None)
+            low, high = parts[calls[call]]
+            if isinstance(answer, WorkerError):
+                raise WorkerError(f"models {low} to {high - 1}: {answer}")
+            if isinstance(answer, Exception):
+                raise renumbered(answer, range(low, high))
+            answers[calls[call]] = answer
         results = [answers[part] for part in range(len(parts))]
         self._busy = max(answer["seconds"] for answer in results)
         running.join([answer["running"] for answer in results], device)

@@ -27,7 +27,7 @@ from hfta_func.run.run import Best, Run
 from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.pool import Executor
 
 
 class Result(NamedTuple):
@@ -158,7 +158,7 @@ def fit(
         total, done = epochs * length or None, len(run.history) * length + run.running.batches
         bar = tqdm(total=total, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
-        trainer = make_trainer(step, run, workers, compile, total, executor, len(run.history.seeds))
+        trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
         local = trainer
         trainer = Compact(trainer, step) if compact else trainer

@@ -16,8 +16,7 @@ from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.run.trainer import END, LocalTrainer, Members, SegmentHooks, Step, Trainer
-from hfta_func.workers.executor import Executor
-from hfta_func.workers.pool import PROCESSORS, Pool, number_of, processes
+from hfta_func.workers.pool import Executor, Pool, processes
 from hfta_func.workers.process import cores
 
 _LEAST = 60.0
@@ -94,9 +93,8 @@ def make_trainer(
     compile: bool,
     steps: int | None = None,
     executor: Executor | None = None,
-    most: int | None = None,
 ) -> Trainer:
-    """What trains: this process, an executor, or a pool of processes for this run alone, of at most as many as members."""
+    """What trains: this process, an executor, or a pool of processes for this run alone."""
     if executor is not None:
         if workers is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
@@ -104,18 +102,14 @@ def make_trainer(
     local = LocalTrainer(background.compile(step, steps=steps) if compile else background.replayed(step, steps))
     if workers is None or workers == 1:
         return local
-    is_auto, kind = workers == "auto", run.state.keys.device.type
-    limits = {"members": num_models(run.state) if is_auto or most is None else most}
-    if kind == "cpu":
-        limits[PROCESSORS] = len(cores())
-    if kind == "cuda" and is_auto:
-        limits["GPUs"] = torch.cuda.device_count()
-    count = number_of(workers, min(limits.values()), limits, "'auto', or None for this process")
+    kind = run.state.keys.device.type
+    auto = min(num_models(run.state), torch.cuda.device_count() if kind == "cuda" else len(cores()))
+    if workers == "auto" and (auto < 2 or not isinstance(run.loader, ArrayLoader)):
+        # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
+        return local
+    made = processes(workers, auto, kind == "cuda")
 
     def make_parallel() -> ExecutorTrainer:
-        return ExecutorTrainer(step, Pool(processes(count, kind == "cuda"), share=True), compile, owned=True)
+        return ExecutorTrainer(step, Pool(made, share=True), compile, owned=True)
 
-    if not is_auto:
-        return make_parallel()
-    # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
-    return AutoTrainer(local, make_parallel, steps) if count > 1 and isinstance(run.loader, ArrayLoader) else local
+    return AutoTrainer(local, make_parallel, steps) if workers == "auto" else make_parallel()

@@ -26,7 +26,7 @@ from hfta_func.run.history import Callback, History
 from hfta_func.step.evaluate import make_eval_step
 from hfta_func.step.train import make_train_step
 from hfta_func.testing._laws import assert_close, law
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.pool import Executor
 
 SEEDS = [5, 3, 8, 9]
 

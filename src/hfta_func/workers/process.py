@@ -1,4 +1,4 @@
-"""A worker process: its start, calls of functions that are sent to it, and its end, from both sides."""
+"""A worker process: its start, calls of functions that are sent to it, what passes, and its end, from both sides."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pathlib
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from multiprocessing import connection, forkserver, popen_forkserver, reduction, spawn, util
-from multiprocessing.context import set_spawning_popen
+from multiprocessing import connection, forkserver, popen_forkserver, spawn
 from typing import Any
 
+import cloudpickle
 import torch
 
+from hfta_func._torch import replaced
 from hfta_func.errors import WorkerError
 from hfta_func.rules import _choice
 from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.rules._measured import choices, lending
-from hfta_func.workers.wire import dumps, loads, one_line_error
 
 TRIES = 3
 """Number of deaths of a worker in a row after which a call, or starting a worker, is given up."""
@@ -80,6 +81,46 @@ def settings() -> dict[str, Any]:
     return {get.__name__: get() for get, _ in SETTINGS[1:]}
 
 
+def _save(value: Any, file: Any) -> None:
+    torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=5)
+
+
+def dumps(value: Any) -> bytes:
+    """A value as bytes, functions of a notebook included."""
+    _save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+class Shared:
+    """A value whose tensors are in memory that processes share: a file without a name, which ends with this object."""
+
+    def __init__(self, value: Any):
+        file = os.memfd_create("hfta_func")
+        weakref.finalize(self, os.close, file)
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        _save(value, self.path)
+
+
+def loads(message: bytes | str) -> Any:
+    """The value that :func:`dumps` has made bytes of, or that :class:`Shared` has in a path."""
+    if isinstance(message, str):
+        return torch.load(message, _placed, weights_only=False, mmap=True)
+    return torch.load(io.BytesIO(message), _placed, weights_only=False)
+
+
+def _placed(storage: Any, device: str) -> Any:
+    """Memory where a worker has it, which sees a single GPU, or none."""
+    return storage.cuda() if device.startswith("cuda") and torch.cuda.is_available() else storage
+
+
+def one_line_error(error: BaseException) -> str:
+    """The innermost cause in one line."""
+    while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
+        error = cause
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
 class FunctionServer:
     """Keeps functions by number and calls them, in a worker, with the :func:`settings` of the process that sends them."""
 
@@ -87,7 +128,7 @@ class FunctionServer:
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> bytes:
+    def call(self, number: int, live: Collection[int], function: bytes | str | None, arguments: bytes) -> bytes:
         """Call the function with this number, of those that are ``live``; it is None if it was called before.
 
         Returns the function's result, or the error that it raised, as bytes.
@@ -106,50 +147,38 @@ class FunctionServer:
                 return dumps(WorkerError(one_line_error(error)))
 
 
-_servers: dict[int, forkserver.ForkServer] = {}
-_SINGLE = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
+_starting = threading.Lock()
+_SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Threads do not survive a fork, so the server must have none; the processes that it forks start theirs."""
 
 
-def _server() -> Any:
-    """The fork server of this process; one that is forked from this one gets its own."""
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["torch", "hfta_func"])
-    server = _servers.setdefault(os.getpid(), server)
-    before = {name: os.environ.get(name) for name in _SINGLE}
-    os.environ |= dict.fromkeys(_SINGLE, "1")
-    try:
-        server.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return server
+_prepare = spawn.get_preparation_data
 
 
-class _Popen(popen_forkserver.Popen):
-    """A process forked from a server that has imported PyTorch once, which does not run this process's script again."""
+def _without_main(name: str) -> dict[str, Any]:
+    return {key: value for key, value in _prepare(name).items() if not key.startswith("init_main")}
 
-    def _launch(self, process_obj: Any) -> None:
-        data, message = spawn.get_preparation_data(process_obj.name), io.BytesIO()
-        set_spawning_popen(self)
+
+def _forked(connection: Any, environment: Mapping[str, str], *arguments: Any) -> popen_forkserver.Popen:
+    """A process forked from a server that has imported PyTorch once; it does not run this process's script again."""
+    with _starting, replaced(spawn, "get_preparation_data", _without_main):
+        given = connection, {**os.environ, **environment}, *arguments
+        before = {name: os.environ.get(name) for name in _SINGLE}
+        forkserver.set_forkserver_preload(["torch", "hfta_func"])
+        os.environ.update(_SINGLE)
         try:
-            for part in ({key: data[key] for key in data if not key.startswith("init_main")}, process_obj):
-                reduction.dump(part, message)
+            return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=given, daemon=False))
         finally:
-            set_spawning_popen(None)
-        self.sentinel, pipe = _server().connect_to_new_process(self._fds)  # pyright: ignore[reportAttributeAccessIssue]
-        # While the copy of the pipe is open, the new process knows that this one lives.
-        fds = os.dup(pipe), self.sentinel
-        self.finalizer = util.Finalize(self, util.close_fds, fds)  # pyright: ignore[reportAttributeAccessIssue]
-        with open(pipe, "wb") as file:
-            file.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class Worker:
     """One worker of a pool, which one of its threads starts and calls."""
 
     name: str
+    known: set[int]
+    """The numbers of functions that it has."""
 
     def start(self) -> None:
         """Start, or start anew, without any function; raises a WorkerError if it cannot."""
@@ -178,11 +207,11 @@ class Process(Worker):
     ):
         self.name, self.pid = f"worker {number}", 0
         self._gpu, self._order = gpu, (processors, low_priority, quiet)
-        self._process: _Popen | None = None
+        self._process: popen_forkserver.Popen | None = None
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
-        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
+        environment = {"OMP_NUM_THREADS": str(len(self._order[0]))}
         environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         cause = ""
         for _ in range(TRIES):
@@ -190,8 +219,7 @@ class Process(Worker):
             self._connection, other = multiprocessing.Pipe()
             try:
                 with other:
-                    arguments = other, environment, dumps(settings()), *self._order
-                    self._process = _Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
+                    self._process = _forked(other, environment, dumps(settings()), *self._order)
                 self.pid = self._process.pid
                 self.call()
                 return
