@@ -83,8 +83,7 @@ class _Remote(Worker):
         try:
             for other in {*self._refs} - live:
                 self._refs.pop(other, None)
-            if function is not None:
-                function = self._refs[number] = self._refs.get(number) or ray.put(function)
+            function = self._refs[number] = self._refs.get(number) or ray.put(function)
             return ray.get(self._actor.call.remote(number, live, function, arguments))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
             # Only this call fails: a smaller one may have room.

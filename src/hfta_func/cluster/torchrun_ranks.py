@@ -21,8 +21,9 @@ class _OtherRank(Worker):
 
     def __init__(self, rank: int):
         self.name = f"rank {rank}"
-        self._rank = rank
-        self._is_gone = False
+        self._rank, self._is_gone = rank, False
+        # The numbers of functions that it has.
+        self._known: frozenset[int] = frozenset()
 
     def start(self) -> None:
         if self._is_gone:
@@ -31,7 +32,9 @@ class _OtherRank(Worker):
         self._asked(dumps(settings()))
 
     def call(self, *message: Any) -> bytes:
-        return self._asked(message)
+        number, live, function, arguments = message
+        known, self._known = self._known, self._known & live | {number}
+        return self._asked((number, live, b"" if number in known else function, arguments))
 
     def _asked(self, message: Any) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -67,7 +68,6 @@ class Executor(Protocol):
             function: The function; the same object is the same function in later calls.
             arguments: The function's arguments.
         """
-        ...
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """Wait for the end of any call.
@@ -81,11 +81,9 @@ class Executor(Protocol):
         Raises:
             queue.Empty: if no call has ended in time.
         """
-        ...
 
     def forget(self, function: Callable[..., Any] | None = None) -> None:
         """Drop a function that is not called any more, or all functions and calls."""
-        ...
 
 
 class Inline(Executor):
@@ -126,7 +124,7 @@ class _Call:
     worker: str = ""
 
 
-class Pool(Executor):
+class Pool(Executor, contextlib.AbstractContextManager[Any]):
     """An :class:`Executor` of workers, which are started at once.
 
     With ``share`` functions are in memory that the workers share. A call whose workers have died ``tries`` times in a row is
@@ -148,9 +146,6 @@ class Pool(Executor):
         self._threads: list[threading.Thread] = []
         for worker in workers:
             self._begin(self._start, worker)
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -239,7 +234,6 @@ class Pool(Executor):
                 self._answers.put((-1, failed))
                 self._count(0)
             return
-        worker.known = set()
         self._count(1)
         self._free.put(worker)
 
@@ -251,12 +245,11 @@ class Pool(Executor):
                 # For the other calls that wait.
                 self._free.put(worker)
                 return
-            contents = {number: content for number, _, content in [*self._functions.values()]}
-            content = None if call.function in worker.known else contents.get(call.function)
+            contents = {number: getattr(one, "path", one) for number, _, one in [*self._functions.values()]}
             call.worker = worker.name
             try:
-                path = content.path if isinstance(content, Shared) else content
-                answer = loads(worker.call(call.function, frozenset(contents), path, call.arguments))
+                content = contents.get(call.function)
+                answer = loads(worker.call(call.function, frozenset(contents), content, call.arguments))
             except Exception as error:
                 # The worker's state is unknown: fail the call so that its caller does not hang.
                 cause = f"{worker.name} {error if isinstance(error, Died) else one_line_error(error)}"
@@ -267,8 +260,6 @@ class Pool(Executor):
                 _log.warning("%s: it died, and is started again", cause)
                 self._begin(self._start, worker)
             else:
-                worker.known &= contents.keys()
-                worker.known |= {call.function} if not isinstance(answer, Exception) else set()
                 call.worker = ""
                 self._free.put(worker)
                 self._answers.put((call.number, answer))

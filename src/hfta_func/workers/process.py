@@ -128,14 +128,14 @@ class FunctionServer:
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, number: int, live: Collection[int], function: bytes | str | None, arguments: bytes) -> bytes:
-        """Call the function with this number, of those that are ``live``; it is None if it was called before.
+    def call(self, number: int, live: Collection[int], function: bytes | str, arguments: bytes) -> bytes:
+        """Call the function with this number, of those that are ``live``, which is read at its first call.
 
         Returns the function's result, or the error that it raised, as bytes.
         """
         try:
             self._functions = {key: value for key, value in self._functions.items() if key in live}
-            if number not in self._functions and function is not None:
+            if number not in self._functions:
                 self._functions[number] = loads(function)
             return dumps(self._functions[number](**loads(arguments)))
         except Exception as error:
@@ -147,42 +147,36 @@ class FunctionServer:
                 return dumps(WorkerError(one_line_error(error)))
 
 
-_starting = threading.Lock()
-_SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Threads do not survive a fork, so the server must have none; the processes that it forks start theirs."""
-
-
-_prepare = spawn.get_preparation_data
+_starting, _prepare = threading.Lock(), spawn.get_preparation_data
 
 
 def _without_main(name: str) -> dict[str, Any]:
+    """What a process is prepared by, so that it does not run this process's script again."""
     return {key: value for key, value in _prepare(name).items() if not key.startswith("init_main")}
 
 
 def _forked(connection: Any, environment: Mapping[str, str], *arguments: Any) -> popen_forkserver.Popen:
-    """A process forked from a server that has imported PyTorch once; it does not run this process's script again."""
+    """A process forked from a server that has imported PyTorch once."""
     with _starting, replaced(spawn, "get_preparation_data", _without_main):
-        given = connection, {**os.environ, **environment}, *arguments
-        before = {name: os.environ.get(name) for name in _SINGLE}
+        before = {**os.environ}
         forkserver.set_forkserver_preload(["torch", "hfta_func"])
-        os.environ.update(_SINGLE)
+        # Threads do not survive a fork, so the server must have none; the processes that it forks start theirs.
+        os.environ["OMP_NUM_THREADS"] = "1"
         try:
+            given = connection, before | environment, *arguments
             return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=given, daemon=False))
         finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            del os.environ["OMP_NUM_THREADS"]
+            os.environ.update(before)
 
 
 class Worker:
     """One worker of a pool, which one of its threads starts and calls."""
 
     name: str
-    known: set[int]
-    """The numbers of functions that it has."""
 
     def start(self) -> None:
         """Start, or start anew, without any function; raises a WorkerError if it cannot."""
-        raise NotImplementedError
 
     def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
