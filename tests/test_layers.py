@@ -119,10 +119,9 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "predict", "recording", "profile"),
+        *("memory", "recording", "profile"),
         *("history", "running"),
         "compare",
-        "compare_tasks",
         "row_sampling",
         "data",
         "dataset",
@@ -130,7 +129,6 @@ FILES_IN = {
         "kept",
         "background",
         "trainer",
-        "executor_trainer",
         "run",
         "trainers",
         "fit",
@@ -138,11 +136,11 @@ FILES_IN = {
         "plan",
     ],
     "rl": ["environment", "classic", "rollouts", "buffers", "gymnasium_envs"],
-    "integrations": ["lightning_steps", "lightning_optimizers"],
-    "workers": ["wire", "process", "executor", "pool"],
+    "integrations": ["lightning_steps"],
+    "workers": ["process", "pool"],
     "signals": ["signal", "processing", "cutting"],
     "sklearn": ["estimators", "search"],
-    "cluster": ["ray_actors", "torchrun_ranks", "trainable"],
+    "cluster": ["ray_actors", "torchrun_ranks"],
     "tune": [
         *(
             "array",
@@ -155,7 +153,7 @@ FILES_IN = {
             "schedulers",
             "study",
         ),
-        *("callbacks", "search", "run", "cli"),
+        *("search", "run"),
     ],
 }
 LAST = {

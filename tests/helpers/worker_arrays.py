@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from comparisons import assert_tensors_close, assert_trees_close
-from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.run.trainers import ExecutorTrainer
 from hfta_func.workers.pool import Pool
 
 M = 5

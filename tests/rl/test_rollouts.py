@@ -106,8 +106,6 @@ def test_discounts_are_one_or_one_per_member():
 def test_values_are_one_a_step():
     steps = happened()
     value = torch.zeros(M, T, N).double()
-    with pytest.raises(hfta.errors.BatchError, match=r"past is \[2\], but rewards are \[2, 12, 3\]; give \[2, 3\]"):
-        rl.discounted(value[:, 0, 0], steps)
     # They would be broadcast against each other.
     for values in ((value[..., None], value), (value, value[:, :1])):
         with pytest.raises(
@@ -331,13 +329,6 @@ def test_samples_are_rows_that_were_written():
     for wrong in (-1, 2.0):
         with pytest.raises(ValueError, match=f"n is {wrong}; give an integer of at least 1"):
             rl.sample(buffer, hfta.random.keys([0, 1]), wrong)
-    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
-        rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
-    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
-        rl.with_priority(buffer, index, index + 1.0)
-    known = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
-    with pytest.raises(hfta.errors.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
-        rl.with_priority(known, torch.zeros(M, 1).long(), torch.ones(M, 2))
     with pytest.raises(hfta.errors.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.sample(buffer, hfta.random.keys([0]), 4)
 

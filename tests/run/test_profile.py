@@ -107,22 +107,12 @@ def test_the_costly_module_is_the_largest() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_loader_has_the_phase_data_and_fit_profiles_more_steps_at_its_end() -> None:
+def test_a_loader_has_the_phase_data() -> None:
     step, state, _ = array()
     data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
     loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
     assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
     assert loader.state_dict() == {"epoch": 0, "batches": 0}
-    plain = hfta.fit(step, state, loader, epochs=2, progress=False)
-    assert plain.history.profile is None
-    result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=2, progress=False, profile=True)
-    assert torch.equal(result.state.params["2.weight"], plain.state.params["2.weight"])
-    assert result.history.profile.phases["data"] > 0
-    stream = (batch for batch in [*loader])
-    assert hfta.fit(step, state, stream, epochs=1, progress=False, profile=True).history.profile is None
-    for options in ({"workers": 2}, {"executor": object()}):
-        with pytest.raises(ValueError, match="profile is of steps in this process; leave out workers and executor"):
-            hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
 
 
 def test_advice_is_for_the_largest_part() -> None:

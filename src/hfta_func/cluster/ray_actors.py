@@ -159,10 +159,8 @@ def ray(
     pool = RayPool([_Remote(number, options | _ONCE, refs, arguments) for number in range(count)])
     try:
         if not pool.ready(timeout):
-            free = _named(module.available_resources())
-            text = f"no worker that needs {_named(required)} has started in {timeout:g} s; of the cluster's"
-            cure = "end what holds the rest, or pass a larger timeout"
-            raise WorkerError(f"{text} {_named(available)}, {free} is free: {cure}")
+            free = f"{_named(available)} of the cluster, {_named(module.available_resources())} are free"
+            raise WorkerError(f"no worker that needs {_named(required)} has started in {timeout:g} s; {free}")
     except BaseException:
         pool.close()
         raise

@@ -75,8 +75,6 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
         >>> quick.is_compiled
         False
     """
-    if isinstance(step, BackgroundStep):
-        raise ValueError("the step is compiled in the background already; pass it as it is")
     return BackgroundStep(step, steps)
 
 
@@ -206,11 +204,13 @@ class StepGraph:
         if self._name is not None:
             with contextlib.suppress(Exception):
                 process = Process(0, cores(), low_priority=not self._crowded(state), quiet=True)
-                self.worker = Pool([process], share=True, tries=1)
-                self._close = weakref.finalize(self, self.worker.close)
+                pool = Pool([process], share=True, tries=1)
+                self._close = weakref.finalize(self, pool.close)
                 given = self._step, (state, batch), self._name, torch.get_num_threads()
-                self.worker.submit(functools.partial(kept.make_elsewhere, *given))
+                pool.submit(functools.partial(kept.make_elsewhere, *given))
+                self.worker = pool
                 return []
+            self._close()
         return self._traced(state, batch)
 
     def _traced(self, state: Any, batch: Any) -> list[Callable[..., Any]]:

@@ -116,10 +116,8 @@ def plan(
         (100, True)
     """
     if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)) or limit < 1:
-        raise ValueError(
-            f"sizes are {list(sizes)} and limit is {limit}; pass at least two numbers of models, ascending from 1 or more, "
-            f"and at least 1 model"
-        )
+        cure = "pass at least two numbers of models, ascending from 1 or more, and at least 1 model"
+        raise ValueError(f"sizes are {list(sizes)} and limit is {limit}; {cure}")
     arrays = _Arrays(step, state, batch, free)
     fits, seconds, peaks, failed = _measured(arrays, sizes, limit, steps)
     result = Plan(fits, seconds, peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None)
@@ -151,10 +149,8 @@ def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | No
                 times.setdefault(size, []).extend(measured)
     fits = tuple(size for size in arrays.peaks if size < failed)
     if not fits:
-        raise MemoryError(
-            f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches, or make "
-            f"the step with save='less' or checkpoint=True"
-        )
+        cure = "pass smaller sizes or batches, or make the step with save='less' or checkpoint=True"
+        raise MemoryError(f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; {cure}")
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
     return fits, tuple(reversed(seconds)), tuple(arrays.peaks[size] for size in fits), failed

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,8 @@ class Profile(NamedTuple):
 
     def __str__(self) -> str:
         head = f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
-        return "\n".join([head, self._table(), *self._notes(), self.advice])
+        times = f"profiled {1e3 * self.profiled:.3f} ms, unprofiled {1e3 * self.unprofiled:.3f} ms"
+        return f"{head}\n{self._table()}\n{times}: remaining bias {self.bias:+.1%}\n{self.advice}"
 
     def _table(self) -> str:
         rows = [("phase", "module", "operator", "lowering", "ms", "%", "ms in kernels", "kernels")]
@@ -91,10 +92,6 @@ class Profile(NamedTuple):
         share = 100 * line.seconds / self.seconds
         numbers = f"{1e3 * line.seconds:.3f}", f"{share:.1f}", f"{1e3 * line.in_kernels:.3f}", f"{line.kernels:.0f}"
         return (*line[:4], *numbers)
-
-    def _notes(self) -> Iterator[str]:
-        profiled, unprofiled = 1e3 * self.profiled, 1e3 * self.unprofiled
-        yield f"profiled {profiled:.3f} ms, unprofiled {unprofiled:.3f} ms: remaining bias {self.bias:+.1%}"
 
 
 def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: int | None = None) -> Profile:

@@ -265,9 +265,7 @@ class Population:
         check_alive(self.members, [number for pair in pairs for number in pair])
         for name, values in changes.items():
             if len(values) != len(pairs) or name in self.nonfusible:
-                raise ValueError(
-                    f"'{name}' has {len(values)} values; give fusible names one for each of {len(pairs)} pairs"
-                )
+                raise ValueError(f"'{name}' has {len(values)} values; give fusible names one for each of the pairs")
         by_group: dict[Group, list[int]] = {}
         for index, (copy, source) in enumerate((self.members[a], self.members[b]) for a, b in pairs):
             if (group := self.group_of(copy)) is not self.group_of(source) or copy.epoch != source.epoch:

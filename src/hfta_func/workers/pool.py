@@ -103,9 +103,8 @@ class Inline(Executor):
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """See :class:`Executor`."""
         number = min(self._calls)
-        call = self._calls.pop(number)
         try:
-            return number, call()
+            return number, self._calls.pop(number)()
         except Exception as error:
             return number, error
 

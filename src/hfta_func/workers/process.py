@@ -7,7 +7,6 @@ import gc
 import io
 import multiprocessing
 import os
-import pathlib
 import signal
 import threading
 import warnings
@@ -234,12 +233,9 @@ class Process(Worker):
         raise Died(f"with status {self._process.wait()}")
 
     def kill(self) -> None:
-        """End it and the processes that it has started, at once."""
-        if self._process is not None and self._process.returncode is None:
-            for kill in (os.kill, os.killpg):
-                # A new process has no process group yet; later, its group has the processes that it starts.
-                with contextlib.suppress(OSError):
-                    kill(self._process.pid, signal.SIGKILL)
+        """End it at once; the processes that it has started, such as those of a DataLoader, end when they see that."""
+        if self._process is not None:
+            self._process.kill()
 
     def close(self) -> None:
         """End it and close its connection."""
@@ -255,7 +251,7 @@ def serve(
 ) -> None:
     """The program of a worker process: make one call after another until the process that makes them ends."""
     # Ctrl-C is for the calling process alone.
-    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The collection of garbage leaves the server's objects, and their shared memory, alone.
     gc.freeze()
@@ -266,9 +262,6 @@ def serve(
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if low_priority:
         os.nice(19)
-        with contextlib.suppress(OSError):
-            # On Linux "nice" counts only within the group of the session, which has a priority itself.
-            pathlib.Path("/proc/self/autogroup").write_text("19")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
@@ -280,8 +273,6 @@ def serve(
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    parent: Any = multiprocessing.parent_process()
     parent.join()
-    # With the processes that it has started.
-    os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
