@@ -119,17 +119,6 @@ def plan(
         cure = "pass at least two numbers of models, ascending from 1 or more, and at least 1 model"
         raise ValueError(f"sizes are {list(sizes)} and limit is {limit}; {cure}")
     arrays = _Arrays(step, state, batch, free)
-    fits, seconds, peaks, failed = _measured(arrays, sizes, limit, steps)
-    result = Plan(fits, seconds, peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None)
-    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
-    smaller = [size for size in fits if size < count]
-    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
-    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
-    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
-
-
-def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | None) -> tuple[Any, ...]:
-    """Sizes that fit, seconds and peaks of each, and the first size that does not fit, by measurements."""
     times, failed = dict[int, list[float]](), max(limit, *sizes) + 1
     for turn in range(_MOST):
         # Each array is freed before the next one is made.
@@ -153,7 +142,13 @@ def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | No
         raise MemoryError(f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; {cure}")
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    return fits, tuple(reversed(seconds)), tuple(arrays.peaks[size] for size in fits), failed
+    peaks = tuple(arrays.peaks[size] for size in fits)
+    result = Plan(fits, (*reversed(seconds),), peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None)
+    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
+    smaller = [size for size in fits if size < count]
+    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
+    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
+    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:

@@ -103,7 +103,8 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         raise HyperparameterError(f"rows is {len(rows)} lists for {num_models} models; give each model one")
     by_member = [torch.as_tensor(numbers, device=device) for numbers in rows]
     for member, index in enumerate(by_member):
-        if index.dim() != 1 or not len(index) or index.dtype == torch.bool or index.min() < 0 or index.max() >= count:
+        is_number = index.dtype != torch.bool and not index.dtype.is_floating_point
+        if index.dim() != 1 or not len(index) or not is_number or index.min() < 0 or index.max() >= count:
             text = f"model {member}: rows[{member}] is {rows[member]!s:.80}; give row numbers from 0 to {count - 1}"
             raise HyperparameterError(f"{text}, such as mask.nonzero().flatten()")
     return Rows([index.long() for index in by_member])

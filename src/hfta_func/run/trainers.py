@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,12 +249,7 @@ class AutoTrainer(Trainer):
 
 
 def make_trainer(
-    step: Step,
-    run: Members,
-    workers: int | Literal["auto"] | None,
-    compile: bool,
-    steps: int | None = None,
-    executor: Executor | None = None,
+    step: Step, run: Members, workers: Any, compile: bool, steps: int | None, executor: Executor | None
 ) -> Trainer:
     """What trains: this process, an executor, or a pool of processes for this run alone."""
     if executor is not None:

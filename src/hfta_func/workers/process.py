@@ -162,7 +162,7 @@ def _forked(connection: Any, environment: Mapping[str, str], *arguments: Any) ->
         # Threads do not survive a fork, so the server must have none; the processes that it forks start theirs.
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            given = connection, before | environment, *arguments
+            given = connection, {**before, **environment}, *arguments
             return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=given, daemon=False))
         finally:
             del os.environ["OMP_NUM_THREADS"]
