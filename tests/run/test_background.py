@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import pickle
 import queue
 import signal
 import subprocess
@@ -289,14 +288,6 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [8, 7, 6, 5, 4, 3, 2, 1]
     plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
     assert torch.equal(compiled.history["loss"], plain.history["loss"])
-
-
-@pytest.mark.exhaustive
-def test_it_is_the_step_to_whoever_asks() -> None:
-    step, state = arrayed()
-    quick = pickle.loads(pickle.dumps(hfta.compile(step, steps=3)))
-    assert quick.trainable == step.trainable and quick.batch_dims == 0
-    assert hfta.plan(quick, state, torch.ones(M, 5, 4, dtype=torch.float64)).num_models >= 1
 
 
 @pytest.mark.exhaustive

@@ -60,11 +60,6 @@ def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
     assert ties and set(ties) == {(0.0, math.inf)}
 
 
-def test_differences_as_small_as_rounding_in_float32_count_in_float64() -> None:
-    (found,) = hfta.compare({"a": PLAIN[:8], "b": PLAIN[:8] + 1e-9}).differences
-    assert found.permutation == 2 / 2**8
-
-
 @pytest.mark.parametrize("mean", [1.0, 0.2, 3.0])
 def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float) -> None:
     base = np.array([-1.0, 1.0, -1.0, 1.0])
@@ -101,15 +96,6 @@ def test_every_form_gives_the_same() -> None:
         (difference,) = found.differences
         assert difference.mean == pytest.approx(expected.mean) and difference.pairs == 24
         assert (difference.permutation, difference.wins) == (expected.permutation, expected.wins)
-
-
-def test_rows_without_a_name_are_a_configuration() -> None:
-    frame = pandas.DataFrame(
-        {"seed": [0, 1] * 2, "kind": [None, None, "b", "b"], "loss": [1.0, 2.0, 3.0, 5.0], "epoch": 1}
-    )
-    for baseline in (None, "b"):
-        (found,) = hfta.compare(frame, "loss", by="kind", baseline=baseline).differences
-        assert abs(found.mean) == 2.5 and found.pairs == 2
 
 
 def test_what_is_not_finite_leaves_its_pair_out() -> None:

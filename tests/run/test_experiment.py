@@ -130,14 +130,6 @@ def test_a_tuple_is_one_value(given, rates):
     assert numbers["lr"].tolist() == [0.1, 0.2] == found.hyperparameters["lr"]
 
 
-def test_a_loader_of_other_seeds_and_one_start_for_all():
-    one = hfta.Experiment(make_model, mse, hfta.sgd, seeds=2, init_seeds=3, lr=0.1)
-    two = hfta.Experiment(make_model, mse, hfta.sgd, seeds=[0, 1], init_seeds=[3, 3], lr=0.1)
-    loader = hfta.ArrayLoader(DATA, 8, seeds=[7, 8])
-    losses = [one.fit(DATA, 8, epochs=1, seeds=[7, 8], progress=False), two.fit(loader, epochs=1, progress=False)]
-    assert torch.equal(losses[0]["loss"], losses[1]["loss"])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

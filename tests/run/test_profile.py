@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -170,21 +167,6 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
     assert lines["judge"].seconds == pytest.approx(280e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
     assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(160e-9)
     assert lines["Python"].seconds == pytest.approx(380e-9)
-
-
-def test_the_terminal_shows_what_the_program_prints() -> None:
-    """PyTorch's tracer would print a line at each start and end, to the stream of errors."""
-    code = """
-import torch, hfta_func as hfta
-step = hfta.make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
-state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1]), seeds=[0, 1])
-x = torch.randn(2, 8, 4)
-hfta.profile(step, state, x, steps=5), hfta.plan(step, state, x, limit=4, sizes=[1, 2])
-print("done")
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_bad_input() -> None:

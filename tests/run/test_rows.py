@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,21 +146,6 @@ def test_members_train_as_they_do_alone():
 def test_bad_input(options, message):
     with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **options)
-
-
-def test_bad_uses():
-    for seeds in ([], numpy.int64(3)):
-        with pytest.raises(
-            hfta.errors.HyperparameterError, match=r"pass seeds=\[...\], one integer per model, or shared=True"
-        ):
-            hfta.ArrayLoader(DATA, 4, seeds=seeds)
-    with pytest.raises(hfta.errors.HyperparameterError, match="leave out shared=True"):
-        hfta.ArrayLoader(DATA, 4, shared=True, bootstrap=True)
-    with pytest.raises(hfta.errors.HyperparameterError, match="only folds hold rows out"):
-        loader("rows").held_out()
-    for way in ("rows", "folds", "weights each"):
-        with pytest.raises(hfta.errors.HyperparameterError, match="make a loader for them"):
-            loader(way).of_members(torch.tensor([1, 2]))
 
 
 def test_epochs_of_one_length_are_the_same_in_any_array():

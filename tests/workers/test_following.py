@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +115,6 @@ def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) ->
     assert_same_run(found, expected)
 
 
-@pytest.mark.exhaustive(ids="workers")
-@pytest.mark.parametrize("way", ["workers", "executor"])
-def test_failures_and_errors_name_members_of_the_whole_array(way: str) -> None:
-    def spoil(state: Any, history: Any) -> Any:
-        if len(history) == 1:
-            state.params["0.weight"][3] = torch.nan
-            return state._replace(active=torch.tensor([False, True, False, True]))
-        return None
-
-    found = Run().fit(3, spoil, compact=True, **elsewhere(way))
-    assert {(failure.member, failure.seed) for failure in found.history.failures} == {(3, 9)}
-    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 3: the "):
-        Run(nonfinite="raise").fit(3, spoil, compact=True, **elsewhere(way))
-
-
 def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
     def spoil(state: Any, history: Any) -> Any:
         state.params["0.weight"][3] = torch.nan
@@ -138,19 +122,6 @@ def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
 
     with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 3: the "):
         Run(nonfinite="raise").fit(3, spoil, compact=True)
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_dies_is_started_again_with_its_members_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(state: Any, history: Any) -> Any:
-        if len(history) == 3 and crews:
-            os.kill(crews[0]._workers[1].pid, signal.SIGKILL)
-        return hfta.take(state, [3, 0, 1]) if len(history) == 2 else None
-
-    crews: list[Any] = []
-    expected = Run().fit(5, drop)
-    crews = pools(monkeypatch)
-    assert_same_run(Run().fit(5, drop, workers=2), expected)
 
 
 def test_processes_stay_and_data_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:

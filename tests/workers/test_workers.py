@@ -186,16 +186,6 @@ def test_auto_tries_workers_and_takes_what_is_faster(
 
 
 @pytest.mark.exhaustive
-def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    crews = pools(monkeypatch)
-    step, state = arrayed()
-    found = hfta.fit(step, state, loader(), epochs=2, progress=False, workers="auto")
-    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
-    assert found.history.status.endswith("worker processes have not been tried")
-    assert not crews
-
-
-@pytest.mark.exhaustive
 def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deadly:
         def __reduce__(self) -> Any:
@@ -226,20 +216,6 @@ def test_bad_input() -> None:
     step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
     with pytest.raises(TypeError, match="the step or the loader cannot be sent to workers"):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
-
-
-@pytest.mark.exhaustive
-def test_batches_that_are_written_between_epochs_are_read_again() -> None:
-    def run(count: int | None) -> hfta.run.Result:
-        whole = tuple(torch.stack([leaf] * M).repeat(1, 40, 1) for leaf in data())
-
-        def change(state: Any, history: hfta.run.History) -> None:
-            whole[1].add_(1.0)
-
-        step, state = arrayed()
-        return hfta.fit(step, state, [whole], epochs=3, progress=False, callbacks=[change], workers=count)
-
-    assert_same(run(2), run(None))
 
 
 KILLED = """
