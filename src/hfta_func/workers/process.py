@@ -7,7 +7,7 @@ import gc
 import io
 import multiprocessing
 import os
-import signal
+import pathlib
 import threading
 import warnings
 import weakref
@@ -250,8 +250,8 @@ def serve(
     calls: Any, environment: dict[str, str], settings: bytes, processors: list[int], low_priority: bool, quiet: bool
 ) -> None:
     """The program of a worker process: make one call after another until the process that makes them ends."""
-    # Ctrl-C is for the calling process alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is for the calling process alone, and Linux gives every session its share of the processors.
+    os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The collection of garbage leaves the server's objects, and their shared memory, alone.
     gc.freeze()
@@ -262,6 +262,9 @@ def serve(
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if low_priority:
         os.nice(19)
+        with contextlib.suppress(OSError):
+            # "nice" counts only within a session, which has a priority itself.
+            pathlib.Path("/proc/self/autogroup").write_text("19")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
