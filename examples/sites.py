@@ -23,7 +23,7 @@ from hfta_func.errors import WorkerError
 from hfta_func.models import Stacked
 from hfta_func.step import EvalStep
 from hfta_func.workers.pool import Pool, WorkerPool
-from hfta_func.workers.wire import dumps, one_line_error
+from hfta_func.workers.process import dumps, one_line_error
 
 if TYPE_CHECKING:
     import pandas

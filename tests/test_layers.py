@@ -40,15 +40,15 @@ FILES_IN = {
         "verify": "reached held alone compare oracle",
         "testing": "_laws",
         "files": "atomic storage checkpoint",
-        "run": "memory predict recording profile history running compare compare_tasks row_sampling data dataset "
-        "evaluation kept background trainer executor_trainer run trainers fit experiment plan",
+        "run": "memory recording profile history running compare row_sampling data dataset evaluation kept background "
+        "trainer run trainers fit experiment plan",
         "rl": "environment classic rollouts buffers gymnasium_envs",
-        "integrations": "lightning_steps lightning_optimizers",
-        "workers": "wire process executor pool",
+        "integrations": "lightning_steps",
+        "workers": "process pool",
         "signals": "signal processing cutting",
         "sklearn": "estimators search",
-        "cluster": "ray_actors torchrun_ranks trainable",
-        "tune": "array groups folder population cohorts sampling options schedulers study callbacks search run cli",
+        "cluster": "ray_actors torchrun_ranks",
+        "tune": "array groups folder population cohorts sampling options schedulers study search run",
     }.items()
 }
 LAST = {

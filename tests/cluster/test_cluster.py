@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -103,19 +102,6 @@ def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
 
 
 @pytest.mark.exhaustive
-def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="workers is 0; pass at least 1"):
-        cluster.ray(0)
-    with pytest.raises(hfta.errors.WorkerError, match=r"has .*2 CPU.*no room for a worker of 5 CPU"):
-        cluster.ray(cpus=5)
-    with pytest.raises(hfta.errors.WorkerError, match="no room for a worker of 1 CPU, 1 tpu"):
-        cluster.ray(resources={"tpu": 1})
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"build cannot be sent to workers .*lock.* move it to a module"):
-        tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **STUDY)
-
-
-@pytest.mark.exhaustive
 def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
     with pytest.raises(
         hfta.errors.WorkerError,
@@ -168,22 +154,6 @@ def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.Monkey
     ):
         cluster.ray(address=address)
     assert time.monotonic() - began < 30
-
-
-@pytest.mark.exhaustive
-def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def init(**options: Any) -> None:
-        asked.update(options)
-        raise ConnectionError("that is enough")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(hfta.errors.WorkerError, match="a Ray instance on this machine cannot be used"):
-        cluster.ray()
-    assert asked["address"] == "local" and not asked["include_dashboard"]
 
 
 NODES = """

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 import warnings
 from typing import Any
@@ -164,33 +163,6 @@ def test_what_was_not_declared_stays_at_the_site(change: dict[str, Any], says: s
     found = visited(**{"load": lambda: rows(1), **change})
     assert isinstance(found, str) and found.startswith("failed: ")
     assert re.search(says, found)
-
-
-def test_what_leaves_a_site_is_numbers():
-    found = visited(lambda: rows(1))
-    assert [*found] == ["all"] and len(found["all"]) == M
-    assert all(type(number) in (int, float) for member in found["all"] for each in member for number in each)
-
-
-@pytest.mark.exhaustive
-def test_bad_input():
-    site = sites.Site("a", lambda: rows(1))
-    for change, match in (
-        ({"sites": []}, r"sites are \[\]; pass"),
-        ({"sites": [site, site]}, r"sites are \['a', 'a'\]; pass"),
-        ({"metrics": "correct"}, "metrics is 'correct'; pass a list"),
-        ({"metrics": []}, r"metrics is \[\]; pass a list"),
-        ({"groups": {}}, "groups is empty"),
-        ({"min_count": 1}, "min_count is 1 and level 0.95; give at least 2"),
-        ({"level": 1.0}, "level 1.0; give .* between 0 and 1"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            sites.evaluate(models(), **{"sites": [site], "metric_fn": metric_fn, "metrics": METRICS, **change})  # type: ignore[arg-type]
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"site 'a': load cannot be sent .*lock"):
-        sites.evaluate(models(), [sites.Site("a", lambda: lock)], metric_fn, metrics=METRICS)
-    with pytest.raises(TypeError, match=r"metric_fn cannot be sent to workers .*lock"):
-        sites.evaluate(models(), [site], lambda model, batch: lock, metrics=METRICS)
 
 
 @pytest.mark.exhaustive

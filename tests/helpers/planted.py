@@ -332,7 +332,7 @@ PLANTED = [
     Planted(
         "an executor keeps the batches of members that are gone",
         *(
-            "run/executor_trainer.py",
+            "run/trainers.py",
             "if run.loader is not self._loader or self._function is None:",
             "if self._function is None:",
         ),
@@ -387,14 +387,19 @@ PLANTED = [
         "a call whose worker fails in another way than by dying is lost",
         *(
             "workers/pool.py",
-            "        except Exception as error:\n            # The worker's state is unknown",
-            "        except Died as error:\n            # The worker's state is unknown",
+            "            except Exception as error:\n                # The worker's state is unknown",
+            "            except Died as error:\n                # The worker's state is unknown",
         ),
         "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
     ),
     Planted(
+        "Ctrl-C inside a segment waits for its end",
+        *("run/trainers.py", "if ended or hooks.stopped() or running.", "if ended or running."),
+        "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
+    ),
+    Planted(
         "TensorBoard shows epochs of a study that was broken off twice",
-        *("tune/callbacks.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
+        *("tune/study.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
         "test_watching.py::test_tensorboard_has_a_run_per_trial",
     ),
     Planted(

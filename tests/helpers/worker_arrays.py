@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from comparisons import assert_tensors_close, assert_trees_close
-from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.run.trainers import ExecutorTrainer
 from hfta_func.workers.pool import Pool
 
 M = 5
@@ -67,10 +68,5 @@ def waits(self: ExecutorTrainer) -> bool:
 
 
 def function_sizes(pool: Any) -> list[int]:
-    """Bytes of each function that a pool keeps."""
-    return [len(content) for _, _, content in pool._functions.values()]
-
-
-def shared_sizes(pool: Any) -> list[int]:
-    """Bytes of each of a pool's shared tensors."""
-    return [tensor.nbytes for _, tensor in pool._folder._refs.values()]
+    """Bytes in shared memory of each function that a pool keeps."""
+    return [os.stat(content.path).st_size for _, _, content in pool._functions.values()]

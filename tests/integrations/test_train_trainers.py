@@ -146,12 +146,6 @@ def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_each_trainer_needs_a_model_of_its_own(tmp_path):
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(hfta.errors.StackError, match="several Trainers hold one model; give each its own"):
-        hfta.integrations.train_trainers([trainer, trainer], progress=False)
-
-
 @pytest.mark.exhaustive
 def test_members_stop_early_where_their_trainers_do(tmp_path, capsys):
     options = {"eval_strategy": "epoch", "metric_for_best_model": "mean", "greater_is_better": True}

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.run import kept
 from hfta_func.run.memory import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -159,7 +158,6 @@ def test_no_step_copies_the_base():
     # Both weights of the first layer: 1 MB; everything else is some kilobytes.
     assert peak_bytes(work, torch.device("cpu")) < base.weight.nbytes / 4
     assert step.base["0.weight"].data_ptr() == base.weight.data_ptr()
-    assert len(kept.order(step, ({}, torch.ones(M, 2, 512)), "name")) < base.weight.nbytes / 4
     again = cloudpickle.loads(cloudpickle.dumps(step))
     assert torch.equal(again.base["0.weight"], base.weight)
 

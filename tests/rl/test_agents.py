@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from pathlib import Path
 
 import gymnasium
@@ -13,7 +12,6 @@ import optree
 import pytest
 import torch
 from examples.rl import common, dqn, ppo, recurrent_ppo, sac, td3
-from matplotlib.image import imread
 from optuna.distributions import FloatDistribution
 from torch import nn
 
@@ -222,38 +220,6 @@ def test_an_example_trains_goes_on_and_plays(tmp_path, monkeypatch, capsys):
     assert lr.tolist() == [1e-3, 1e-2] and capsys.readouterr().out.count("returns: nan nan") == 2
 
 
-def test_a_run_goes_on_with_its_own_settings_only(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "EPOCH", 1)
-    run, damaged, other = tmp_path / "run", tmp_path / "damaged", ["--seeds", "2", "--lr", "1e-3", "1e-2"]
-    td3.main([*other, "--iterations", "1", "--resume", str(run)])
-    damaged.write_text("nothing")
-    for example, argv, file, message in (
-        (td3, ["--seeds", "3"], run, "--seeds is [3], but the run in {} was begun with [2]; give the same, or another file"),
-        (td3, ["--seeds", "2"], run, "--lr is [0.001, 0.001], but the run in {} was begun with [0.001, 0.01]; give the same"),
-        (td3, [*other, "--env", "MountainCarContinuous"], run, "the run in {} is of another example or --env; give the same"),
-        (sac, other, run, "the run in {} is of another example or --env; give the same"),
-        (td3, other, damaged, "{} is not a file of hfta_func.save"),
-    ):  # fmt: skip
-        with pytest.raises(SystemExit):
-            example.main([*argv, "--resume", str(file)])
-        assert message.format(file) in capsys.readouterr().err
-
-
-def test_the_best_agent_is_written_with_a_picture_of_how_it_plays(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "EPOCH", 1)
-    make = gymnasium.make
-    monkeypatch.setattr(gymnasium, "make", lambda name, render_mode: Filmed(make(name)))
-    state, _ = dqn.main(["--seeds", "2", "--iterations", "1", "--out", str(tmp_path)])
-    agent = dqn.make_model(rl.CartPole())
-    agent.load_state_dict(torch.load(tmp_path / "agent.pt"))
-    assert_same([*agent.parameters()], [param[0] for param in state.params.values()])
-    total, _ = common.play(agent, dqn.best, make("CartPole-v1"))
-    assert f"the best agent plays for a return of {total}: {tmp_path}" in capsys.readouterr().out
-    # Six pictures of 2 x 2 points beside each other, each brighter than the one before.
-    picture = imread(tmp_path / "agent.png")
-    assert picture.shape == (2, 12, 4) and (np.diff(picture[..., 0]) >= 0).all()
-
-
 @pytest.mark.exhaustive(unless="recurrent")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_agent_plays_in_gymnasium(name):
@@ -274,19 +240,6 @@ class Filmed(gymnasium.Wrapper):
     def render(self):
         self.shown += 1
         return np.full((2, 2, 3), self.shown, np.uint8)
-
-
-def test_what_is_wrong_with_a_command_is_said_before_training(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pygame", None)
-    for argv, message in (
-        (["--seeds", "3", "--lr", "1e-3", "1e-2"], "--lr has 2 values for 3 agents; give one, or one per agent"),
-        (["--iterations", "25"], "--iterations is 25; give a multiple of 10, the iterations of an epoch"),
-        (["--iterations", "0"], "--iterations is 0; give a multiple of 10"),
-        (["--out", "somewhere"], "the picture of --out needs more: pygame is not installed"),
-    ):
-        with pytest.raises(SystemExit):
-            td3.main(argv)
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -10,7 +10,6 @@ import optree
 import pytest
 import torch
 from examples.rl.grid import Bricks, Crossing
-from torch import Tensor
 
 import hfta_func as hfta
 from hfta_func import rl
@@ -185,54 +184,6 @@ def test_what_cannot_be_started():
             rl.start(rl.CartPole(), keys, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
-@pytest.mark.parametrize("environment", [rl.CartPole(), rl.MountainCar(), Bricks()], ids=lambda one: type(one).__name__)
-def test_actions_of_other_integers_are_the_same_actions(environment, dtype):
-    running, action = rl.start(environment, hfta.random.keys([0, 1]), 3), torch.tensor([[0, 1, 0], [1, 0, 1]])
-    expected, found = (rl.advance(environment, running, given) for given in (action, action.to(dtype)))
-    assert all(map(torch.equal, optree.tree_leaves(found[1]), optree.tree_leaves(expected[1])))
-
-
-@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64])
-def test_rewards_are_numbers_of_the_observations_kind(kind):
-    class Own(rl.CartPole):
-        def step(self, state, action, key):
-            state, observation, reward, *ended = super().step(state, action, key)
-            return state, observation, (2 * reward).to(kind), *ended
-
-    policy = rl.make_policy(torch.nn.Linear(4, 2), lambda model, x: model(x).argmax(-1))
-    agents = hfta.init_params(lambda: torch.nn.Linear(4, 2), [0, 1])
-    running, steps = rl.rollout(Own(), policy, agents, rl.start(Own(), hfta.random.keys([0, 1]), 3), 4)
-    assert steps["reward"].dtype == running.total.dtype == torch.float32
-    assert (steps["reward"] == (1 if kind == torch.bool else 2)).all()
-
-
-def test_environments_of_few_digits_and_of_none():
-    for dtype in (torch.bfloat16, torch.float16):
-        assert rl.start(rl.Pendulum(dtype=dtype), hfta.random.keys([0, 1]), 3).observation.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    "part, change, error, message",
-    [
-        (1, Tensor.double, hfta.errors.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
-        (0, lambda state: {"place": state["place"]}, hfta.errors.TraceError,
-         "the containers of state have other types in .*Other.step"),
-        (0, lambda state: {**state, "place": state["place"] > 0}, hfta.errors.TraceError,
-         r"state\['place'\] is .* but torch.bool"),
-    ],
-)  # fmt: skip
-def test_an_environment_that_returns_something_else_is_named(part, change, error, message):
-    class Other(rl.CartPole):
-        def step(self, state, action, key):
-            result = [*super().step(state, action, key)]
-            result[part] = change(result[part])
-            return tuple(result)
-
-    with pytest.raises(error, match=message):
-        rl.start(Other(), hfta.random.keys([0, 1]), 3)
-
-
 STEPS = []
 
 
@@ -281,22 +232,6 @@ def test_an_environment_without_a_state(empty):
     for _ in range(3):
         running, step = rl.advance(Own(), running, torch.zeros(2, 3).long())
     assert running.state == empty and step["reward"].unique().numel() == 6
-
-
-@pytest.mark.parametrize(
-    "environment, action, message",
-    [
-        (rl.CartPole(), torch.zeros(2, 3), r"torch.float32\[2, 3\], but Discrete\(2\) asks for \[2, 3\]"),
-        (rl.CartPole(), torch.zeros(2, 3, 1).long(), r"asks for \[2, 3\]"),
-        (rl.CartPole(), torch.full((2, 3), 2), "are 2 to 2, but .* has 2 actions"),
-        (rl.Pendulum(), torch.zeros(2, 3), r"asks for \[2, 3, 1\]"),
-        (rl.Pendulum(), torch.zeros(2, 3, 1).long(), r"asks for \[2, 3, 1\]"),
-    ],
-)
-def test_actions_of_another_space(environment, action, message):
-    running = rl.start(environment, hfta.random.keys([0, 1]), 3)
-    with pytest.raises(hfta.errors.StateError, match=message):
-        rl.advance(environment, running, action)
 
 
 class Counting(gymnasium.Env):
@@ -352,17 +287,6 @@ def test_environments_of_gymnasium_serve_all_members(make):
             rl.GymnasiumEnvs(mixing, 2)
 
 
-def test_environments_of_gymnasium_follow_no_members():
-    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
-    policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
-    agents = hfta.init_params(lambda: torch.nn.Linear(2, 3), [0, 1])
-    running = envs.start(hfta.random.keys([0, 1]))
-    with pytest.raises(
-        hfta.errors.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
-    ):
-        envs.rollout(policy, hfta.take(agents, 0), hfta.take(running, 0), 2)
-
-
 class Odd(gymnasium.Env):
     """Has any spaces, and checks that actions are of its own."""
 
@@ -414,9 +338,3 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-def test_no_tensor_stands_in_two_places_at_the_start():
-    """A compiler would take it for a fact, and compile again for the second iteration."""
-    leaves = optree.tree_leaves(rl.start(rl.CartPole(), hfta.random.keys([0, 1]), 3))
-    assert len({id(leaf) for leaf in leaves}) == len({leaf.data_ptr() for leaf in leaves}) == len(leaves)

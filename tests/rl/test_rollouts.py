@@ -77,20 +77,6 @@ def test_advantages_tell_truncation_from_termination():
     assert not torch.equal(rl.gae(mistaken, value, next_value)[0], rl.gae(steps, value, next_value)[0])
 
 
-def test_values_of_few_digits_and_rewards_of_other_kinds():
-    """Discounts and sums have the digits of the rewards, or of the values if these have more."""
-    steps, value = happened(), torch.randn(M, T, N).bfloat16()
-    for reward in (steps["reward"], steps["reward"].float(), steps["reward"].long()):
-        given, exact = {**steps, "reward": reward}, {**steps, "reward": reward.double()}
-        found, expected = rl.gae(given, *[value.float()] * 2), rl.gae(exact, *[value.double()] * 2)
-        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
-        found, expected = (rl.n_step(rows, 3, discount=0.9) for rows in (given, exact))
-        torch.testing.assert_close(found["reward"].double(), expected["reward"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found["discount"].double(), expected["discount"], rtol=1e-5, atol=1e-5)
-    few, all_digits = (rl.gae(steps, *[leaf] * 2)[0] for leaf in (value, value.double()))
-    assert torch.equal(few, all_digits)
-
-
 def test_discounts_are_one_or_one_per_member():
     steps = hfta.take(happened(), [0])
     value = torch.zeros(1, T, N, dtype=torch.float64)
@@ -106,8 +92,6 @@ def test_discounts_are_one_or_one_per_member():
 def test_values_are_one_a_step():
     steps = happened()
     value = torch.zeros(M, T, N).double()
-    with pytest.raises(hfta.errors.BatchError, match=r"past is \[2\], but rewards are \[2, 12, 3\]; give \[2, 3\]"):
-        rl.discounted(value[:, 0, 0], steps)
     # They would be broadcast against each other.
     for values in ((value[..., None], value), (value, value[:, :1])):
         with pytest.raises(
@@ -179,12 +163,6 @@ def test_what_a_policy_writes_is_kept():
         torch.compile(step.loop, backend="eager", fullgraph=True)(state, 1)
 
 
-def test_a_rollout_has_steps():
-    running, policy = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N), rl.make_policy(nn.Linear(4, 1), act)
-    with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
-        rl.rollout(rl.CartPole(), policy, agents(), running, 0)
-
-
 def test_agents_may_share_a_frozen_base():
     base = nn.Linear(4, 8).requires_grad_(False)
     models = [nn.Sequential(base, nn.Tanh(), nn.Linear(8, 1)) for _ in range(M)]
@@ -249,20 +227,6 @@ def test_normalisation_of_observations_and_rewards():
         assert last[i, n].item() == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
-def test_moments_keep_their_kind(kind):
-    values = torch.randint(0, 2, (M, 6, 3)).to(kind)
-    seen, expected = (rl.observed(rl.moments(M, (3,)), given) for given in (values, values.float()))
-    assert {leaf.dtype for leaf in seen} == {torch.float32} and all(map(torch.equal, seen, expected))
-
-
-@pytest.mark.parametrize("shape", [(M, 5, 4), (3, 5, 3), (M, 0, 3), (M,)])
-def test_moments_are_of_one_shape(shape):
-    for call in (rl.observed, rl.normalised):
-        with pytest.raises(hfta.errors.BatchError, match=r"values are \[.*\], but the moments are of \[2, ..., 3\]"):
-            call(rl.moments(M, (3,)), torch.ones(shape))
-
-
 def test_minibatches_hold_every_row_once_an_epoch():
     rows = {"x": torch.arange(12).expand(M, 12), "y": torch.arange(12.0).reshape(1, 12, 1).expand(M, 12, 2)}
     batches = rl.minibatches(hfta.random.keys([0, 1]), rows, 3, epochs=2)
@@ -306,20 +270,6 @@ def test_a_buffer_keeps_the_latest_rows(donate):
         rl.replay({"x": torch.zeros(M, 1)}, 0)
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        ({}, "rows are {}; give tensors"),
-        ({"x": torch.zeros(2, 4), "y": torch.zeros(2, 5)}, r"\['x'\].*: \[2, 4\], .*\['y'\].*: \[2, 5\]}; give"),
-        ({"x": torch.zeros(2, 4), "y": (torch.zeros(3, 4),)}, r"\['y'\]\[0\].*: \[3, 4\]}; give"),
-    ],
-)
-def test_rows_are_tensors_of_members(rows, message):
-    for call in (lambda: rl.replay(rows, 8), lambda: rl.minibatches(hfta.random.keys([0, 1]), rows, 1)):
-        with pytest.raises(hfta.errors.BatchError, match=message):
-            call()
-
-
 def test_samples_are_rows_that_were_written():
     buffer = rl.replay({"x": torch.zeros(M, 1)}, 100)
     buffer = rl.written(buffer, {"x": torch.arange(1.0, 11.0).expand(M, 10)})
@@ -331,13 +281,6 @@ def test_samples_are_rows_that_were_written():
     for wrong in (-1, 2.0):
         with pytest.raises(ValueError, match=f"n is {wrong}; give an integer of at least 1"):
             rl.sample(buffer, hfta.random.keys([0, 1]), wrong)
-    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
-        rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
-    with pytest.raises(hfta.errors.StateError, match="has no priorities"):
-        rl.with_priority(buffer, index, index + 1.0)
-    known = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
-    with pytest.raises(hfta.errors.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
-        rl.with_priority(known, torch.zeros(M, 1).long(), torch.ones(M, 2))
     with pytest.raises(hfta.errors.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.sample(buffer, hfta.random.keys([0]), 4)
 
@@ -370,25 +313,6 @@ def drawn(buffer, count=4000):
     _, index, weight = rl.sample_by_priority(buffer, keys, count, exponent=1.0, correction=1.0)
     assert weight.isfinite().all() and (weight.amax(1) == 1).all()
     return torch.stack([row.bincount(minlength=4) / count for row in index]), weight
-
-
-def test_priorities_that_are_no_positive_numbers():
-    """A member whose errors are not finite draws by those that are; the others are as they were."""
-    bad = [
-        [0.0, 0.0, 0.0, 0.0],
-        [math.nan] * 4,
-        [math.nan, 1.0, 3.0, -1.0],
-        [math.inf, 1.0, 1.0, 1.0],
-        [1.0, 1.0, 1.0, 1.0],
-    ]
-    buffer = rl.replay({"x": torch.zeros(5, 1)}, 6, prioritised=True)
-    buffer = rl.written(buffer, {"x": torch.zeros(5, 4)})
-    buffer = rl.with_priority(buffer, torch.arange(4).expand(5, 4), torch.tensor(bad))
-    shares, weight = drawn(buffer)
-    wanted = [[0.25] * 4, [0.25] * 4, [0, 0.25, 0.75, 0], [1, 0, 0, 0], [0.25] * 4]
-    assert (shares - torch.tensor(wanted)).abs().max() < 0.05
-    assert torch.equal(drawn(hfta.take(buffer, [4]))[1], weight[4:])
-    assert rl.written(buffer, {"x": torch.zeros(5, 1)}).priority[:3, 4].tolist() == [1, 1, 3]
 
 
 @pytest.mark.parametrize("draw", [rl.sample, lambda *args: rl.sample_by_priority(*args)[:2]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import pickle
 import queue
 import signal
 import subprocess
@@ -240,7 +239,6 @@ def test_compiling_begins_where_it_may_pay(
         made.append(low_priority)
         raise InterruptedError
 
-    monkeypatch.setattr(kept, "order", lambda *args: b"")
     for name, value in {"_COMPILING": 18.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3, "Process": process}.items():
         monkeypatch.setattr(background, name, value)
     monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
@@ -290,19 +288,6 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [8, 7, 6, 5, 4, 3, 2, 1]
     plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
     assert torch.equal(compiled.history["loss"], plain.history["loss"])
-
-
-def test_a_step_that_is_compiled_already() -> None:
-    with pytest.raises(ValueError, match="compiled in the background already"):
-        hfta.compile(hfta.compile(arrayed()[0]))
-
-
-@pytest.mark.exhaustive
-def test_it_is_the_step_to_whoever_asks() -> None:
-    step, state = arrayed()
-    quick = pickle.loads(pickle.dumps(hfta.compile(step, steps=3)))
-    assert quick.trainable == step.trainable and quick.batch_dims == 0
-    assert hfta.plan(quick, state, torch.ones(M, 5, 4, dtype=torch.float64)).num_models >= 1
 
 
 @pytest.mark.exhaustive

@@ -1,8 +1,6 @@
 """What is done after every epoch, also by a run that goes on from a file."""
 
-import builtins
 import os
-import sys
 
 import pytest
 import torch
@@ -93,28 +91,6 @@ def test_members_that_were_stopped_stay_so(run):
     assert state.active.tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: hfta.callbacks.early_stopping("loss", 0), "patience is 0; it must be at least 1 epoch"),
-        (lambda: hfta.callbacks.early_stopping("loss", 1, mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
-        (lambda: hfta.callbacks.keep_best("best", "loss", "low"), "mode is 'low'; it must be 'min' or 'max'"),
-    ],
-)
-def test_bad_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda path: hfta.callbacks.early_stopping("accuracy", 2), lambda p: hfta.callbacks.keep_best(p, "accuracy")],
-)
-def test_a_metric_that_is_not_there(run, tmp_path, make):
-    with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has loss, finite, score, pair"):
-        run([[1.0] * 4], callbacks=[make(tmp_path / "best")])
-
-
 def test_keep_checkpoints(run, tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
@@ -173,29 +149,6 @@ def test_keep_best(run, tmp_path, mode, broken_off):
         assert path.read_bytes() == written
 
 
-def test_checkpoints_after_the_millionth_epoch(run, tmp_path):
-    names = [f"epoch-{epoch}.safetensors" for epoch in (999_998, 999_999, 1_000_000)]
-    for name in names:
-        (tmp_path / name).touch()
-    state, history, _ = run([[1.0] * 4])
-    history.epochs *= 1_000_000
-    hfta.callbacks.keep_checkpoints(tmp_path, keep=2)(state, history)
-    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
-
-
-def test_infinite_values_are_compared_after_a_break(run, tmp_path):
-    table = [[INF, -INF, NAN, 1.0], [1.0, 0.0, INF, NAN]]
-    for epochs in (1, 2):
-        run(
-            table,
-            epochs=epochs,
-            callbacks=[hfta.callbacks.keep_best(tmp_path / "best", "score")],
-            resume=tmp_path / "run",
-        )
-    found = hfta.files.read_metadata(tmp_path / "best")["metadata"]
-    assert found["epoch"] == [2, 1, 2, 1] and found["value"] == [1.0, "-inf", "inf", 1.0]
-
-
 def test_tensorboard(run, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     table = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
@@ -221,21 +174,6 @@ def test_tensorboard_with_a_writer(run):
     run([[1.0, 2.0, 3.0, 4.0]], callbacks=[hfta.callbacks.tensorboard(Writer())])
     assert [call for call in calls if call[0].startswith("score")] == [(f"score/{i}", i + 1.0, 1) for i in range(4)]
     assert calls[-1] == "flush"
-
-
-def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
-    imported = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.startswith("tensorboard"):
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-        return imported(name, *args, **kwargs)
-
-    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"^tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'"):
-        hfta.callbacks.tensorboard(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])

@@ -27,7 +27,6 @@ def test_a_difference_has_the_numbers_of_scipy() -> None:
     assert found.deviation == pytest.approx(differences.std(ddof=1))
     assert found.unpaired == pytest.approx(math.hypot(PLAIN.std(ddof=1), BETTER.std(ddof=1)))
     assert found.wins == (differences > 0).mean()
-    assert found.sign == pytest.approx(stats.binomtest(int((differences > 0).sum()), 24).pvalue)
     test = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=99_999, rng=np.random.default_rng(3)
     )
@@ -61,11 +60,6 @@ def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
     assert ties and set(ties) == {(0.0, math.inf)}
 
 
-def test_differences_as_small_as_rounding_in_float32_count_in_float64() -> None:
-    (found,) = hfta.compare({"a": PLAIN[:8], "b": PLAIN[:8] + 1e-9}).differences
-    assert found.permutation == 2 / 2**8
-
-
 @pytest.mark.parametrize("mean", [1.0, 0.2, 3.0])
 def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float) -> None:
     base = np.array([-1.0, 1.0, -1.0, 1.0])
@@ -81,7 +75,7 @@ def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float)
 
 def test_equal_and_constant_differences() -> None:
     same, shifted = hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [2.0, 3.0]}).differences
-    assert (same.mean, same.low, same.high, same.wins, same.sign, same.permutation) == (0, 0, 0, 0.5, 1, 1)
+    assert (same.mean, same.low, same.high, same.wins, same.permutation) == (0, 0, 0, 0.5, 1)
     assert same.seeds == math.inf and "inf" in str(hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0]}))
     assert (shifted.mean, shifted.low, shifted.high, shifted.seeds) == (1, 1, 1, 2)
 
@@ -102,15 +96,6 @@ def test_every_form_gives_the_same() -> None:
         (difference,) = found.differences
         assert difference.mean == pytest.approx(expected.mean) and difference.pairs == 24
         assert (difference.permutation, difference.wins) == (expected.permutation, expected.wins)
-
-
-def test_rows_without_a_name_are_a_configuration() -> None:
-    frame = pandas.DataFrame(
-        {"seed": [0, 1] * 2, "kind": [None, None, "b", "b"], "loss": [1.0, 2.0, 3.0, 5.0], "epoch": 1}
-    )
-    for baseline in (None, "b"):
-        (found,) = hfta.compare(frame, "loss", by="kind", baseline=baseline).differences
-        assert abs(found.mean) == 2.5 and found.pairs == 2
 
 
 def test_what_is_not_finite_leaves_its_pair_out() -> None:
@@ -156,9 +141,13 @@ def history(seeds: list[int], epochs: int) -> hfta.run.History:
         (
             {"a": [1.0, 2.0], "b": [2.0, 1.0]},
             {"baseline": "c"},
-            "the baseline 'c' is none of the configurations 'a', 'b'",
+            "baseline is 'c' and level 0.95; pass one of 'a', 'b'",
         ),
-        ({"a": [1.0, 2.0], "b": [2.0, 1.0]}, {"level": 95}, "level is 95; it must be between 0 and 1"),
+        (
+            {"a": [1.0, 2.0], "b": [2.0, 1.0]},
+            {"level": 95},
+            "level 95; pass one of 'a', 'b', and a number between 0 and 1",
+        ),
         (7, {}, "pass a dict of values or histories by name"),
         (
             pandas.DataFrame({"seed": [0], "a": [1], "b": [1]}),

@@ -271,34 +271,11 @@ def test_containers_of_items_and_batches():
 
 
 RAGGED = [torch.ones(1 + row) for row in range(4)]
-WRONG = {
-    "one of a kind": ((RAGGED, 4), {}, RuntimeError, "stack expects each tensor to be equal size"),
-    "words": ((["a", "b"], 2), {}, TypeError, "expected Tensor"),
-    "images": (([object()], 1), {}, TypeError, "default_collate: batch must contain tensors"),
-    "a stream": ((iter([1]), 1), {}, TypeError, r"list_iterator.* has no len\(\)"),
-    "columns": (((torch.ones(3, 2), torch.ones(3)), 2), {}, RuntimeError, "stack expects each tensor to be equal size"),
-    "what PyTorch refuses": ((Noisy(), 4), {"prefetch_factor": 2}, ValueError, "prefetch_factor"),
-    "an unknown option": ((Noisy(), 4), {"prefetch": 2}, TypeError, "prefetch"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_loaded(case):
-    args, options, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        list(hfta.DatasetLoader(*args, **{"seeds": SEEDS, **options}))
 
 
 class Broken(Noisy):
     def __getitem__(self, row):
         raise FileNotFoundError(f"no file for {row}")
-
-
-def test_errors_of_items_are_their_own():
-    before = generators()
-    with pytest.raises(FileNotFoundError, match="no file for"):
-        next(iter(hfta.DatasetLoader(Broken(), 4, seeds=SEEDS)))
-    assert generators() == before
 
 
 @pytest.mark.exhaustive
@@ -406,12 +383,6 @@ def test_workers_of_a_run_load_for_their_members():
     data, (step, state) = loader(num_workers=1), arrayed()
     result, expected = hfta.fit(step, state, data, epochs=3, workers=2, progress=False), trained()
     torch.testing.assert_close(result.state.params["weight"], expected.state.params["weight"], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.exhaustive
-def test_workers_of_a_loader_that_are_started_anew():
-    spawned = loader(num_workers=1, multiprocessing_context="spawn", collate_fn=noisy_collate)
-    assert same(spawned, loader(collate_fn=noisy_collate))
 
 
 class Interrupted(Noisy):

@@ -105,9 +105,7 @@ def test_a_grid_is_the_product():
         ({"lr": []}, r"lr is \[\]"),
         ({"lr": [1], "seeds": 0}, "seeds is 0"),
     ):
-        with pytest.raises(
-            hfta.errors.HyperparameterError, match=f"{shown}; a grid needs a list with at least one value"
-        ):
+        with pytest.raises(hfta.errors.HyperparameterError, match=f"{shown}; a grid needs a list of values"):
             hfta.grid(**wrong)
 
 
@@ -132,18 +130,10 @@ def test_a_tuple_is_one_value(given, rates):
     assert numbers["lr"].tolist() == [0.1, 0.2] == found.hyperparameters["lr"]
 
 
-def test_a_loader_of_other_seeds_and_one_start_for_all():
-    one = hfta.Experiment(make_model, mse, hfta.sgd, seeds=2, init_seeds=3, lr=0.1)
-    two = hfta.Experiment(make_model, mse, hfta.sgd, seeds=[0, 1], init_seeds=[3, 3], lr=0.1)
-    loader = hfta.ArrayLoader(DATA, 8, seeds=[7, 8])
-    losses = [one.fit(DATA, 8, epochs=1, seeds=[7, 8], progress=False), two.fit(loader, epochs=1, progress=False)]
-    assert torch.equal(losses[0]["loss"], losses[1]["loss"])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: {"make_model": []}, "got 0 models that exist for 4 seeds; give one each"),
+        (lambda: {"make_model": []}, "got 0 models for 4 seeds; give one each"),
         (lambda: {"make_model": [make_model()] * 4, "init_seeds": 0}, "give one each, and no init_seeds"),
         (lambda: {"init_seeds": [0, 1]}, "init_seeds has 2 values for 4 models; give one each"),
         (lambda: {"optimizer": hfta.adam, "betas": [0.9, 0.8, 0.7, 0.6]}, "betas is .*; give a pair, each of one"),
@@ -183,7 +173,7 @@ def test_bad_experiments(call, message):
         (
             (DATA, 8),
             {"evaluate": (mse, DATA, [[0], [], [1], [2]])},
-            "model 1: rows.1. is ..; give a list of row numbers",
+            "model 1: rows.1. is ..; give row numbers",
         ),
         (
             (DATA, 8),

@@ -346,16 +346,6 @@ def test_a_damaged_graph_costs_time_only(harm: str, interpreted: None, cache: pa
     assert kept.load(name, []) is not None and [one for one, _, _ in kept.kept()] == [name]
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(interpreted: None, cache: pathlib.Path) -> None:
-    cache.parent.write_text("a file where the folder would be")
-    step, state = arrayed()
-    assert kept.load(named(step, state), []) is None and kept.kept() == []
-    with pytest.raises(OSError):
-        kept.make(step, (state, batch()), named(step, state))
-    quick = hfta.compile(step)
-    assert torch.equal(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"])
-
-
 def test_what_was_not_used_for_longest_goes_first(
     interpreted: None, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,19 +360,6 @@ def test_what_was_not_used_for_longest_goes_first(
     monkeypatch.setattr(kept, "MOST_BYTES", 3 * size + size // 2)
     kept.make(step, (state, batch()), "d")
     assert {name for name, _, _ in kept.kept()} == {"d", "a", "c"}
-
-
-def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib.Path) -> None:
-    step, state = arrayed()
-    quick = hfta.compile(step, steps=100)
-    quick(state, batch())
-    (graph,) = quick.shapes.values()
-    kept.make(arrayed(lambda model, batch: 3 * loss_fn(model, batch))[0], (state, batch()), graph._name)
-    offer = kept.load(graph._name, ())
-    with pytest.warns(hfta.errors.CompileWarning, match="its graph has other losses"):
-        result = graph._take_up([offer], state, batch())
-    assert torch.equal(result[1]["loss"], step(state, batch())[1]["loss"])
-    assert not quick.is_compiled and kept.kept() == []
 
 
 PROGRAM = """

@@ -1,6 +1,5 @@
 """Members that a run keeps, drops or adds: each trains, is reported and is given back as it would be alone."""
 
-import optree
 import pytest
 import torch
 
@@ -167,30 +166,6 @@ def test_plateaus_follow_members():
     assert_same(state.params, expected.params)
 
 
-def test_bad_uses(tmp_path):
-    with pytest.raises(
-        hfta.errors.StateError,
-        match=r"returned other members, and some of seeds \[1, 1, 2\] are equal, so .* cannot tell",
-    ):
-        Run([1, 1, 2]).fit(2, lambda state, history: optree.tree_map(lambda leaf: leaf[[1, 2]], state))
-    with pytest.raises(ValueError, match="mode is 'best'; it must be 'min' or 'max'"):
-        Run().fit(1, restore_best=("mse", "best"))
-    with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has"):
-        Run().fit(1, restore_best="accuracy")
-    with pytest.raises(
-        hfta.errors.StateError, match=r"keep_best does not follow members that come or go, so use fit\("
-    ):
-        Run().fit(
-            3,
-            hfta.callbacks.keep_best(tmp_path / "best", "mse"),
-            lambda state, history: hfta.take(state, [1, 2]) if len(history) == 1 else None,
-        )
-    run = Run()
-    run.loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, folds=2)
-    with pytest.raises(hfta.errors.HyperparameterError, match="make a loader for them"):
-        run.fit(2, lambda state, history: hfta.concat([state, Run([1]).state]))
-
-
 def test_averages_are_those_of_the_members():
     state = Run().state
     weights = torch.tensor([1.0, 2.0, 0.0, 5.0]).double()
@@ -253,12 +228,3 @@ def test_members_of_equal_seeds_are_followed(move):
     assert history.members.tolist() == numbers == seen[1][0]
     last = run.evaluate(state)["mse"]
     torch.testing.assert_close(history["mse"][1, numbers].to(last), last)
-
-
-def test_members_of_equal_seeds_that_were_moved_go_on(tmp_path):
-    turn = lambda state, history: hfta.take(state, [3, 1, 0]) if len(history) == 1 else None  # noqa: E731
-    whole, history = Run(EQUAL).fit(3, turn)
-    Run(EQUAL).fit(2, turn, resume=tmp_path / "run")
-    state, again = Run(EQUAL).fit(3, turn, resume=tmp_path / "run")
-    assert_same(state.params, whole.params)
-    assert again.members.tolist() == history.members.tolist() == [3, 1, 0]

@@ -125,14 +125,6 @@ def test_the_state_is_not_written(donate: bool) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("options", [{"sizes": [4]}, {"sizes": [2, 2]}, {"sizes": [0, 1]}, {"limit": 0}])
-def test_sizes_that_make_no_line(options: Any) -> None:
-    with pytest.raises(
-        ValueError, match="at least two numbers of models, ascending from 1 or more, and at least 1 model"
-    ):
-        hfta.plan(*_array(), **options)
-
-
 def _failing(most: int, error: Exception) -> Any:
     """A step that fails with more than so many models."""
 
@@ -196,22 +188,6 @@ def test_words_for_no_memory_left(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
-        RuntimeError("DataLoader worker is killed by signal: Bus error. Workers may be out of shared memory."),
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("could not create a memory descriptor from blob"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
-        ValueError("out of memory"),
-    ],
-    ids=str,
-)
-def test_words_for_something_else(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
-
-
 def _groups(folder: pathlib.Path, lines: str, files: dict[str, str]) -> None:
     """A system with 1000 kB available, the process's control groups and their files."""
     (folder / "proc" / "self").mkdir(parents=True)
@@ -253,15 +229,6 @@ def test_free_memory_is_what_the_control_groups_leave(
     assert free_bytes(torch.device("cpu")) == free
 
 
-def test_free_memory_of_devices_that_do_not_tell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < free_bytes(torch.device("cpu")) < 2**60
-    with pytest.raises(hfta.errors.StateError, match="the free memory of meta cannot be read; pass free="):
-        free_bytes(torch.device("meta"))
-    monkeypatch.setattr(memory, "_PROC", tmp_path)
-    with pytest.raises(hfta.errors.StateError, match="the free memory of cpu cannot be read; pass free="):
-        free_bytes(torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("most", "error"),
     [
@@ -284,19 +251,6 @@ def test_the_largest_that_runs(most: int, error: Exception) -> None:
 
     assert hfta.run.max_models(step, state, batch, limit=64) == most
     assert len(set(tried)) <= 14
-
-
-def test_no_plan_where_the_smallest_size_runs_out_of_memory() -> None:
-    _, state, batch = _array()
-    with pytest.raises(MemoryError, match="with M = 1, the smallest of sizes; pass smaller sizes or batches"):
-        hfta.plan(_failing(0, RuntimeError("CUDA error: out of memory")), state, batch)
-
-
-@pytest.mark.parametrize("find", [hfta.plan, hfta.run.max_models])
-def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
-    _, state, batch = _array()
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        find(_failing(4, RuntimeError("shapes do not fit")), state, batch)
 
 
 @pytest.mark.exhaustive
@@ -391,16 +345,3 @@ def test_what_members_share_is_counted_once(trained: bool) -> None:
     free = int(found.memory(24))
     assert hfta.plan(step, state, batch, sizes=[2, 4], limit=100, free=free).num_models == pytest.approx(24, abs=2)
     assert hfta.run.max_models(step, state, batch, free=free) == pytest.approx(24, abs=2)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("chunk_size", [None, 1, 2, "auto"])
-def test_groups_add_up_the_gradient_of_a_trunk_at_once(chunk_size: Any) -> None:
-    _, _, batch = _over_a_trunk(True, 8)
-    trunk = 4 * (256 * 256 + 256)
-    options: dict[str, Any] = {"shared_params": ["trunk"], "chunk_size": chunk_size}
-    step = hfta.make_train_step(_Trunk(True), lambda m, x: m(x).square().mean(), hfta.sgd(lr=1e-3), **options)
-    state = step.init(*hfta.init_params(lambda: _Trunk(True), range(8), shared_params=["trunk"]), seeds=range(8))
-    step(state, batch)
-    # The sum so far, a group's and what both make, or the gradient and the updated trunk.
-    assert peak_bytes(functools.partial(step, state, batch), torch.device("cpu")) < 4 * trunk

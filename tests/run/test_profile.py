@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from torch.nn.modules import module as torch_module
 
 import hfta_func as hfta
 from hfta_func.run import profile as of_run
-from hfta_func.run.predict import walk
 from hfta_func.run.recording import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
 from hfta_func.step import replay, train
 
@@ -23,9 +19,8 @@ SEEDS = [3, 5, 7]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are made at the fourth call, and rates take no time to measure."""
+    """Records are made at the fourth call."""
     monkeypatch.setattr(replay, "_STEPS", 0)
-    monkeypatch.setattr(of_run, "rates", lambda device, dtype: (1e9, 1e9))
 
 
 def make_model() -> nn.Module:
@@ -73,11 +68,9 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
     assert all(torch.equal(state.params[path], leaf) for path, leaf in before.items())
     # Nothing is left of the markers.
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
-    assert train.judge.__module__ == "hfta_func.step.commit" and train.commit.__module__ == "hfta_func.step.commit"
-    # Of conv1d 3 filters of 2 x 4 on 6 pixels of 5 rows, of linear 24 x 3, each three times as much with its gradients.
-    assert result.roofline is not None and result.roofline.flops == 3 * 5 * 2 * (3 * 8 * 6 * 2 + 3 * 72)
+    assert train.judge.__module__ == "hfta_func.step.judge" and train.commit.__module__ == "hfta_func.step.commit"
     text = str(result)
-    assert "remaining bias" in text and "roofline" in text and len(text.splitlines()) < 40
+    assert "remaining bias" in text and len(text.splitlines()) < 40
 
 
 def test_a_replayed_step_has_a_line_for_each_kind_of_operator() -> None:
@@ -111,22 +104,12 @@ def test_the_costly_module_is_the_largest() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_loader_has_the_phase_data_and_fit_profiles_more_steps_at_its_end() -> None:
+def test_a_loader_has_the_phase_data() -> None:
     step, state, _ = array()
     data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
     loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
     assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
     assert loader.state_dict() == {"epoch": 0, "batches": 0}
-    plain = hfta.fit(step, state, loader, epochs=2, progress=False)
-    assert plain.history.profile is None
-    result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=2, progress=False, profile=True)
-    assert torch.equal(result.state.params["2.weight"], plain.state.params["2.weight"])
-    assert result.history.profile.phases["data"] > 0
-    stream = (batch for batch in [*loader])
-    assert hfta.fit(step, state, stream, epochs=1, progress=False, profile=True).history.profile is None
-    for options in ({"workers": 2}, {"executor": object()}):
-        with pytest.raises(ValueError, match="profile is of steps in this process; leave out workers and executor"):
-            hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
 
 
 def test_advice_is_for_the_largest_part() -> None:
@@ -184,37 +167,6 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
     assert lines["judge"].seconds == pytest.approx(280e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
     assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(160e-9)
     assert lines["Python"].seconds == pytest.approx(380e-9)
-
-
-def test_floating_point_operations() -> None:
-    x, filters = torch.randn(5, 6, 9, requires_grad=True), torch.randn(9, 2, 3, requires_grad=True)
-    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
-
-    def step(state: Any, batch: Any) -> Any:
-        y = nn.functional.conv1d(x, filters, stride=2, padding=1, groups=3)
-        torch.autograd.grad(y.sum(), (x, filters))
-        nn.functional.conv_transpose1d(state, torch.ones(6, 4, 3), stride=2, padding=1)
-        nn.functional.scaled_dot_product_attention(q, k, k)
-        return state, {}
-
-    flops = [operator.flops for operator in walk(step, torch.randn(5, 6, 9), ()).operators if operator.flops]
-    grouped = 2 * 5 * 9 * 5 * 2 * 3
-    assert flops == [grouped, 2 * grouped, 2 * 5 * 9 * 6 * 4 * 3, 2 * 2 * (2 * 3 * 5) * 7 * 4]
-
-
-def test_the_terminal_shows_what_the_program_prints() -> None:
-    """PyTorch's tracer would print a line at each start and end, to the stream of errors."""
-    code = """
-import torch, hfta_func as hfta
-step = hfta.make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
-state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1]), seeds=[0, 1])
-x = torch.randn(2, 8, 4)
-hfta.profile(step, state, x, steps=5), hfta.plan(step, state, x, limit=4, sizes=[1, 2])
-print("done")
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_bad_input() -> None:

@@ -4,11 +4,10 @@ import contextlib
 
 import pytest
 import torch
-import tqdm
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.workers.executor import Inline
+from hfta_func.workers.pool import Inline
 
 ROWS = 11
 DATA = {
@@ -100,23 +99,6 @@ def test_a_run_is_that_of_arrays_of_one(kind, way):
     assert steps.tolist() == [5 * length for length in LENGTHS]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("used", ["set to a place within an epoch", "left within an epoch"])
-def test_a_loader_that_was_used_before(used, way):
-    def load(members):
-        loader = make_loader("tensors", members)
-        if used == "left within an epoch":
-            next(iter(loader))
-        else:
-            loader.load_state_dict({"epoch": 3, "batches": 1})
-        return loader
-
-    members = [0, 1, 3]
-    whole = run(load(members), members, **WAYS[way])
-    for place, member in enumerate(members):
-        assert_alone(whole, place, run(load([member]), [member]))
-
-
 @pytest.mark.parametrize("once_per", ["epoch", "batch"])
 def test_schedulers(once_per):
     def trained(members, **options):
@@ -136,23 +118,6 @@ def test_schedulers(once_per):
     whole = trained(range(4), compact=True)
     for member in range(4):
         assert_alone(whole, member, trained([member]))
-
-
-@pytest.mark.parametrize("members", [range(4), [0]])
-def test_the_bar_reaches_its_end(members, monkeypatch):
-    bars = []
-
-    class Bar(tqdm.tqdm):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            bars.append(self)
-
-    def leave(state, history):
-        return hfta.take(state, [0]) if len(history) == 2 else None
-
-    monkeypatch.setattr("hfta_func.run.fit.tqdm", Bar)
-    run(make_loader("tensors", range(4)).take(members), members, leave, progress=True)
-    assert bars[0].n == bars[0].total == 5 * 6
 
 
 def test_folds_of_unequal_parts():

@@ -6,13 +6,10 @@ import numpy
 import pandas
 import pytest
 import torch
-from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, LeaveOneGroupOut
 from sklearn.model_selection import cross_val_score as one_by_one
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
@@ -162,19 +159,6 @@ def test_a_setting_that_goes_to_infinity_does_not_end_a_search(table):
     ):
         search.fit(x, values)
     assert search.best_params_ == {"lr": 1e-2} and numpy.isnan(search.cv_results_["mean_test_score"][0])
-
-
-def test_it_stands_where_estimators_stand(table):
-    x, labels, numbers, _ = table
-    flat = x.reshape(88, 6)
-    line = make_pipeline(StandardScaler(), ArrayClassifier(**TINY)).set_params(arrayclassifier__lr=0.1)
-    assert len(one_by_one(clone(line), flat, labels, cv=2)) == 2
-    nested = one_by_one(ArraySearchCV(ArrayRegressor(**TINY), [{"lr": 0.1}, {"lr": 0.01}], cv=2), flat, numbers, cv=2)
-    assert nested.shape == (2,) and numpy.isfinite(nested).all()
-    first, second = (
-        ArrayRegressor(**TINY, random_state=numpy.random.RandomState(3)).fit(flat, numbers) for _ in range(2)
-    )
-    assert (first.predict(flat) == second.predict(flat)).all()
 
 
 BAD = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.workers import wire
+from hfta_func.workers import process
 
 SEEDS = [3, 5, 7]
 DRAWS = {
@@ -95,6 +95,6 @@ def test_a_transformation_on_another_ones_functions_is_sent_as_it_is():
     own = hfta.GradientTransformation(sgd.init, lambda grads, state, params: (grads, state))
     grads = {"w": torch.ones(2, 3)}
     for optimizer in (own, sgd, hfta.optim.chain(own)):
-        sent = wire.loads(wire.dumps(optimizer))
+        sent = process.loads(process.dumps(optimizer))
         expected, _ = optimizer.update(grads, optimizer.init(grads), grads)
         assert torch.equal(sent.update(grads, sent.init(grads), grads)[0]["w"], expected["w"])

@@ -72,20 +72,6 @@ def test_a_grid_is_gone_through_once(grid: str, scheduler: Any) -> None:
     assert len({tuple(trial.params.values()) for trial in study.trials}) == len(study.trials) == points
 
 
-@pytest.mark.parametrize("seed", [-1, 2**40])
-def test_any_integer_is_a_seed(seed: int) -> None:
-    first, again, other = (tune.run(build, FLAT, trials=2, seed=at, **OPTIONS) for at in (seed, seed, 3))
-    assert first.trials == again.trials and first.trials[0].params != other.trials[0].params
-    assert first.population.members[0].config["seed"] == seed
-
-
-@pytest.mark.parametrize("eta", [1.1, 1.5, 2, 3, 3.7])
-@pytest.mark.parametrize("epochs", [2, 9, 27])
-def test_rungs_of_brackets_ascend(eta: float, epochs: int) -> None:
-    for cohort in tune.hyperband(eta).cohorts(0, epochs):
-        assert list(cohort.rungs) == sorted({*cohort.rungs}) and cohort.rungs[-1] == epochs
-
-
 def counting(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
     """Members whose loss is NaN where ``shift`` is negative, and a metric that counts."""
     seeds = members["seed"]
@@ -117,12 +103,6 @@ def test_frozen_members_are_measured_to_the_end_alone_and_beside_others() -> Non
     space = {"lr": FloatDistribution(0.1, 0.2), "shift": FloatDistribution(-2.0, -1.0)}
     with pytest.raises(RuntimeError, match="every trial failed, the first one with loss is nan after epoch 2"):
         tune.run(counting, space, trials=3, **OPTIONS | {"metric": "loss", "epochs": 2})
-
-
-def test_counts_are_metrics() -> None:
-    space = {"lr": FloatDistribution(0.1, 0.2), "shift": FloatDistribution(1.0, 2.0)}
-    study = tune.run(counting, space, trials=3, **OPTIONS | {"metric": "right"})
-    assert float(study.best.values[-1][0]).is_integer()
 
 
 def kinds(trial: Any) -> None:
@@ -196,29 +176,3 @@ def test_schedulers_of_a_space_with_kinds(scheduler: Any) -> None:
     )
     if scheduler.copies:
         assert any(member.parents for member in members)
-
-
-def test_trials_that_a_callback_enqueues_are_next(tmp_path: pathlib.Path) -> None:
-    def enqueue(study: tune.Study) -> None:
-        if len(study.trials) == 2:
-            study.optuna.enqueue_trial({"lr": 0.125})
-
-    def search(trials: int) -> tune.Study:
-        sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
-        return tune.run(
-            build, FLAT, trials=trials, batch=2, sampler=sampler, callbacks=[enqueue], resume=tmp_path, **OPTIONS
-        )
-
-    study = search(6)
-    assert [trial.params["lr"] == 0.125 for trial in study.trials] == [False, False, True, False, False, False]
-    assert search(6).trials == study.trials
-
-
-def test_names_that_a_space_cannot_have() -> None:
-    with pytest.raises(ValueError, match=r"the space has 'error', which is a column of study.frame\(\)"):
-        tune.run(build, lambda trial: trial.suggest_float("error", 0, 1), trials=2, **OPTIONS)
-    with pytest.raises(ValueError, match="enqueue names 'rate', but this trial has lr, momentum"):
-        tune.run(build, FLAT, trials=2, enqueue=[{"rate": 0.1}], **OPTIONS)
-    options = OPTIONS | {"nonfusible": ["kind"]}
-    with pytest.raises(ValueError, match="enqueue names 'momentun', but this trial has lr, kind, momentum"):
-        tune.run(build_kinds, kinds, trials=2, enqueue=[{"kind": "sgd", "momentun": 0.1}], **options)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import pathlib
 import random
 import signal
-import sqlite3
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -284,12 +282,6 @@ def test_population_based_training_copies_and_explores() -> None:
             assert members[parent].config["width"] == member.config["width"]
 
 
-def test_every_group_of_two_or_more_copies() -> None:
-    pairs = tune.population_based(share=0.25).pairs
-    assert pairs({0: 1.0}) == [] and pairs({0: 1.0, 1: 2.0}) == [(0, 1)]
-    assert pairs(dict(enumerate(range(8)))) == [(0, 7), (1, 6)]
-
-
 @pytest.mark.exhaustive
 def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written then is not written again."""
@@ -316,22 +308,6 @@ def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: 
         assert [trial.params for trial in shown] == [trial.params for trial in study.trials]
         assert all(trial.state.is_finished() for trial in shown)
         assert told(study) == told(tune.run(build, SPACE, scheduler=tune.halving(), **STUDY))
-
-
-def test_infinities_of_both_signs_lose() -> None:
-    def build_infinite(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-
-        def evaluate(state: Any) -> dict[str, Tensor]:
-            value = found.evaluate(state)["error"]  # type: ignore[misc]
-            signs = torch.tensor([1.0, -1.0, 0.0] * len(value))[: len(value)]
-            return {"error": torch.where(value > 0.47, signs * torch.inf, value)}
-
-        return found._replace(evaluate=evaluate)
-
-    study = tune.run(build_infinite, FLAT, scheduler=tune.halving(), seeds=3, **SIX | {"epochs": 3})
-    assert any(not math.isfinite(value) for trial in study.trials for (value,) in trial.values)
-    assert all(math.isfinite(value) for trial in study.trials[1:] for (value,) in trial.values[1:])
 
 
 @pytest.mark.exhaustive
@@ -381,19 +357,6 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
         population.copy([(2, 0)])
 
 
-def test_members_that_are_gone() -> None:
-    population = tune.population(
-        build, {"lr": [0.1, 0.2], "momentum": [0.0, 0.5], "width": [4, 6]}, nonfusible=["width"]
-    )
-    population.keep([1])
-    for ask in (lambda: population.keep([0]), lambda: population.state(0), lambda: population.export(0)):
-        with pytest.raises(
-            ValueError, match=r"member 0 is dropped, and its state is gone; choose one of population.alive"
-        ):
-            ask()
-    assert population.alive == [1]
-
-
 def test_compiled_steps_see_few_sizes() -> None:
     sizes = []
 
@@ -410,29 +373,6 @@ def test_compiled_steps_see_few_sizes() -> None:
     study = tune.run(build_compiled, SPACE, max_models=8, **options)
     assert set(sizes) <= {1, 2, 4, 8}
     assert told(study) == told(tune.run(build, SPACE, max_models=8, **options))
-
-
-BAD = {
-    "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
-    "a string": ({"nonfusible": "width"}, "nonfusible names 'w', but the space has"),
-    "direction": ({"direction": "up"}, "must be a list of `minimize` or `maximize`"),
-    "two directions": ({"direction": ("minimize", "maximize")}, "number of objectives must match"),
-    "trials": ({"trials": -1}, "trials is -1, and this scheduler has no number of its own"),
-    "no trials": ({"trials": 0}, "trials is 0, and this scheduler has no number of its own; pass at least 1"),
-    "batch": ({"batch": -1}, "batch is -1; give an integer of at least 1"),
-    "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
-    "epochs": ({"epochs": 0}, "epochs is 0; give an integer of at least 1"),
-    "max_models": ({"max_models": 0}, "max_models is 0; pass a number of models"),
-    "metrics": ({"metric": ("error", "loss"), "scheduler": tune.halving()}, "a scheduler compares one metric"),
-    "rungs": ({"scheduler": tune.hyperband(skip_last=5)}, "skip_last=5 leaves out all rungs"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments(case: str) -> None:
-    options, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        tune.run(build, SPACE, **STUDY | {"max_models": 4} | options)
 
 
 def test_bad_builds() -> None:
@@ -529,56 +469,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
         assert found.user_attrs.get("error") == trial.error
         assert found.datetime_start < found.datetime_complete
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
-
-
-@pytest.mark.exhaustive
-def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
-    """The study ends, and goes on once it is free."""
-    file, options = tmp_path / "study.db", STUDY | {"max_models": 4, "scheduler": tune.halving()}
-    url = optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 0.1}})
-    other = sqlite3.connect(file, isolation_level=None)
-    calls = []
-
-    def lock(study: tune.Study) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            other.execute("BEGIN EXCLUSIVE")
-
-    search = functools.partial(tune.run, build, SPACE, storage=url, name="study", resume=tmp_path / "folder", **options)
-    with pytest.raises(optuna.exceptions.StorageInternalError):
-        search(callbacks=[lock])
-    with pytest.raises(optuna.exceptions.StorageInternalError):
-        search()
-    other.execute("ROLLBACK")
-    assert told(search()) == told(tune.run(build, SPACE, **options))
-    assert all(trial.state.is_finished() for trial in optuna.load_study(storage=url, study_name="study").trials)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("scheduler", ["halving", "population"])
-def test_nothing_is_compiled_anew(scheduler: str) -> None:
-    """Arrays of one size are one program, whoever is in them, whatever their hyperparameters have become."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-        return found._replace(step=torch.compile(found.step, backend=counter))
-
-    options = STUDY | {"nonfusible": (), "trials": 8, "max_models": 8}
-    study = tune.run(build_compiled, FLAT, scheduler=SCHEDULERS[scheduler], **options)
-    # Eight, and of those that are halved three and one.
-    assert counter.frame_count == {"halving": 3, "population": 1}[scheduler]
-    assert told(study) == told(tune.run(build, FLAT, scheduler=SCHEDULERS[scheduler], **options))
-
-
-def test_the_best_so_far_and_the_time_until_then(tmp_path: pathlib.Path) -> None:
-    study = tune.run(build, SPACE, scheduler=tune.halving(), max_models=4, **STUDY)
-    seconds, numbers, values = zip(*study.trajectory, strict=True)
-    assert list(values) == sorted(values, reverse=True) and list(seconds) == sorted(seconds)
-    assert values[-1] == min(value for trial in study.trials for (value,) in trial.values)
-    assert study.trials[numbers[-1]].values[-1][0] == pytest.approx(values[-1])
-    total = sum(member.seconds for member in study.population.members)
-    assert 0 < seconds[0] < seconds[-1] <= total == pytest.approx(study.frame().seconds.sum())
 
 
 def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

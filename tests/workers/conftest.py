@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfta_func.run import trainers
-from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.run.trainers import ExecutorTrainer
 from hfta_func.workers import pool
 from worker_arrays import waits
 

@@ -9,7 +9,7 @@ import pytest
 
 import hfta_func as hfta
 from hfta_func.testing import assert_executor
-from hfta_func.workers.executor import Inline
+from hfta_func.workers.pool import Inline
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),

@@ -13,7 +13,6 @@ from hfta_func._torch.levels import *
 from hfta_func._torch.modules import *
 from hfta_func._torch.recorded import *
 from hfta_func._torch.tape import *
-from hfta_func._torch.walker import *
 
 # Last, because its ``operator`` is not that of the standard library.
 from hfta_func._torch.dispatcher import *

@@ -14,8 +14,7 @@ import torch
 from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, Worker, settings
-from hfta_func.workers.wire import dumps, one_line_error
+from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, one_line_error, settings
 
 _STARTS = 5
 """Number of attempts to start an actor."""
@@ -84,8 +83,7 @@ class _Remote(Worker):
         try:
             for other in {*self._refs} - live:
                 self._refs.pop(other, None)
-            if function is not None:
-                function = self._refs[number] = self._refs.get(number) or ray.put(function)
+            function = self._refs[number] = self._refs.get(number) or ray.put(function)
             return ray.get(self._actor.call.remote(number, live, function, arguments))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
             # Only this call fails: a smaller one may have room.
@@ -161,10 +159,8 @@ def ray(
     pool = RayPool([_Remote(number, options | _ONCE, refs, arguments) for number in range(count)])
     try:
         if not pool.ready(timeout):
-            free = _named(module.available_resources())
-            text = f"no worker that needs {_named(required)} has started in {timeout:g} s; of the cluster's"
-            cure = "end what holds the rest, or pass a larger timeout"
-            raise WorkerError(f"{text} {_named(available)}, {free} is free: {cure}")
+            free = f"{_named(available)} of the cluster, {_named(module.available_resources())} are free"
+            raise WorkerError(f"no worker that needs {_named(required)} has started in {timeout:g} s; {free}")
     except BaseException:
         pool.close()
         raise

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, Worker, settings
-from hfta_func.workers.wire import dumps, loads, one_line_error
+from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, loads, one_line_error, settings
 
 T = TypeVar("T")
 
@@ -22,8 +21,9 @@ class _OtherRank(Worker):
 
     def __init__(self, rank: int):
         self.name = f"rank {rank}"
-        self._rank = rank
-        self._is_gone = False
+        self._rank, self._is_gone = rank, False
+        # The numbers of functions that it has.
+        self._known: frozenset[int] = frozenset()
 
     def start(self) -> None:
         if self._is_gone:
@@ -32,7 +32,9 @@ class _OtherRank(Worker):
         self._asked(dumps(settings()))
 
     def call(self, *message: Any) -> bytes:
-        return self._asked(message)
+        number, live, function, arguments = message
+        known, self._known = self._known, self._known & live | {number}
+        return self._asked((number, live, b"" if number in known else function, arguments))
 
     def _asked(self, message: Any) -> Any:
         try:

@@ -17,10 +17,8 @@ from hfta_func import optim
 from hfta_func.callbacks import while_active
 from hfta_func.errors import StackError
 from hfta_func.integrations import lightning_steps
-from hfta_func.integrations.lightning_optimizers import optimizer_of
-from hfta_func.integrations.lightning_steps import TrainerFacts
+from hfta_func.integrations.lightning_steps import TrainerFacts, optimizer_of
 from hfta_func.models.stack import build, stack_params, unstack_params
-from hfta_func.optim._base import check_choice
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.dataset import generators_restored
 from hfta_func.run.experiment import columns_of
@@ -155,8 +153,6 @@ class LightningArray:
             StackError: if optimizers, schedulers or callbacks cannot be those of an array.
             TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
         """
-        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
-        check_choice("precision", precision, (*_PRECISIONS,))
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
         facts = dict(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         for member in members:
@@ -167,11 +163,10 @@ class LightningArray:
         updates = [each // accumulate_grad_batches for each in batches]
         for member, each, count in zip(members, batches, updates, strict=False):
             if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
-                text = (
-                    f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {each or 'unknown'} batches"
-                )
                 cure = "choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
-                raise StackError(f"{text}; {cure}")
+                raise StackError(
+                    f"accumulate_grad_batches={accumulate_grad_batches}, epochs of {batches} batches; {cure}"
+                )
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)

@@ -1,17 +1,21 @@
-"""How a step of a LightningModule is called for one member, with its ``self.log``, ``self.hparams`` and ``self.trainer``."""
+"""How steps of a LightningModule are called for one member, and one optimizer of those that M of them configure."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hfta_func import schedules
 from hfta_func._types import ROWS
 from hfta_func.errors import StackError, TraceError
 from hfta_func.models.scalar_attributes import is_number
+from hfta_func.run.history import Callback
+from hfta_func.step.exchange import from_torch
 
 Logged = dict[str, tuple[Tensor, "int | Tensor | None"]]
 """By name, a value and the ``batch_size`` that it was logged with."""
@@ -138,3 +142,58 @@ def metrics_of(rows_of: Callable[[Any], int], hooks: Hooks, model: Any, batch: A
             metrics[name + ROWS] = torch.as_tensor(size / rows_of(batch), device=value.device).double()
             metrics[name] = value * metrics[name + ROWS]
     return metrics
+
+
+def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: int) -> tuple[Any, list[Callback]]:
+    """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric.
+
+    ``updates`` are those of each member in an epoch.
+    """
+    optimizers, configs = [], []
+    for number, member in enumerate(members):
+        facts, member.trainer = member.trainer, TrainerFacts(**vars(member.trainer), model=member)
+        configured = member.configure_optimizers()
+        member.trainer = facts
+        if configured is None:
+            raise StackError(f"model {number}: configure_optimizers returns None, so there is nothing to train")
+        several, schedulers, monitor = core._configure_optimizers(configured)
+        if len(several) != 1 or len(schedulers) > 1:
+            cure = "several networks train by hfta.joint, and several schedulers as one ChainedScheduler"
+            raise StackError(f"model {number}: {len(several)} optimizers and {len(schedulers)} schedulers; {cure}")
+        optimizers += several
+        configs.append(core._configure_schedulers_automatic_opt(schedulers, monitor))
+    if not configs[0]:
+        return from_torch(optimizers, models=members), []
+    configs = [config for each in configs for config in each]
+    kinds = [(each.interval, each.frequency, each.reduce_on_plateau, each.monitor) for each in configs]
+    if len(configs) < len(members) or len({*kinds}) > 1:
+        raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
+    (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
+    if on_plateau:
+        if (interval, frequency) != ("epoch", 1):
+            raise StackError(f"ReduceLROnPlateau has interval={interval!r}, frequency={frequency}; use 'epoch', 1")
+        return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
+    if not all(updates):
+        raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
+    # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
+    batches = members[0].trainer.accumulate_grad_batches if interval == "step" else 1
+    frequency = math.lcm(frequency, batches) // batches
+    if interval == "step" and any(each % frequency for each in updates):
+        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
+    stages = [max(1, (epochs if interval == "epoch" else epochs * each) // frequency) for each in updates]
+    every = [frequency * (each if interval == "epoch" else 1) for each in updates]
+    return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
+
+
+def _plateau(monitor: str, followed: Sequence[Any]) -> Callback:
+    """The callback that reduces learning rates as schedulers of class ReduceLROnPlateau do."""
+    numbers = {
+        name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")
+    }
+    lowest = [{*each.min_lrs} for each in followed]
+    modes = {(each.mode, each.threshold_mode) for each in followed}
+    if len(modes) > 1 or any(len(values) > 1 for values in lowest):
+        raise StackError("members or groups differ in the mode or min_lr of ReduceLROnPlateau; give all the same")
+    ((mode, threshold_mode),) = modes
+    numbers |= {"min_lr": [values.pop() for values in lowest], "eps": [each.eps for each in followed]}
+    return schedules.plateau(monitor, "lr", mode, threshold_mode=threshold_mode, **numbers)

@@ -11,7 +11,7 @@ from hfta_func import random
 from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import alike
-from hfta_func.errors import BatchError, StateError
+from hfta_func.errors import BatchError
 from hfta_func.rl.environment import check_keys
 from hfta_func.rl.rollouts import check_rows, ended, per_member, rows_at
 
@@ -29,7 +29,7 @@ class Replay(NamedTuple):
     rows: Tree
     position: Tensor
     size: Tensor
-    priority: Tensor | tuple[()] = ()
+    priority: Any = ()
 
 
 def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
@@ -128,15 +128,12 @@ def sample_by_priority(
     Returns:
         A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
 
-    Raises:
-        StateError: if there are no priorities.
-
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
     check_counts(n=n)
     check_keys(keys, len(buffer.size))
-    priority, size = _usable(_priorities(buffer)).double(), buffer.size.unsqueeze(-1)
+    priority, size = _usable(buffer.priority).double(), buffer.size.unsqueeze(-1)
     power, correction = (per_member(number, priority) for number in (exponent, correction))
     highest = priority.amax(1, keepdim=True)
     likely = torch.where(highest > 0, priority / highest, 1) ** power
@@ -145,7 +142,7 @@ def sample_by_priority(
     draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
     index = torch.minimum(torch.searchsorted(ends, draws, right=True), (size - 1).clamp(min=0))
     weight = (size * chance.gather(1, index) / ends[:, -1:]) ** -correction
-    weight = (weight / weight.amax(1, keepdim=True)).to(_priorities(buffer).dtype)
+    weight = (weight / weight.amax(1, keepdim=True)).to(buffer.priority.dtype)
     return _sampled(buffer, index), index, weight
 
 
@@ -156,21 +153,8 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
         buffer: A buffer with priorities.
         index: Places ``[M, n]``, as sampled.
         priority: Their positive priorities, such as the size of their errors plus a small number.
-
-    Raises:
-        StateError: if there are no priorities.
-        BatchError: if there is not one priority for each place.
     """
-    old = _priorities(buffer)
-    if index.shape != priority.shape or len(index) != len(old):
-        raise BatchError(f"index is {[*index.shape]} and priority is {[*priority.shape]}; give both [{len(old)}, n]")
-    return buffer._replace(priority=old.scatter(1, index, priority.to(old.dtype)))
-
-
-def _priorities(buffer: Replay) -> Tensor:
-    if not isinstance(buffer.priority, Tensor):
-        raise StateError("the buffer has no priorities; make it with replay(..., prioritised=True)")
-    return buffer.priority
+    return buffer._replace(priority=buffer.priority.scatter(1, index, priority.to(buffer.priority.dtype)))
 
 
 def _usable(priority: Tensor) -> Tensor:

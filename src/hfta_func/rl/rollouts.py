@@ -318,17 +318,12 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
 
     Returns:
         Those after the last step, for the next rollout, and those at each step, ``[M, T, N]``.
-
-    Raises:
-        BatchError: if ``past`` is of another shape.
     """
 
     def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total = past * per_member(discount, past) + given[0]
         return torch.where(given[1], 0, total), total
 
-    done, wanted = ended(steps), [*steps["reward"][:, 0].shape]
-    if [*past.shape] != wanted:
-        raise BatchError(f"past is {[*past.shape]}, but rewards are {[*steps['reward'].shape]}; give {wanted}")
+    done = ended(steps)
     last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
     return last, totals.transpose(0, 1)

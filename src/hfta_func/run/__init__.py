@@ -3,9 +3,6 @@
 from hfta_func.run.background import BackgroundStep as BackgroundStep
 from hfta_func.run.compare import Comparison as Comparison
 from hfta_func.run.compare import Difference as Difference
-from hfta_func.run.compare_tasks import Estimate as Estimate
-from hfta_func.run.compare_tasks import TaskComparison as TaskComparison
-from hfta_func.run.compare_tasks import compare_tasks as compare_tasks
 from hfta_func.run.fit import Result as Result
 from hfta_func.run.history import FailedStep as FailedStep
 from hfta_func.run.history import History as History

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import statistics
 import time
@@ -27,8 +28,7 @@ from hfta_func.step.replay import kind_of, reached_by, why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Reached
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Process, cores, threads
-from hfta_func.workers.wire import one_line_error
+from hfta_func.workers.process import Process, cores, one_line_error, threads
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
@@ -74,8 +74,6 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
         >>> quick.is_compiled
         False
     """
-    if isinstance(step, BackgroundStep):
-        raise ValueError("the step is compiled in the background already; pass it as it is")
     return BackgroundStep(step, steps)
 
 
@@ -204,12 +202,14 @@ class StepGraph:
             return []
         if self._name is not None:
             with contextlib.suppress(Exception):
-                order = kept.order(self._step, (state, batch), self._name)
                 process = Process(0, cores(), low_priority=not self._crowded(state), quiet=True)
-                self.worker = Pool([process], tries=1)
-                self._close = weakref.finalize(self, self.worker.close)
-                self.worker.submit(kept.make_ordered, order=order)
+                pool = Pool([process], share=True, tries=1)
+                self._close = weakref.finalize(self, pool.close)
+                given = self._step, (state, batch), self._name, torch.get_num_threads()
+                pool.submit(functools.partial(kept.make_elsewhere, *given))
+                self.worker = pool
                 return []
+            self._close()
         return self._traced(state, batch)
 
     def _traced(self, state: Any, batch: Any) -> list[Callable[..., Any]]:

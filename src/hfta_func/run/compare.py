@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import bisect
 import collections
 import itertools
@@ -33,7 +32,6 @@ class Difference(NamedTuple):
         deviation: Standard deviation of the differences.
         unpaired: The standard deviation without pairs, from those of both configurations.
         wins: Share of the pairs in which the configuration has the larger value, ties counted half.
-        sign: P-value of the two-sided sign test, without ties.
         permutation: P-value of the two-sided permutation test of the mean, which swaps within pairs.
         seeds: Pairs that a two-sided t test at 5 % needs to find this mean with 80 % power; infinite if it is 0.
     """
@@ -47,7 +45,6 @@ class Difference(NamedTuple):
     deviation: float
     unpaired: float
     wins: float
-    sign: float
     permutation: float
     seeds: float
 
@@ -65,21 +62,7 @@ class Difference(NamedTuple):
         return _seeds(difference, self.deviation)
 
 
-class Tabled(abc.ABC):
-    """What is shown as tables, as text and in notebooks."""
-
-    @abc.abstractmethod
-    def _tables(self) -> Sequence[list[tuple[str, ...]]]:
-        """The rows of every table, each with its head."""
-
-    def __str__(self) -> str:
-        return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
-
-    def _repr_html_(self) -> str:
-        return "".join(map(html_table, self._tables()))
-
-
-class Comparison(Tabled):
+class Comparison:
     """The differences of all configurations from a baseline; made by :func:`compare`.
 
     Attributes:
@@ -99,6 +82,12 @@ class Comparison(Tabled):
 
     def __repr__(self) -> str:
         return f"Comparison({len(self.differences) + 1} configurations, baseline {self.differences[0].baseline!r})"
+
+    def __str__(self) -> str:
+        return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html_table, self._tables()))
 
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""
@@ -175,17 +164,11 @@ def compare(
     values = _by_seed(runs, metric, by)
     if len(values) < 2:
         raise ValueError(f"there are {len(values)} configurations; a comparison needs two")
-    return Comparison(values, checked_baseline(baseline, values, level), level, resamples, seed)
-
-
-def checked_baseline(baseline: Any, names: Mapping[Any, Any], level: float) -> Any:
-    """The baseline, by default the first name; raises a ValueError if it is none of them, or a level is none."""
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; it must be between 0 and 1")
-    first = next(iter(names), None) if baseline is None else baseline
-    if first not in names:
-        raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, names))}")
-    return first
+    first = next(iter(values)) if baseline is None else baseline
+    if first not in values or not 0 < level < 1:
+        names = ", ".join(map(repr, values))
+        raise ValueError(f"baseline is {first!r} and level {level}; pass one of {names}, and a number between 0 and 1")
+    return Comparison(values, first, level, resamples, seed)
 
 
 def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[Any, float]]:
@@ -205,10 +188,8 @@ def _of_mapping(runs: Mapping[Any, Any], metric: str | None) -> dict[Any, tuple[
     """Seeds and values by configuration."""
     lengths = {name: len(run) for name, run in runs.items()}
     if len({*lengths.values()}) > 1:
-        raise ValueError(
-            f"the configurations have {lengths} values, or epochs of histories; give each one value per seed, in the same "
-            f"order, or histories of as many epochs"
-        )
+        cure = "give each one value per seed, in the same order, or histories of as many epochs"
+        raise ValueError(f"the configurations have {lengths} values, or epochs of histories; {cure}")
     if metric is None and any(isinstance(run, History) for run in runs.values()):
         raise ValueError("histories have several metrics; pass metric=")
     return {
@@ -222,16 +203,12 @@ def _of_mapping(runs: Mapping[Any, Any], metric: str | None) -> dict[Any, tuple[
 def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple[Sequence[Any], list[float]]]:
     """Seeds and values by configuration."""
     if any(name is None or name not in [*getattr(frame, "columns", ())] for name in ("seed", metric, by)):
-        raise ValueError(
-            "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
-        )
+        raise ValueError("pass a dict of values or histories by name, a study, or a frame with 'seed', metric= and by=")
     if "epoch" in frame.columns:
         ends = frame.groupby([by, "seed"], dropna=False)["epoch"].max()
         if ends.min() < ends.max():
-            raise ValueError(
-                f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}; pass rows of epochs that compare, "
-                f"such as frame[frame.epoch == {ends.min()}]"
-            )
+            text = f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}"
+            raise ValueError(f"{text}; pass rows of epochs that compare, such as frame[frame.epoch == {ends.min()}]")
         frame = frame.loc[frame["epoch"] == ends.max()]
     return {
         name: (rows["seed"].tolist(), rows[metric].tolist())
@@ -258,14 +235,9 @@ def _difference(
         *(name, baseline, len(pairs), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
         wins=float((1 + numpy.sign(differences)).mean() / 2),
-        sign=_sign_test(int((differences > 0).sum()), int((differences < 0).sum())),
         permutation=_permuted(differences, rounding, *draws),
         seeds=_seeds(mean, deviation),
     )
-
-
-def _sign_test(wins: int, losses: int) -> float:
-    return float(require("scipy.stats", "plot").binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
 def _mean(values: Any, level: float, resamples: int, seed: int) -> tuple[float, float, float, float]:

@@ -82,19 +82,16 @@ class ArrayLoader:
     ):
         is_list = not (seeds is None or isinstance(seeds, Integral)) and len(seeds) > 0  # pyright: ignore
         if is_list == shared or (seeds is None and not shared):
-            raise HyperparameterError(
-                f"seeds is {seeds!r}; pass seeds=[...], one integer per model, or shared=True for one batch for all members, "
-                f"with one integer or none"
-            )
+            cure = "pass seeds=[...], one integer per model, or shared=True for one batch for all, with one integer or none"
+            raise HyperparameterError(f"seeds is {seeds!r}; {cure}")
         options = {"rows": rows, "bootstrap": bootstrap or None, "folds": folds, "sampler": sampler, "weights": weights}
         named = [name for name, option in options.items() if option is not None]
         if len(named) > 1 and named not in (["rows", "weights"], ["folds", "weights"]):
             raise HyperparameterError(f"{' and '.join(named[:2])} both say which rows a model has; pass one of them")
         if (named and shared and sampler is None) or ((named or batches_per_epoch is not None) and not shuffle):
             cure = "shuffle=False" if not shuffle else "shared=True"
-            raise HyperparameterError(
-                f"{(named or ['batches_per_epoch'])[0]} deals rows by each model's seed; leave out {cure}"
-            )
+            name = (named or ["batches_per_epoch"])[0]
+            raise HyperparameterError(f"{name} deals rows by each model's seed; leave out {cure}")
         self.data = tensors_of(data, device, 0 if shared else len(seeds))  # pyright: ignore
         self.rows, device = leaves(self.data)[0].shape[0], leaves(self.data)[0].device
         numbers: Any = seeds if is_list else [seeds or 0]
@@ -201,9 +198,7 @@ class ArrayLoader:
         if self.shared:
             raise HyperparameterError("all members share the batches of this loader; make it with seeds=[...] instead")
         if self._rows_of is not None or (self._weights is not None and self._weights.dim() == 2):
-            raise HyperparameterError(
-                "new models have no rows or weights of their own in this loader; make a loader for them"
-            )
+            raise HyperparameterError("new models have no rows or weights of their own here; make a loader for them")
         other = copy.copy(self)
         other.keys = keys.to(self.keys.device)
         other._position = other._next = (0, 0)
@@ -278,10 +273,8 @@ class ArrayLoader:
         """
         epoch, batches = (operator.index(state_dict.get(name, -1)) for name in ("epoch", "batches"))
         if epoch < 0 or not 0 <= batches <= len(self):
-            raise StateError(
-                f"the loader's state is {dict(state_dict)}, but an epoch has {len(self)} batches; pass what state_dict() "
-                f"of a loader with the same data and batch_size returned"
-            )
+            cure = "pass what state_dict() of a loader with the same data and batch_size returned"
+            raise StateError(f"the loader's state is {dict(state_dict)}, but an epoch has {len(self)} batches; {cure}")
         self._position = self._next = (epoch, batches)
 
     def batches(self, epoch: int, start: int = 0, resting: bool = False) -> Iterator[Any]:

@@ -38,11 +38,10 @@ def make_evaluation(
         return evaluate
     pair: Any = evaluate if isinstance(evaluate, tuple) and len(evaluate) in (2, 3) else [None]
     if not callable(pair[0]) or not isinstance(original(pair[0]), EvalStep) | isinstance(step, TrainStep | JointStep):
-        raise ValueError(
-            f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or "
-            f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or is an EvalStep; or a "
-            f"function of the state"
+        cure = (
+            "pass (metric, data) or (metric, data, rows), metric(model, batch) of ONE model; or a function of the state"
         )
+        raise ValueError(f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; {cure}")
     metric, data, *rows = pair
     if rows:
         data = ArrayLoader(data, len(leaves(data)[0]), seeds=state.keys, rows=rows[0])
@@ -104,15 +103,11 @@ class Evaluation:
             seen |= seen_now
             running.accumulate(metrics, rows, present, self._sums)
         if lengths is not None and running.batches > 1:
-            raise BatchError(
-                f"the tensors of a batch have lengths {lengths}, so that means over batches have no weights; have the metric "
-                f"return the number of rows as 'rows', a tensor"
-            )
+            text = f"the tensors of a batch have lengths {lengths}, so that means over batches have no weights"
+            raise BatchError(f"{text}; have the metric return the number of rows as 'rows', a tensor")
         if not bool(seen.all()):
-            raise BatchError(
-                f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
-                f"iterated over in every epoch, such as a list"
-            )
+            text = f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows"
+            raise BatchError(f"{text}, or a loader that can be iterated over in every epoch, such as a list")
         return running.means(self._sums)
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:

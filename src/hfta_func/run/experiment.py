@@ -51,9 +51,7 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
     axes = {name: _column(axis) for name, axis in {**values, "seeds": _seeds(seeds)}.items()}
     for name, axis in axes.items():
         if not axis:
-            raise HyperparameterError(
-                f"{name} is {values.get(name, seeds)!r}; a grid needs a list with at least one value"
-            )
+            raise HyperparameterError(f"{name} is {values.get(name, seeds)!r}; a grid needs a list of values")
     return dict(zip(axes, map(list, zip(*itertools.product(*axes.values()), strict=True)), strict=True))
 
 
@@ -121,9 +119,7 @@ class Experiment:
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
         exist = None if callable(make_model) else [*make_model]
         if exist is not None and (len(exist) != len(numbers) or init_seeds is not None):
-            raise StackError(
-                f"got {len(exist)} models that exist for {len(numbers)} seeds; give one each, and no init_seeds"
-            )
+            raise StackError(f"got {len(exist)} models for {len(numbers)} seeds; give one each, and no init_seeds")
         sizes = [{name: column[i] for name, column in of_model.items()} for i in range(len(numbers) if pad else 1)]
         models = [build(make_model, numbers[0], size) for size in sizes] if exist is None else exist[:1]  # pyright: ignore
         self.model = padded(models) if pad else models[0]
@@ -183,9 +179,7 @@ class Experiment:
             loader = ArrayLoader(data, batch_size, **given)
             loader.load_state_dict({"epoch": self._epochs, "batches": 0})
         elif names or is_batch(data):
-            raise HyperparameterError(
-                f"{', '.join(sorted(names)) or 'data'} needs a batch_size; or pass a loader as data"
-            )
+            raise HyperparameterError(f"{min(names, default='data')} needs a batch_size; or pass a loader as data")
         is_known = evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
         return {**options, "loader": loader, "evaluate": evaluate if is_known else (self.metric, evaluate)}
 

@@ -27,12 +27,11 @@ from hfta_func.optim._transforms import AccumulateState
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
-from hfta_func.run.profile import profile as profile_of
 from hfta_func.run.run import Best, Run
-from hfta_func.run.trainer import END, Compact, LocalTrainer, SegmentHooks
+from hfta_func.run.trainer import END, Compact, SegmentHooks
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.pool import Executor
 
 
 class Result(NamedTuple):
@@ -58,7 +57,6 @@ def fit(
     executor: Executor | None = None,
     restore_best: str | tuple[str, Mode] | None = None,
     compact: bool = False,
-    profile: bool = False,
     sums: Collection[str] = (),
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
@@ -105,8 +103,6 @@ def fit(
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
             The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
-        profile: Record some more steps at the end, see :func:`hfta_func.profile`: ``history.profile`` is a
-            :class:`Profile`, or None if the loader has no batch left. Results are the same.
         sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss
             with ``reduction="sum"``; integers as such. All others are means.
 
@@ -116,7 +112,7 @@ def fit(
     Raises:
         BatchError: if the loader is no iterable over batches, such as data itself, or a batch does not fit the array.
         ValueError: if the loader has no batch, ``evaluate`` returns a metric that the step reports too, ``save_every`` is
-            given without ``resume`` or is less than 1, or ``profile`` is to see into workers or an executor.
+            given without ``resume`` or is less than 1.
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
@@ -137,8 +133,6 @@ def fit(
     epochs, callbacks = operator.index(epochs), [*callbacks]
     if save_every is not None and (resume is None or save_every < 1):
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
-    if profile and (executor is not None or workers not in (None, 1)):
-        raise ValueError("profile is of steps in this process; leave out workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
@@ -163,9 +157,8 @@ def fit(
         total, done = epochs * length or None, len(run.history) * length + run.running.batches
         bar = tqdm(total=total, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
-        trainer = make_trainer(step, run, workers, compile, total, executor, len(run.history.seeds))
+        trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        local = trainer
         trainer = Compact(trainer, step) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
@@ -189,10 +182,6 @@ def fit(
     run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
-    if profile and isinstance(local, LocalTrainer) and not pressed():
-        # A stream may have no batch left.
-        with contextlib.suppress(BatchError):
-            run.history.profile = profile_of(local.step, run.state, run.loader)
     return Result(run.result, run.history)
 
 
@@ -242,10 +231,10 @@ def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
         cure = "give the loader shared=True, or leave out batch_dims=None"
         raise BatchError(f"the loader has a batch for each member, but all members of the step share one; {cure}")
     if dims == 0 and isinstance(loader, DataLoader) and loader.batch_size == count > 1:
-        raise BatchError(
-            f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row; make "
-            f"the step with batch_dims=None to share batches, or pass a DatasetLoader for batches of each model's own"
+        text = (
+            f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row"
         )
+        raise BatchError(f"{text}; make the step with batch_dims=None to share batches, or pass a DatasetLoader")
 
 
 def _warn_of_epochs(opt_state: Any, length: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted, self.profile, self.status, self.seconds = False, cast(Any, None), "", 0.0
+        self.interrupted, self.status, self.seconds = False, "", 0.0
         self.verified: list[int] = []
         self.columns: Mapping[str, Sequence[Any]] = {}
 
@@ -100,10 +100,8 @@ class History:
             return None
         places = {seed: place for place, seed in enumerate(old)} if len({*old}) == len(old) else {}
         if origins is None and not places and {*old} & {*new}:
-            raise StateError(
-                f"a callback returned other members, and some of seeds {old} are equal, so that the run cannot tell which; "
-                f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
-            )
+            text = f"a callback returned other members, and some of seeds {old} are equal, so it is not known which"
+            raise StateError(f"{text}; select them by hfta.take, or make them inactive (state.active)")
         origins = [
             place if place >= 0 else places.get(seed, -1)
             for place, seed in zip(origins or [-1] * len(new), new, strict=True)
@@ -262,9 +260,9 @@ def present(history: History, metric: str) -> Tensor:
     """
     values = history[metric]
     if values.shape[1:] != history.seeds.shape:
+        shape, wanted = [*values.shape[1:]], [*history.seeds.shape]
         raise ValueError(
-            f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
-            f"{list(history.seeds.shape)}"
+            f"metric '{metric}' has shape {shape} per epoch; a callback needs one number per model {wanted}"
         )
     return (values if values.is_floating_point() else values.double())[:, history.members]
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import io
 import os
 import pathlib
 import pickle
@@ -21,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import optree
 import torch
 from torch import Tensor
@@ -37,8 +35,7 @@ from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.replay import kind_of, only_computing, reached_by, recorded_whole
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.process import SETTINGS, settle
-from hfta_func.workers.wire import loads
+from hfta_func.workers.process import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
@@ -171,36 +168,10 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
             drop(other)
 
 
-class _Like:
-    """What a tensor is like, without its values."""
-
-    def __init__(self, leaf: Tensor):
-        self._made_of = leaf.shape, leaf.stride(), leaf.dtype
-
-    def tensor(self) -> Tensor:
-        shape, stride, dtype = self._made_of
-        return torch.empty_strided(shape, stride, dtype=dtype).zero_()
-
-
-def order(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> bytes:
-    """An order to :func:`make` a graph, for a worker; the tensors that are inputs of the graph have no values in it."""
-    settings = {get.__name__: get() for get, _ in SETTINGS}
-    known = {leaf.data_ptr() for leaf in (*leaves(inputs), *step.base.values()) if isinstance(leaf, Tensor)}
-
-    class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump((settings, step, inputs, name))
-    return buffer.getvalue()
-
-
-def make_ordered(order: bytes) -> None:
-    """Make a graph by an :func:`order`, in a worker."""
-    settings, *parts = loads(order)
-    settle(settings)
-    make(*parts)
+def make_elsewhere(step: TrainStep, inputs: tuple[TrainState, Tree], name: str, threads: int) -> None:
+    """:func:`make` a graph in a worker, for this number of threads."""
+    torch.set_num_threads(threads)
+    make(step, inputs, name)
 
 
 def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], Any] | None:

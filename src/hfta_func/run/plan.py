@@ -11,11 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take, without_shared
 from hfta_func._types import Tree, text_table
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
-from hfta_func.run.predict import Device, find_device, walk
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
 from hfta_func.step.evaluate import require_training
@@ -47,7 +45,6 @@ class Plan(NamedTuple):
         limit: The largest number of models considered.
         num_models: The largest number of models that fits, at most ``limit``; 0 if none fits.
         chunk_size: The recommended ``chunk_size`` of ``make_train_step``; None runs all models together.
-        basis: What the times are predicted from, on a device that is not here; empty if they were measured.
     """
 
     sizes: tuple[int, ...]
@@ -59,7 +56,6 @@ class Plan(NamedTuple):
     limit: int
     num_models: int
     chunk_size: int | None
-    basis: str = ""
 
     def time(self, num_models: int) -> float:
         """Seconds of a step of M models: measured, or interpolated linearly from the two nearest measurements."""
@@ -73,11 +69,10 @@ class Plan(NamedTuple):
         rows: list[tuple[str, ...]] = [("models", "ms", "ms per model", "MiB", "")]
         for size in sorted({*self.sizes, self.num_models} - {0}):
             numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
-            how = "" if size in self.sizes and not self.basis else "predicted"
+            how = "" if size in self.sizes else "predicted"
             rows.append((str(size), *(f"{ms:.3f}" for ms in numbers), f"{self.memory(size) / 2**20:.1f}", how))
         chunk = "" if self.chunk_size is None else f" in chunks of {self.chunk_size}"
-        basis = self.basis and f"\n{self.basis}"
-        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}{basis}"
+        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}"
 
 
 def plan(
@@ -89,11 +84,8 @@ def plan(
     sizes: Sequence[int] = (1, 2, 4, 8),
     free: int | None = None,
     steps: int | None = None,
-    device: str | None = None,
 ) -> Plan:
     """Measure a step at a few M, predict its time and memory at others, and recommend M and a chunk size.
-
-    With ``device`` nothing runs: the step's operators are listed, and the time of each is predicted for that device.
 
     Args:
         step: A training step without chunks, compiled or not; a compiled step compiles once per size.
@@ -105,17 +97,13 @@ def plan(
         free: Bytes available; by default those free on the device now.
         steps: Number of steps of ``limit`` models to come, of whose time measuring takes half a percent: where they are few,
             not all sizes are measured. By default it takes about two seconds.
-        device: A GPU that is not here, such as ``"H100"``, by its name in the table of devices. Bytes available are then
-            those of its data sheet. Steps are eager, or replayed if made with ``replay=True``.
 
     Returns:
         The measurements and the recommendation; if only one size fits, predictions are proportional to it.
 
     Raises:
-        ValueError: if there are fewer than two sizes, they are not ascending and positive, or ``limit`` is less than 1; if
-            ``device`` is not in the table (names the nearest), or the step is compiled.
+        ValueError: if there are fewer than two sizes, they are not ascending and positive, or ``limit`` is less than 1.
         StateError: if the free memory of the device cannot be read.
-        TraceError: if the step reads values, so that it cannot be planned for a ``device`` that is not here.
         MemoryError: if the smallest size does not fit.
         Exception: any other error of the step.
 
@@ -128,27 +116,9 @@ def plan(
         (100, True)
     """
     if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)) or limit < 1:
-        raise ValueError(
-            f"sizes are {list(sizes)} and limit is {limit}; pass at least two numbers of models, ascending from 1 or more, "
-            f"and at least 1 model"
-        )
-    there = None if device is None else find_device(device)
-    if there is not None and free is None:
-        free = int(1e9 * there.memory)
+        cure = "pass at least two numbers of models, ascending from 1 or more, and at least 1 model"
+        raise ValueError(f"sizes are {list(sizes)} and limit is {limit}; {cure}")
     arrays = _Arrays(step, state, batch, free)
-    fits, seconds, peaks, failed, basis = (
-        _measured(arrays, sizes, limit, steps) if there is None else _predicted(arrays, sizes, limit, there)
-    )
-    result = Plan(fits, seconds, peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None, basis)
-    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
-    smaller = [size for size in fits if size < count]
-    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
-    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
-    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
-
-
-def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | None) -> tuple[Any, ...]:
-    """Sizes that fit, seconds and peaks of each, and the first size that does not fit, by measurements."""
     times, failed = dict[int, list[float]](), max(limit, *sizes) + 1
     for turn in range(_MOST):
         # Each array is freed before the next one is made.
@@ -168,26 +138,17 @@ def _measured(arrays: _Arrays, sizes: Sequence[int], limit: int, steps: int | No
                 times.setdefault(size, []).extend(measured)
     fits = tuple(size for size in arrays.peaks if size < failed)
     if not fits:
-        raise MemoryError(
-            f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches, or make "
-            f"the step with save='less' or checkpoint=True"
-        )
+        cure = "pass smaller sizes or batches, or make the step with save='less' or checkpoint=True"
+        raise MemoryError(f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; {cure}")
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    return fits, tuple(reversed(seconds)), tuple(arrays.peaks[size] for size in fits), failed, ""
-
-
-def _predicted(arrays: _Arrays, sizes: Sequence[int], limit: int, device: Device) -> tuple[Any, ...]:
-    """The same for a device that is not here, by the step's operators, and what that is based on."""
-    step = arrays.step
-    options = getattr(original(step), "options", None)
-    if original(step) is not step or getattr(options, "chunk_size", None) is not None:
-        raise ValueError("device= is for a step that is neither compiled nor in chunks; pass make_train_step's own")
-    # The first walk finds out what views the model writes.
-    _, *walks = (walk(step, *arrays.inputs(size), "cuda") for size in (sizes[0], *sizes))
-    seconds = tuple(device.seconds(walked, bool(getattr(options, "replay", False))) for walked in walks)
-    basis = f"{device.name}: half of its data sheet's rates, as no GPU was measured yet"
-    return tuple(sizes), seconds, tuple(walked.peak for walked in walks), limit + 1, basis
+    peaks = tuple(arrays.peaks[size] for size in fits)
+    result = Plan(fits, (*reversed(seconds),), peaks, arrays.held, arrays.shared, arrays.free, limit, 0, None)
+    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
+    smaller = [size for size in fits if size < count]
+    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
+    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
+    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ from hfta_func.errors import BatchError
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.memory import profiler
-from hfta_func.run.predict import Operator, walk
 from hfta_func.run.recording import ITERATION, STEP, Line, Timeline, iterations_of, mark, marking, of_device
 from hfta_func.step import replay
 from hfta_func.step.chunks import now
@@ -38,18 +35,6 @@ _WARM, _PATIENCE = 3, 30.0
 """Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
 _ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
 """Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
-_RATES = 0.05
-"""How many seconds each rate of the machine is measured."""
-
-
-class Roofline(NamedTuple):
-    """The least time of a step: products at the rate of a large one, traffic at the rate of a large copy."""
-
-    flops: float  # floating-point operations of its matrix products and convolutions
-    bytes: float  # that its kernels read and write, caches aside
-    flops_per_second: float  # of a large matrix product of the parameters' dtype on this machine
-    bytes_per_second: float  # of a large copy
-    seconds: float  # sum over the kernels of the larger of both times
 
 
 class Profile(NamedTuple):
@@ -61,7 +46,6 @@ class Profile(NamedTuple):
         lines: The parts of a step, in its order; their seconds add up to :attr:`seconds`.
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.
-        roofline: The least time of the step's products and memory traffic on this machine; None if the step reads values.
         advice: What to do about the largest part.
     """
 
@@ -70,7 +54,6 @@ class Profile(NamedTuple):
     lines: list[Line]
     unprofiled: float
     profiled: float
-    roofline: Roofline | None
     advice: str
 
     @property
@@ -93,7 +76,8 @@ class Profile(NamedTuple):
 
     def __str__(self) -> str:
         head = f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
-        return "\n".join([head, self._table(), *self._notes(), self.advice])
+        times = f"profiled {1e3 * self.profiled:.3f} ms, unprofiled {1e3 * self.unprofiled:.3f} ms"
+        return f"{head}\n{self._table()}\n{times}: remaining bias {self.bias:+.1%}\n{self.advice}"
 
     def _table(self) -> str:
         rows = [("phase", "module", "operator", "lowering", "ms", "%", "ms in kernels", "kernels")]
@@ -108,16 +92,6 @@ class Profile(NamedTuple):
         share = 100 * line.seconds / self.seconds
         numbers = f"{1e3 * line.seconds:.3f}", f"{share:.1f}", f"{1e3 * line.in_kernels:.3f}", f"{line.kernels:.0f}"
         return (*line[:4], *numbers)
-
-    def _notes(self) -> Iterator[str]:
-        profiled, unprofiled = 1e3 * self.profiled, 1e3 * self.unprofiled
-        yield f"profiled {profiled:.3f} ms, unprofiled {unprofiled:.3f} ms: remaining bias {self.bias:+.1%}"
-        if (least := self.roofline) is not None and least.seconds:
-            yield (
-                f"roofline {1e3 * least.seconds:.3f} ms: {least.flops / 1e9:.3g} GFLOP in products at "
-                f"{least.flops_per_second / 1e9:.3g} GFLOP/s, {least.bytes / 2**20:.3g} MiB at "
-                f"{least.bytes_per_second / 1e9:.3g} GB/s; the step takes {self.unprofiled / least.seconds:.1f} times that"
-            )
 
 
 def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: int | None = None) -> Profile:
@@ -215,7 +189,7 @@ def _summed_up(step: Any, state: Any, batch: Any, kind: str, plain: list[float],
     iterations = [span for events in sessions for span in iterations_of(events)[1:]]
     # As it runs eagerly: a record has no rules.
     with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
-        choices, least = _analysed(step, state, batch)
+        choices = _choice.explain(step, tree_map(torch.clone, state), batch)
     lowerings, reasons = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for choice in choices:
         key = choice.module, choice.op.partition(".")[0]
@@ -230,42 +204,12 @@ def _summed_up(step: Any, state: Any, batch: Any, kind: str, plain: list[float],
     unprofiled, profiled = statistics.mean(plain), statistics.mean(span.seconds for span in chosen)
     lines = timeline.table(len(chosen), unprofiled, profiled)
     advice = _advice(kind, lines, reasons)
-    return Profile(kind, num_models(state), lines, unprofiled, profiled, least, advice)
+    return Profile(kind, num_models(state), lines, unprofiled, profiled, advice)
 
 
 def _quickest(steps: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
     """The quickest steps: the others were disturbed."""
     return sorted(steps, key=seconds)[: max(1, round(_QUIET * len(steps)))]
-
-
-def _analysed(step: Any, state: Any, batch: Any) -> tuple[list[_choice.Choice], Roofline | None]:
-    """How the operators of a step are lowered, and the roofline of those that it consists of."""
-    device = leaves(state)[0].device
-    dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
-    try:
-        walked = walk(step, state, batch, device.type)
-    except Exception:  # It runs, and reads values or does what tensors without values cannot.
-        return _choice.explain(step, tree_map(torch.clone, state), batch), None
-    flops, moved = rates(device, dtype)
-
-    def seconds(operator: Operator) -> float:
-        return max(operator.flops / flops, operator.bytes / moved)
-
-    work = sum(operator.flops for operator in walked.operators), sum(operator.bytes for operator in walked.operators)
-    return walked.choices, Roofline(*work, flops, moved, sum(map(seconds, walked.operators)))
-
-
-@functools.cache
-def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Floating-point operations and bytes per second of a large product and a large copy, the best of several."""
-    size, entries = (512, 2**24) if device.type == "cpu" else (4096, 2**27)
-    a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(entries, device=device)
-    given, threads = {"a": a, "source": source, "target": torch.empty_like(source)}, torch.get_num_threads()
-    # Imported here, because it takes a third as long as this package.
-    benchmark: Any = importlib.import_module("torch.utils.benchmark")
-    timers = [benchmark.Timer(code, globals=given, num_threads=threads) for code in ("a @ a", "target.copy_(source)")]
-    product, copy = (min(timer.blocked_autorange(min_run_time=_RATES).times) for timer in timers)
-    return 2 * size**3 / product, 8 * entries / copy
 
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:

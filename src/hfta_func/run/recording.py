@@ -24,20 +24,8 @@ MARK = "hfta_func/"
 """Names of markers begin with it: ``hfta_func/<phase>`` and, of modules, ``hfta_func/module:<path>``."""
 ITERATION, STEP, GRADIENTS, BODY, MODULE = "iteration", "step", "gradients", "body", "module:"
 PHASES = (
-    *(
-        "data",
-        "check",
-        "entering vmap",
-        "forward",
-        "loss",
-        "noise",
-        "backward",
-        "replayed",
-        "judge",
-        "update",
-        "commit",
-    ),
-    *("Python", "step", "graph", "idle"),
+    *("data", "check", "entering vmap", "forward", "loss", "noise", "backward", "replayed", "judge"),
+    *("update", "commit", "Python", "step", "graph", "idle"),
 )
 """The phases of a line, in the order of a step."""
 _NAMED = {"forward", "loss", "backward", "replayed", "step", "graph"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -40,17 +39,12 @@ def tensors_of(data: Tree, device: torch.device | str | None, num_models: int) -
     data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
     shapes = [list(tensor.shape) for tensor in leaves(data)]
     if not shapes or [] in shapes or len({rows for rows, *_ in shapes}) > 1 or shapes[0][0] == 0:
-        raise BatchError(
-            f"the data has {len(shapes)} leaves of shapes {shapes[:8]}; every leaf needs one row per sample, and at least "
-            f"one, so pass tensors or arrays of equal length; a loader is passed to fit itself, without a batch_size"
-        )
+        cure = "every leaf needs one row per sample; a loader is passed to fit itself, without a batch_size"
+        raise BatchError(f"the data has {len(shapes)} leaves of shapes {shapes[:8]}; {cure}")
     second = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
     if len(shapes) > 1 and shapes[0][0] == num_models and len(second) == 1 < num_models < max(second):
-        raise BatchError(
-            f"the data has leaves of shapes {shapes} for {num_models} models, so it seems to have a model axis; an "
-            f"ArrayLoader deals rows [n, ...]: join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give "
-            f"the step batches [{num_models}, N, ...] of your own"
-        )
+        cure = "join the rows, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step your own batches"
+        raise BatchError(f"the data has leaves of shapes {shapes}, so it seems to have a model axis; {cure}")
     return data
 
 
@@ -58,11 +52,8 @@ def drawn(sampler: Callable[[int, int], Sequence[Any]], keys: Tensor, epochs: Te
     """``[M, n]`` rows of each member in its epoch, as a sampler draws them; raises a HyperparameterError if n differs."""
     pairs = zip(keys.tolist(), torch.as_tensor(epochs).expand(len(keys)).tolist(), strict=True)
     order = [torch.as_tensor(sampler(seed, epoch), device=keys.device).flatten() for seed, epoch in pairs]
-    for member, rows in enumerate(order):
-        if len(rows) != len(order[0]):
-            raise HyperparameterError(
-                f"model {member}: sampler returned {len(rows)} rows but {len(order[0])} for model 0; return as many for all"
-            )
+    if len({*map(len, order)}) > 1:
+        raise HyperparameterError(f"sampler returned {[*map(len, order)]} rows for the models; return as many for all")
     return torch.stack(order)
 
 
@@ -109,26 +100,20 @@ class Rows:
 def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, device: torch.device) -> Rows:
     """Rows as a user gives them, checked."""
     if len(rows) != num_models:
-        raise HyperparameterError(
-            f"rows is {len(rows)} lists for {num_models} models; give one list of row numbers per model"
-        )
+        raise HyperparameterError(f"rows is {len(rows)} lists for {num_models} models; give each model one")
     by_member = [torch.as_tensor(numbers, device=device) for numbers in rows]
     for member, index in enumerate(by_member):
-        is_integer = not (index.dtype.is_floating_point or index.dtype == torch.bool)
-        if index.dim() != 1 or not len(index) or not is_integer or index.min() < 0 or index.max() >= count:
-            raise HyperparameterError(
-                f"model {member}: rows[{member}] is {rows[member]!s:.80}; give a list of row numbers from 0 to {count - 1}, "
-                f"such as mask.nonzero().flatten()"
-            )
+        is_number = index.dtype != torch.bool and not index.dtype.is_floating_point
+        if index.dim() != 1 or not len(index) or not is_number or index.min() < 0 or index.max() >= count:
+            text = f"model {member}: rows[{member}] is {rows[member]!s:.80}; give row numbers from 0 to {count - 1}"
+            raise HyperparameterError(f"{text}, such as mask.nonzero().flatten()")
     return Rows([index.long() for index in by_member])
 
 
 def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
     """Member ``i`` has all rows but those of part ``i % folds``; the parts are the same whatever the members' seeds."""
-    if not isinstance(folds, Integral) or not 2 <= folds <= count:
-        raise HyperparameterError(
-            f"folds is {folds!r} for {count} rows; it must be an integer from 2 to {count}, so that every part has a row"
-        )
+    if not 2 <= folds <= count:
+        raise HyperparameterError(f"folds is {folds} for {count} rows; pass 2 to {count}, so that every part has a row")
     order = random.permutation(random.fold_in(random.keys([0], device=device)[0], _FOLDS), count)
     part = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=device) % folds)
     parts = [member % folds for member in range(num_models)]
@@ -146,17 +131,13 @@ def weighed(weights: Any, num_models: int, count: int, device: torch.device, row
     """Weights ``[n]`` or ``[M, n]`` as a user gives them, checked, in double precision."""
     values = torch.as_tensor(weights, dtype=torch.float64, device=device)
     if values.shape not in ((count,), (num_models, count)):
-        raise HyperparameterError(
-            f"weights is {list(values.shape)} for {num_models} models and {count} rows; give [{count}] or "
-            f"[{num_models}, {count}]"
-        )
+        wanted = f"give [{count}] or [{num_models}, {count}]"
+        raise HyperparameterError(f"weights is {list(values.shape)} for {num_models} models; {wanted}")
     members = values.expand(num_models, count)
     for member, each in enumerate(members if rows is None else map(operator.getitem, members, rows.by_member)):
         if not ((each >= 0) & each.isfinite()).all() or not each.any():
-            raise HyperparameterError(
-                f"model {member}: weights must be finite and not negative, and not 0 for all rows of a model; a row that is "
-                f"never drawn has weight 0"
-            )
+            text = f"model {member}: weights must be finite and not negative, and not 0 for all rows of a model"
+            raise HyperparameterError(f"{text}; a row that is never drawn has weight 0")
     return values
 
 

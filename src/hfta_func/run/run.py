@@ -44,10 +44,10 @@ class Run(Members):
         sums: Collection[str] = (),
     ):
         if is_table(loader) or is_dataset(loader):
-            raise BatchError(
-                f"the loader is a {type(loader).__qualname__}, which does not yield batches; pass an iterable over batches, "
-                f"such as ArrayLoader(data, batch_size, seeds=seeds), or a DatasetLoader or DataLoader of a data set"
+            cure = (
+                "pass an iterable over batches, such as an ArrayLoader, or a DatasetLoader or DataLoader of a data set"
             )
+            raise BatchError(f"the loader is a {type(loader).__qualname__}, which does not yield batches; {cure}")
         if isinstance(loader, ArrayLoader):
             # Workers go on from its position.
             loader.leave()
@@ -65,10 +65,8 @@ class Run(Members):
     def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them; raises a ValueError if it had no batch."""
         if self.running.batches == 0:
-            raise ValueError(
-                "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
-                "batch_size than there are rows if it has drop_last"
-            )
+            cure = "pass an iterable that yields its batches in every epoch, and no batch_size above the number of rows"
+            raise ValueError(f"the loader has no batch; {cure}")
         history, means = self.history, self.running.means(self.sums)
         further: Any = {} if self.evaluate is None else self.evaluate(self.state)
         if hidden := means.keys() & further.keys():
@@ -124,19 +122,15 @@ class Run(Members):
         like, count = self.state, len(self.state.keys)
         self.state, metadata = checkpoint.read(path, like)
         if not isinstance(metadata, dict) or "run" not in metadata:
-            raise CheckpointError(
-                f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass "
-                f"another path as resume"
-            )
+            cure = "start from it with fit(step, load(path, like=state), ...) and pass another path as resume"
+            raise CheckpointError(f"{path} holds a state but no run; {cure}")
         held = metadata["run"]
         self.history.load_state_dict(held["history"])
         # Callbacks add members after an epoch only.
         began = self.history.seeds[self.history.since == 0].tolist()
         if began != like.keys.tolist():
-            raise StateError(
-                f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
-                f"every run, or remove this one to start again"
-            )
+            text = f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}"
+            raise StateError(f"{text}; use a file of its own for every run, or remove this one to start again")
         self.running.load_state_dict(held["running"], like.keys.device)
         if self.best is not None:
             if "best" not in held:

@@ -1,24 +1,197 @@
-"""The choice of what trains an array: this process, worker processes, or an executor."""
+"""Trainers in other processes, and the choice of what trains an array: this process, worker processes, or an executor.
+
+An executor's workers train at the same time a part of the members each.
+"""
 
 from __future__ import annotations
 
 import collections
+import copy
+import inspect
 import math
 import statistics
 import time
 from collections.abc import Callable, Generator
-from typing import Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hfta_func._tree import num_models
+from hfta_func._tree import concat, num_models, take, tree_map
+from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executor_trainer import ExecutorTrainer
-from hfta_func.run.trainer import END, LocalTrainer, Members, SegmentHooks, Step, Trainer
-from hfta_func.workers.executor import Executor
-from hfta_func.workers.pool import PROCESSORS, Pool, number_of, processes
-from hfta_func.workers.process import cores
+from hfta_func.run.trainer import END, LocalTrainer, Members, SegmentHooks, Step, Trainer, renumbered
+from hfta_func.step.allocator import keep_memory_once
+from hfta_func.step.batch import take_batch
+from hfta_func.workers.pool import Executor, Pool, processes, shares
+from hfta_func.workers.process import Shared, cores, dumps, fingerprint, loads
+
+
+class PartWorker:
+    """Trains a part of the members on a type of device, a segment in each call: the function that is sent to workers.
+
+    It holds the loader of all members if that is an :class:`ArrayLoader`; batches of other loaders are sent.
+    """
+
+    label = "the step or the loader"
+
+    def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
+        self._step = background.compile(step) if compile else background.replayed(step)
+        self._loader, self._kind = loader, kind
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        # Loader and trainer of the latest span, which go on with what they have begun to load.
+        self._held: tuple[Any, Any, LocalTrainer] | None = None
+
+    def __call__(
+        self, part: bytes | str, sums: dict[str, Any], span: tuple[int, int], position: Any, until: int
+    ) -> dict[str, Any]:
+        """Train some steps of an epoch: up to batch ``until``, or the end of the epoch.
+
+        A ``part`` is the state of a span of the members and, without a loader, their batches; the loader goes on from
+        ``position``. Returns the state, whether the epoch has ended, the ``sums`` now, and the loader's position.
+        """
+        if self._kind == "cpu":
+            # The state comes ready made, and where it was made the allocator is set up.
+            keep_memory_once()
+        state, batches = loads(part)
+        # Copies, because a call may be repeated with the same memory.
+        state = tree_map(lambda leaf: leaf.clone().to(self._kind), state)
+        held, self._held = self._held, None
+        if held is None or held[0] != span:
+            held = span, self._loader and self._loader.take(slice(*span)), LocalTrainer(self._step)
+        run = Members(state, batches if self._loader is None else held[1])
+        if self._loader is not None:
+            run.loader.load_state_dict(position)
+        run.running.load_state_dict(sums, torch.device(self._kind))
+        start, (enabled, dtype) = time.perf_counter(), self._autocast
+        with torch.autocast(self._kind, dtype, enabled):
+            ended = held[2].segment(run, until, SegmentHooks())
+        self._held = held
+        answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict()), "state": tree_map(cpu, run.state)}
+        return answer | {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
+
+
+def cpu(value: Any) -> Any:
+    """A tensor in the host's memory; anything else as it is."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+_PIECE = 0.4
+"""Seconds between two looks at what workers of this machine have done: their calls train about as long."""
+_SHARE, _MOST = 20, 10.0
+"""Or so many times as long as it takes to make a call and to pass the state, and seconds that it takes at most."""
+
+
+class ExecutorTrainer(Trainer):
+    """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
+
+    Progress is seen, and Ctrl-C heeded, after a step or within a second by workers of this machine, and after every segment
+    by others. An executor that is ``owned`` is a pool for this run alone.
+    """
+
+    def __init__(self, step: Step, executor: Executor | Pool, compile: bool, owned: bool = False):
+        self._owned = executor if owned and isinstance(executor, Pool) else None
+        self._step, self._executor, self._compile = step, executor, compile
+        # The loader, and of one that workers do not have the batches that are left of the epoch.
+        self._loader: Any = None
+        self._left: list[Any] | None = None
+        # How many steps a call trains, and seconds that the longest one took.
+        self._few, self._busy = 1, 0.0
+        self._function: PartWorker | None = None
+        # What it held of Python when it was sent.
+        self._sent: Any = None
+
+    @property
+    def status(self) -> str:
+        """See :class:`Trainer`."""
+        return f"{type(self._executor).__qualname__}: {'compiled while they train' if self._compile else 'replayed or eager'}"
+
+    def close(self) -> None:
+        """See :class:`Trainer`."""
+        self._executor.forget()
+        if self._owned is not None:
+            self._owned.close()
+
+    def is_ready(self) -> bool:
+        """Whether all workers of a pool for this run alone can train now; raises a WorkerError if one cannot be started."""
+        return self._owned is None or self._owned.ready(0, everyone=True)
+
+    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+        """See :class:`Trainer`."""
+        hooks.begin()
+        function, running = self._prepared(run), run.running
+        while True:
+            start, before = time.perf_counter(), running.batches
+            some = min(until, before + self._few) if self._executor.shares else until
+            ended = self._piece(run, some, function)
+            for _ in range(running.batches - before):
+                hooks.tick()
+            took = time.perf_counter() - start
+            # Passing a large state takes a small share of the time.
+            enough = min(max(_PIECE, _SHARE * (took - self._busy)), _MOST)
+            self._few = max(1, int(self._few * (2 if took < enough / 2 else 0.5 if took > enough else 1)))
+            if ended or hooks.stopped() or running.batches == until:
+                return ended
+
+    def _prepared(self, run: Members) -> PartWorker:
+        """The function that workers call, made anew for another loader, and where a callback has changed what it holds."""
+        is_dealt = isinstance(run.loader, ArrayLoader)
+        loader = copy.copy(run.loader) if is_dealt else None
+        if loader is not None:
+            loader.load_state_dict({"epoch": 0, "batches": 0})
+        held = fingerprint((self._step, loader))
+        if run.loader is not self._loader or self._function is None or held[0] != self._sent[0]:
+            if run.loader is not self._loader:
+                self._left = None
+            old, self._loader, self._sent = self._function, run.loader, held
+            if old is not None:
+                self._executor.forget(old)
+            self._function = PartWorker(
+                self._step, run.loader if is_dealt else None, run.state.keys.device.type, self._compile
+            )
+        if not is_dealt and self._left is None:
+            self._left = [*run.loader]
+        return self._function
+
+    def _piece(self, run: Members, until: int, function: PartWorker) -> bool:
+        """Have the executor train the next batches by calls of a function."""
+        executor, running, device, calls = self._executor, run.running, run.state.keys.device, {}
+        size, dims = num_models(run.state), getattr(inspect.unwrap(self._step), "batch_dims", 0)
+        parts = shares(size, min(executor.count, size))
+        position = run.loader.state_dict() if self._left is None else None
+        left, before = (self._left or [])[: until - running.batches], running.batches
+        # Of this call alone: state and batches have other values in the next one.
+        held: list[Any] = []
+        for part, (low, high) in enumerate(parts):
+            where = torch.arange(low, high, device=device)
+            given = take(run.state, where), [take_batch(dims, batch, where) for batch in left]
+            held.append(Shared(given) if executor.shares else dumps(given))
+            order = {"part": getattr(held[-1], "path", held[-1]), "sums": tree_map(cpu, running.part(where))}
+            calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
+        answers: dict[int, Any] = {}
+        while len(answers) < len(parts):
+            call, answer = executor.wait(None)
+            low, high = parts[calls[call]]
+            if isinstance(answer, WorkerError):
+                raise WorkerError(f"models {low} to {high - 1}: {answer}")
+            if isinstance(answer, Exception):
+                raise renumbered(answer, range(low, high))
+            answers[calls[call]] = answer
+        results = [answers[part] for part in range(len(parts))]
+        self._busy = max(answer["seconds"] for answer in results)
+        running.join([answer["running"] for answer in results], device)
+        ended = all(answer["ended"] for answer in results)
+        if self._left is None:
+            run.loader.load_state_dict(results[0]["position"])
+        else:
+            # Batches that were not sent are left, also where the last one sent ends the list.
+            self._left = self._left[running.batches - before :] or None
+            ended = self._left is None
+        after = concat([answer["state"] for answer in results]) if len(results) > 1 else results[0]["state"]
+        run.state = tree_map(lambda leaf: leaf.to(device), after)
+        return ended
+
 
 _LEAST = 60.0
 """Seconds that a run must still take in this process for worker processes to be tried: they cost two to start."""
@@ -88,15 +261,9 @@ class AutoTrainer(Trainer):
 
 
 def make_trainer(
-    step: Step,
-    run: Members,
-    workers: int | Literal["auto"] | None,
-    compile: bool,
-    steps: int | None = None,
-    executor: Executor | None = None,
-    most: int | None = None,
+    step: Step, run: Members, workers: Any, compile: bool, steps: int | None, executor: Executor | None
 ) -> Trainer:
-    """What trains: this process, an executor, or a pool of processes for this run alone, of at most as many as members."""
+    """What trains: this process, an executor, or a pool of processes for this run alone."""
     if executor is not None:
         if workers is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
@@ -104,18 +271,14 @@ def make_trainer(
     local = LocalTrainer(background.compile(step, steps=steps) if compile else background.replayed(step, steps))
     if workers is None or workers == 1:
         return local
-    is_auto, kind = workers == "auto", run.state.keys.device.type
-    limits = {"members": num_models(run.state) if is_auto or most is None else most}
-    if kind == "cpu":
-        limits[PROCESSORS] = len(cores())
-    if kind == "cuda" and is_auto:
-        limits["GPUs"] = torch.cuda.device_count()
-    count = number_of(workers, min(limits.values()), limits, "'auto', or None for this process")
+    kind = run.state.keys.device.type
+    auto = min(num_models(run.state), torch.cuda.device_count() if kind == "cuda" else len(cores()))
+    if workers == "auto" and (auto < 2 or not isinstance(run.loader, ArrayLoader)):
+        # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
+        return local
+    made = processes(workers, auto, kind == "cuda")
 
     def make_parallel() -> ExecutorTrainer:
-        return ExecutorTrainer(step, Pool(processes(count, kind == "cuda"), share=True), compile, owned=True)
+        return ExecutorTrainer(step, Pool(made, share=True), compile, owned=True)
 
-    if not is_auto:
-        return make_parallel()
-    # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
-    return AutoTrainer(local, make_parallel, steps) if count > 1 and isinstance(run.loader, ArrayLoader) else local
+    return AutoTrainer(local, make_parallel, steps) if workers == "auto" else make_parallel()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,43 +39,27 @@ def perceptron(shape: tuple[int, ...], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ArrayEstimator(base.BaseEstimator):
-    """What classifier and regressor share."""
+    """What classifier and regressor share; scikit-learn reads parameters from the signature that the fields make."""
 
-    _default_loss: Callable[[Tensor, Tensor], Tensor]
-    _metric: Callable[..., float]
+    make_model: Callable[..., nn.Module] | None = None
+    _: dataclasses.KW_ONLY
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    optimizer: Callable[..., Any] = hfta.adam
+    lr: float = 1e-2
+    weight_decay: float = 0.0
+    epochs: int = 30
+    batches_per_epoch: int = 10
+    batch_size: int = 32
+    patience: int | None = None
+    hold_out: float = 0.2
+    model_params: Mapping[str, Any] | None = None
+    random_state: Any = 0
+    device: torch.device | str = "cpu"
 
-    # scikit-learn reads parameters from the signature.
-    def __init__(
-        self,
-        make_model: Callable[..., nn.Module] | None = None,
-        *,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        optimizer: Callable[..., Any] = hfta.adam,
-        lr: float = 1e-2,
-        weight_decay: float = 0.0,
-        epochs: int = 30,
-        batches_per_epoch: int = 10,
-        batch_size: int = 32,
-        patience: int | None = None,
-        hold_out: float = 0.2,
-        model_params: Mapping[str, Any] | None = None,
-        random_state: Any = 0,
-        device: torch.device | str = "cpu",
-    ):
-        self.make_model = make_model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.epochs = epochs
-        self.batches_per_epoch = batches_per_epoch
-        self.batch_size = batch_size
-        self.patience = patience
-        self.hold_out = hold_out
-        self.model_params = model_params
-        self.random_state = random_state
-        self.device = device
+    _default_loss: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    _metric: ClassVar[Callable[..., float]]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -113,8 +98,8 @@ class ArrayEstimator(base.BaseEstimator):
         validation.check_is_fitted(self, "params_")
         return hfta.unstack_params(self.model_, *self.params_)
 
-    predict: Callable[..., Any]
-    _learn_classes: Callable[[Any, Any], tuple[Tensor, Tensor]]
+    predict: ClassVar[Callable[..., Any]]
+    _learn_classes: ClassVar[Callable[[Any, Any], tuple[Tensor, Tensor]]]
     """Checked samples and targets as tensors; sets the classes and the number of outputs."""
 
     def _scores(self, X: Any, groups: Any, finish: Callable[[Tensor], Tensor]) -> Any:

@@ -29,7 +29,7 @@ from hfta_func.step.evaluate import make_eval_step
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep, make_train_step
 from hfta_func.testing._laws import assert_close, difference, law
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.pool import Executor
 
 SEEDS = [5, 3, 8, 9]
 

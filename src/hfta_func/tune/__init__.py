@@ -5,7 +5,6 @@ searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 """
 
 from hfta_func.tune.array import Array as Array
-from hfta_func.tune.callbacks import tensorboard as tensorboard
 from hfta_func.tune.cohorts import Cohort as Cohort
 from hfta_func.tune.cohorts import Copy as Copy
 from hfta_func.tune.cohorts import Scheduler as Scheduler
@@ -20,5 +19,6 @@ from hfta_func.tune.schedulers import median_stopping as median_stopping
 from hfta_func.tune.schedulers import population_based as population_based
 from hfta_func.tune.study import Study as Study
 from hfta_func.tune.study import Trial as Trial
+from hfta_func.tune.study import tensorboard as tensorboard
 
 population = Population

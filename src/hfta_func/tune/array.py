@@ -74,31 +74,38 @@ class _TimeIsOverError(Exception):
 
 
 class Trainer:
-    """Trains members of one architecture, that of the ``fixed`` values; a copy in another process builds all parts there."""
+    """Trains members of each group by the group's array; a copy in another process builds these arrays there."""
 
     label = "build"
 
-    def __init__(self, build: Build, fixed: Mapping[str, Any]):
-        self.build, self.fixed = build, dict(fixed)
-        self.array: Array | None = None
-        self.first: dict[str, Any] = {}
+    def __init__(self, build: Build):
+        self.build = build
+        self.arrays: dict[int, Array] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Every process builds its array, because parts of it may be impossible to send.
-        return {**self.__dict__, "array": None}
+        # Every process builds its arrays, because parts of them may be impossible to send.
+        return {"build": self.build, "arrays": {}}
 
     def __call__(
-        self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int, seconds: float | None
+        self,
+        group: tuple[int, Mapping[str, Any], Mapping[str, Any]],
+        state: Any,
+        keys: Tensor | None,
+        starts: Sequence[int],
+        epochs: int,
+        size: int,
+        seconds: float | None,
     ) -> Segment:
         """Train members, each from its start, for some more epochs, or until the first one that ends after some seconds.
 
-        ``state`` is not written. Without ``keys`` for the loader, all see the same batches. Inactive members are added up to
-        ``size``.
+        ``group`` is their group's number, its non-fusible values and the configuration of one of its members. ``state`` is
+        not written. Without ``keys`` for the loader, all see the same batches. Inactive members are added up to ``size``.
         """
-        if self.array is None:
-            row = {name: [value] for name, value in self.first.items() if name not in self.fixed}
-            self.array = self.build(dict(self.fixed), row)
-        step, like, loader, evaluate, _ = self.array
+        number, fixed, first = group
+        if number not in self.arrays:
+            row = {name: [value] for name, value in first.items() if name not in fixed}
+            self.arrays[number] = self.build(dict(fixed), row)
+        step, like, loader, evaluate, _ = self.arrays[number]
         count = len(starts)
         state = moved(state, like.keys.device)
         # A step that writes its state must not write what is needed if it fails.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
-from hfta_func.tune.array import Array, Build, Trainer, moved
-from hfta_func.workers.executor import Executor
+from hfta_func.tune.array import Array, Trainer, moved
+from hfta_func.workers.pool import Executor
 
 Size = int | Literal["auto"]
 """Number of members of the largest array."""
@@ -82,20 +82,19 @@ class Block(NamedTuple):
 class Group:
     """Members that can share an array, because their values of all non-fusible names are equal."""
 
-    def __init__(self, build: Build, fixed: Mapping[str, Any], limit: Size):
-        self.fixed = dict(fixed)
+    def __init__(self, trainer: Trainer, number: int, fixed: Mapping[str, Any], limit: Size):
+        self.fixed, self.number, self.trainer = dict(fixed), number, trainer
         self.limit: Size = limit
         self.configs: dict[int, Mapping[str, Any]] = {}
         """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
-        self.trainer = Trainer(build, fixed)
+        self._first: dict[str, Any] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
     def array(self) -> Array:
         """The array whose step, loader and evaluation train the members; its state is not used."""
-        assert self.trainer.array is not None
-        return self.trainer.array
+        return self.trainer.arrays[self.number]
 
     @property
     def is_shared(self) -> bool:
@@ -115,16 +114,12 @@ class Group:
                 return dict.fromkeys(configs, error)
             missing, half = list(configs), len(configs) // 2
             return self.make(missing[:half]) | self.make(missing[half:])
-        block = self._checked(tuple(configs), array)
-        if not self.trainer.first:
-            self.trainer.first = dict(next(iter(configs.values())))
-        self.blocks.append(block)
+        self.blocks.append(self._checked(configs, array))
         return {}
 
     def make_like(self, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
         """Make members that were saved: ``read(like)`` returns their state."""
-        block = self._checked(tuple(configs), self._built(configs))
-        self.trainer.first = self.trainer.first or dict(next(iter(configs.values())))
+        block = self._checked(configs, self._built(configs))
         self.blocks.append(Block(block.numbers, read(block.state)))
 
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
@@ -132,7 +127,8 @@ class Group:
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in self.fixed}
         return self.trainer.build(dict(self.fixed), columns)
 
-    def _checked(self, numbers: tuple[int, ...], made: Array) -> Block:
+    def _checked(self, configs: Mapping[int, Mapping[str, Any]], made: Array) -> Block:
+        numbers = tuple(configs)
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
         if {count, loads} != {len(numbers)}:
@@ -140,9 +136,9 @@ class Group:
             raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
         if keys is not None:
             self._keys |= dict(zip(numbers, keys, strict=True))
-        if self.trainer.array is None:
-            # Of its state, the structure and the device are needed.
-            self.trainer.array = made._replace(state=hfta.take(made.state, [0]))
+        self._first = self._first or dict(configs[numbers[0]])
+        # Of its state, the structure and the device are needed.
+        self.trainer.arrays.setdefault(self.number, made._replace(state=hfta.take(made.state, [0])))
         return Block(numbers, made.state)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -176,6 +172,7 @@ class Group:
     ) -> dict[str, Any]:
         """The arguments of the trainer to train members together for some more epochs."""
         return {
+            "group": (self.number, self.fixed, self._first),
             "state": self.gather(numbers),
             "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
             "starts": [epoch[number] for number in numbers],

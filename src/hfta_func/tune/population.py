@@ -11,10 +11,10 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
-from hfta_func.tune.array import Build
+from hfta_func.tune.array import Build, Trainer
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, Job, Jobs, Member, Size, check_alive, group_key, rows_of, tuples, with_keys
-from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.pool import Executor, Inline
 
 if TYPE_CHECKING:
     import pandas
@@ -74,7 +74,7 @@ class Population:
             raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
-        self._build, self._seed = build, seed
+        self._trainer, self._seed = Trainer(build), seed
         self._limit: Size = max_models
         self._groups: dict[tuple[Any, ...], Group] = {}
         self.last: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class Population:
         key = group_key(member.config, self.nonfusible)
         if key not in self._groups:
             fixed = {name: member.config[name] for name in self.nonfusible if name in member.config}
-            self._groups[key] = Group(self._build, fixed, self._limit)
+            self._groups[key] = Group(self._trainer, len(self._groups), fixed, self._limit)
         return self._groups[key]
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
@@ -265,9 +265,7 @@ class Population:
         check_alive(self.members, [number for pair in pairs for number in pair])
         for name, values in changes.items():
             if len(values) != len(pairs) or name in self.nonfusible:
-                raise ValueError(
-                    f"'{name}' has {len(values)} values; give fusible names one for each of {len(pairs)} pairs"
-                )
+                raise ValueError(f"'{name}' has {len(values)} values; give fusible names one for each of the pairs")
         by_group: dict[Group, list[int]] = {}
         for index, (copy, source) in enumerate((self.members[a], self.members[b]) for a, b in pairs):
             if (group := self.group_of(copy)) is not self.group_of(source) or copy.epoch != source.epoch:

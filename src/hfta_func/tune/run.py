@@ -19,7 +19,7 @@ from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
 from hfta_func.tune.study import Study
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.pool import Executor
 
 if TYPE_CHECKING:
     import optuna

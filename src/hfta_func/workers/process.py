@@ -1,28 +1,32 @@
-"""A worker process: its start, calls of functions that are sent to it, and its end, from both sides."""
+"""A worker process: its start, calls of functions that are sent to it, what passes, and its end, from both sides."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import io
 import multiprocessing
 import os
 import pathlib
-import signal
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from multiprocessing import connection, forkserver, popen_forkserver, reduction, spawn, util
-from multiprocessing.context import set_spawning_popen
-from typing import Any
+from multiprocessing import connection, forkserver, popen_forkserver, spawn
+from typing import IO, Any
 
+import cloudpickle
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from hfta_func._torch import parametrized, replaced, writes
 from hfta_func.errors import WorkerError
 from hfta_func.rules import _choice
 from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.rules._measured import choices, lending
-from hfta_func.workers.wire import dumps, loads, one_line_error
 
 TRIES = 3
 """Number of deaths of a worker in a row after which a call, or starting a worker, is given up."""
@@ -80,6 +84,82 @@ def settings() -> dict[str, Any]:
     return {get.__name__: get() for get, _ in SETTINGS[1:]}
 
 
+def _save(value: Any, file: Any) -> None:
+    torch.save(value, file, pickle_module=sys.modules[__name__], pickle_protocol=5)
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickles modules with parametrizations, too, to which PyTorch gives a class of their own that it does not send."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """What an object is made from."""
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return parametrized, (type(obj).__base__, vars(obj))
+        return super().reducer_override(obj)
+
+
+class _Fingerprint(Pickler):
+    """Pickles which tensor there is instead of its values; buffers of NumPy's arrays are left out."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file, buffer_callback=lambda buffer: None)
+        # Kept, so that no other one gets their addresses.
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return None
+        self.tensors.append(obj)
+        return obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.requires_grad, writes(obj)
+
+
+def fingerprint(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Bytes that change if anything does that is sent with a value, but for entries of NumPy's arrays, and its tensors."""
+    pickler = _Fingerprint(file := io.BytesIO())
+    try:
+        pickler.dump(value)
+    except Exception:
+        # Sending it raises an error that names the cure.
+        return b"", []
+    return hashlib.sha256(file.getbuffer()).digest(), pickler.tensors
+
+
+def dumps(value: Any) -> bytes:
+    """A value as bytes, functions of a notebook included."""
+    _save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+class Shared:
+    """A value whose tensors are in memory that processes share: a file without a name, which ends with this object."""
+
+    def __init__(self, value: Any):
+        file = os.memfd_create("hfta_func")
+        weakref.finalize(self, os.close, file)
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        _save(value, self.path)
+
+
+def loads(message: bytes | str) -> Any:
+    """The value that :func:`dumps` has made bytes of, or that :class:`Shared` has in a path."""
+    if isinstance(message, str):
+        return torch.load(message, _placed, weights_only=False, mmap=True)
+    return torch.load(io.BytesIO(message), _placed, weights_only=False)
+
+
+def _placed(storage: Any, device: str) -> Any:
+    """Memory where a worker has it, which sees a single GPU, or none."""
+    return storage.cuda() if device.startswith("cuda") and torch.cuda.is_available() else storage
+
+
+def one_line_error(error: BaseException) -> str:
+    """The innermost cause in one line."""
+    while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
+        error = cause
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
 class FunctionServer:
     """Keeps functions by number and calls them, in a worker, with the :func:`settings` of the process that sends them."""
 
@@ -87,14 +167,14 @@ class FunctionServer:
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> bytes:
-        """Call the function with this number, of those that are ``live``; it is None if it was called before.
+    def call(self, number: int, live: Collection[int], function: bytes | str, arguments: bytes) -> bytes:
+        """Call the function with this number, of those that are ``live``, which is read at its first call.
 
         Returns the function's result, or the error that it raised, as bytes.
         """
         try:
             self._functions = {key: value for key, value in self._functions.items() if key in live}
-            if number not in self._functions and function is not None:
+            if number not in self._functions:
                 self._functions[number] = loads(function)
             return dumps(self._functions[number](**loads(arguments)))
         except Exception as error:
@@ -106,44 +186,27 @@ class FunctionServer:
                 return dumps(WorkerError(one_line_error(error)))
 
 
-_servers: dict[int, forkserver.ForkServer] = {}
-_SINGLE = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
-"""Threads do not survive a fork, so the server must have none; the processes that it forks start theirs."""
+_starting, _prepare = threading.Lock(), spawn.get_preparation_data
 
 
-def _server() -> Any:
-    """The fork server of this process; one that is forked from this one gets its own."""
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["torch", "hfta_func"])
-    server = _servers.setdefault(os.getpid(), server)
-    before = {name: os.environ.get(name) for name in _SINGLE}
-    os.environ |= dict.fromkeys(_SINGLE, "1")
-    try:
-        server.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return server
+def _without_main(name: str) -> dict[str, Any]:
+    """What a process is prepared by, so that it does not run this process's script again."""
+    return {key: value for key, value in _prepare(name).items() if not key.startswith("init_main")}
 
 
-class _Popen(popen_forkserver.Popen):
-    """A process forked from a server that has imported PyTorch once, which does not run this process's script again."""
-
-    def _launch(self, process_obj: Any) -> None:
-        data, message = spawn.get_preparation_data(process_obj.name), io.BytesIO()
-        set_spawning_popen(self)
+def _forked(connection: Any, environment: Mapping[str, str], *arguments: Any) -> popen_forkserver.Popen:
+    """A process forked from a server that has imported PyTorch once."""
+    with _starting, replaced(spawn, "get_preparation_data", _without_main):
+        before = {**os.environ}
+        forkserver.set_forkserver_preload(["torch", "hfta_func"])
+        # Threads do not survive a fork, so the server must have none; the processes that it forks start theirs.
+        os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            for part in ({key: data[key] for key in data if not key.startswith("init_main")}, process_obj):
-                reduction.dump(part, message)
+            given = connection, {**before, **environment}, *arguments
+            return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=given, daemon=False))
         finally:
-            set_spawning_popen(None)
-        self.sentinel, pipe = _server().connect_to_new_process(self._fds)  # pyright: ignore[reportAttributeAccessIssue]
-        # While the copy of the pipe is open, the new process knows that this one lives.
-        fds = os.dup(pipe), self.sentinel
-        self.finalizer = util.Finalize(self, util.close_fds, fds)  # pyright: ignore[reportAttributeAccessIssue]
-        with open(pipe, "wb") as file:
-            file.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
+            del os.environ["OMP_NUM_THREADS"]
+            os.environ.update(before)
 
 
 class Worker:
@@ -153,7 +216,6 @@ class Worker:
 
     def start(self) -> None:
         """Start, or start anew, without any function; raises a WorkerError if it cannot."""
-        raise NotImplementedError
 
     def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
@@ -178,11 +240,11 @@ class Process(Worker):
     ):
         self.name, self.pid = f"worker {number}", 0
         self._gpu, self._order = gpu, (processors, low_priority, quiet)
-        self._process: _Popen | None = None
+        self._process: popen_forkserver.Popen | None = None
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
-        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
+        environment = {"OMP_NUM_THREADS": str(len(self._order[0]))}
         environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         cause = ""
         for _ in range(TRIES):
@@ -190,8 +252,7 @@ class Process(Worker):
             self._connection, other = multiprocessing.Pipe()
             try:
                 with other:
-                    arguments = other, environment, dumps(settings()), *self._order
-                    self._process = _Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
+                    self._process = _forked(other, environment, dumps(settings()), *self._order)
                 self.pid = self._process.pid
                 self.call()
                 return
@@ -212,12 +273,9 @@ class Process(Worker):
         raise Died(f"with status {self._process.wait()}")
 
     def kill(self) -> None:
-        """End it and the processes that it has started, at once."""
-        if self._process is not None and self._process.returncode is None:
-            for kill in (os.kill, os.killpg):
-                # A new process has no process group yet; later, its group has the processes that it starts.
-                with contextlib.suppress(OSError):
-                    kill(self._process.pid, signal.SIGKILL)
+        """End it at once; the processes that it has started, such as those of a DataLoader, end when they see that."""
+        if self._process is not None:
+            self._process.kill()
 
     def close(self) -> None:
         """End it and close its connection."""
@@ -232,7 +290,7 @@ def serve(
     calls: Any, environment: dict[str, str], settings: bytes, processors: list[int], low_priority: bool, quiet: bool
 ) -> None:
     """The program of a worker process: make one call after another until the process that makes them ends."""
-    # Ctrl-C is for the calling process alone.
+    # Ctrl-C is for the calling process alone, and Linux gives every session its share of the processors.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The collection of garbage leaves the server's objects, and their shared memory, alone.
@@ -245,7 +303,7 @@ def serve(
     if low_priority:
         os.nice(19)
         with contextlib.suppress(OSError):
-            # On Linux "nice" counts only within the group of the session, which has a priority itself.
+            # "nice" counts only within a session, which has a priority itself.
             pathlib.Path("/proc/self/autogroup").write_text("19")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
@@ -258,8 +316,6 @@ def serve(
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    parent: Any = multiprocessing.parent_process()
     parent.join()
-    # With the processes that it has started.
-    os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
