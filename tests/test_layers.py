@@ -152,7 +152,7 @@ def late():
     from hfta_func.optim import adam as other
 """
     assert set(imports("example", source)) == {
-        *("__init__", "optim/_momentum", "random", "rules/_registry", "rules/__init__", "optim/__init__")
+        *("__init__", "optim/_elementwise", "random", "rules/_registry", "rules/__init__", "optim/__init__")
     }
 
 

@@ -382,8 +382,8 @@ def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.Mon
     step, state = _step("mlp", torch.float32, False, hfta.sgd(lr=0.1))
     given, crews = hfta.ArrayLoader(torch.zeros(4, 2), 2, seeds=range(3)), []
 
-    def start(count: int, on_gpu: bool) -> Any:
-        crews.append(count)
+    def start(workers: Any, auto: int, on_gpu: bool) -> Any:
+        crews.append(auto)
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -394,7 +394,7 @@ def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.Mon
     history = types.SimpleNamespace(seeds=range(3))
     run: Any = types.SimpleNamespace(state=state, loader=given, history=history)
     with pytest.raises(InterruptedError) if count > 1 else contextlib.nullcontext():
-        assert isinstance(trainers.make_trainer(step, run, "auto", False), trainer.LocalTrainer)
+        assert isinstance(trainers.make_trainer(step, run, "auto", False, None, None), trainer.LocalTrainer)
     assert crews == [count] * (count > 1)
 
 

@@ -133,7 +133,7 @@ def test_models_that_differ(usual, other, difference):
         (lambda: hfta.stack_params(Net()), "expected a list of models but got one Net; pass [model]"),
         (
             lambda: hfta.stack_params([Net(), Net().state_dict()]),
-            "model 1 is a OrderedDict; every model must be a torch.nn.Module",
+            "model 1: OrderedDict is not a torch.nn.Module; pass a model",
         ),
         (lambda: hfta.num_models({}), "no tensors, so it has no members"),
         (

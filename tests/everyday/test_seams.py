@@ -389,7 +389,9 @@ def test_a_sparse_buffer_is_shared(layout, chunk_size, members):
 
 
 def test_sparse_buffers_that_differ_are_refused():
-    with pytest.raises(hfta.errors.StackError, match="model 1: the sparse 'adjacency' is not that of model 0"):
+    with pytest.raises(
+        hfta.errors.StackError, match="model 1: 6 entries of the sparse 'adjacency' are not those of model 0"
+    ):
         hfta.stack_params([Graph(), Graph(factor=2.0)])
 
 

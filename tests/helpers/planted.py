@@ -75,7 +75,7 @@ PLANTED = [
     ),
     Planted(
         "the finite check sums in float32",
-        *("step/failures.py", "leaf.sum([*range(1, leaf.dim())], dtype=wide)", "leaf.sum([*range(1, leaf.dim())])"),
+        *("step/commit.py", "leaf.sum([*range(1, leaf.dim())], dtype=wide)", "leaf.sum([*range(1, leaf.dim())])"),
         "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
     ),
     Planted(
@@ -326,16 +326,12 @@ PLANTED = [
     ),
     Planted(
         "a stream behind a DataLoader is asked for its length",
-        *("run/fit.py", "operator.length_hint(loader)", "len(loader)"),
+        *("run/fit.py", "length = operator.length_hint(loader)", "length = len(loader)"),
         "test_dataset.py::test_streams_without_a_length_train_and_go_on",
     ),
     Planted(
         "an executor keeps the batches of members that are gone",
-        *(
-            "run/trainers.py",
-            "if run.loader is not self._loader or self._function is None:",
-            "if self._function is None:",
-        ),
+        *("run/trainers.py", "            if run.loader is not self._loader:\n", "            if False:\n"),
         "test_following.py::test_members_come_and_go[executor]",
     ),
     Planted(

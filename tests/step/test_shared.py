@@ -308,7 +308,7 @@ def test_bad_uses_are_refused_with_the_cure():
         models[2].trunk[0].bias[1] += 0.5
     with pytest.raises(
         hfta.errors.StackError,
-        match=r"model 2: the shared 'trunk.0.bias' is not that of model 0.*leave out shared_params",
+        match=r"model 2: 1 entries of the shared 'trunk.0.bias' are not .* of model 0.*leave out shared_params",
     ):
         hfta.stack_params(models, shared_params=NAMES)
     step, state = array(make_models())

@@ -348,7 +348,7 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
     again.load(tmp_path)
     assert [repr(group.fixed["kind"]) for group in again.groups] == ["1", "True"]
     population.fit(1)
-    with pytest.raises(ValueError, match="'kind' has 1 values; give fusible names one for each of 1 pairs"):
+    with pytest.raises(ValueError, match="'kind' has 1 values; give fusible names one for each of the pairs"):
         population.copy([(0, 0)], kind=[1])
     with pytest.raises(ValueError, match="'lr' has 2 values; give"):
         population.copy([(0, 0)], lr=[0.1, 0.2])

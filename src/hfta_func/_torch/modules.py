@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from hfta_func._torch._release import private
 
@@ -132,6 +132,11 @@ _hooks_of_modules = [
 def has_global_hooks() -> bool:
     """Whether there are hooks on all modules."""
     return any(_hooks_of_modules)
+
+
+def has_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether a hook runs before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

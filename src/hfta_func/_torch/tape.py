@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.recorded import NotReplayableError, Recorder, Slot, simplified, slots_in
+from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
 
 _tree: Any = optree
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
@@ -103,22 +102,68 @@ class Tape:
         return names["run"]
 
 
-def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
-    """The fastest function that calls an operator, and what it returns; PyTorch's own bindings read arguments faster.
+class _Differs(Exception):
+    """A function calls another operator, or with other arguments."""
 
-    Whether a binding computes the same shows where a record is compared with the call that it is of.
-    """
+
+class _Expecting(Mode):
+    """A context in which one operator may be called, with these arguments."""
+
+    def __init__(self, operator: Any, args: Any, kwargs: Any):
+        super().__init__()
+        self._expected, self._is_called = (operator, args, kwargs), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator, given, named = self._expected
+        if self._is_called or func is not operator or not _same((args, kwargs or {}), (given, named)):
+            raise _Differs
+        self._is_called = True
+        return func(*args, **kwargs or {})
+
+
+_bindings: dict[Any, Callable[..., Any] | None] = {}
+"""The binding that calls an operator with arguments of these types, once it is known."""
+
+
+def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """The fastest function that calls an operator, and what it returns; PyTorch's own bindings read arguments faster."""
+    key = operator, *map(_type, args), *((name, _type(value)) for name, value in kwargs.items())
+    if (known := _bindings.get(key)) is not None:
+        return known, known(*args, **kwargs)
     namespace, _, name = operator._schema.name.partition("::")
-    for function in [getattr(part, name, None) for part in _functions] if namespace == "aten" else ():
+    bindings = (
+        (getattr(part, name, None) for part in _functions) if namespace == "aten" and key not in _bindings else ()
+    )
+    for function in bindings:
         if function is not None:
-            with contextlib.suppress(TypeError):
-                return function, function(*args, **kwargs)
+            try:
+                with _Expecting(operator, args, kwargs):
+                    result = function(*args, **kwargs)
+            except (_Differs, TypeError):
+                continue
+            _bindings[key] = function
+            return function, result
+    _bindings[key] = None
     tensors = [leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
         prepared = PREPARED[operator](*args, **kwargs) if operator in PREPARED else None
         function = prepared or DIRECT[operator]
         return function, function(*args, **kwargs)
     return operator._op, operator(*args, **kwargs)
+
+
+def _type(value: Any) -> Any:
+    return (list, *map(_type, value)) if isinstance(value, (tuple, list)) else type(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    return type(a) is type(b) and (a == b or a != a)
 
 
 def _assign(values: dict[Any, Any], made: Any, result: Any) -> None:

@@ -157,7 +157,8 @@ class Snapshot:
         again = Snapshot()
         again._contents = [(path, module, content, content.copy()) for path, module, content, _ in self._contents]
         again._names = [(holder, key, _get(holder, key)) for holder, key, _ in self._names]
-        again._tensors = [(path, x, writes(x), x.detach().clone()) for path, x, *_ in self._tensors]
+        few = [(path, x) for path, x, _, before in self._tensors if before is not None]
+        again._tensors = [(path, x, writes(x), x.detach().clone()) for path, x in few]
         return again
 
     def new(self) -> Iterator[tuple[Any, Any, Any]]:

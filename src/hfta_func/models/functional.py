@@ -17,7 +17,7 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
-from hfta_func.errors import TraceError
+from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
 from hfta_func.models.copies import copied_module
 from hfta_func.models.padding import padding_of
@@ -219,6 +219,9 @@ class Bound:
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
+        if not tensors.keys() <= body.places.keys():
+            unknown = min(tensors.keys() - body.places.keys()).removeprefix("model.")
+            raise StateError(f"the model has no parameter or buffer '{unknown}'; pass what stack_params returns for it")
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
         # A compiler counts no writes.
         written = (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes

@@ -117,7 +117,8 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
         else:
             differs = (a != b) & ((a == a) | (b == b))
         if bool(differs.any()):
-            kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
+            kind = "shared" if trained else "sparse" if is_sparse(a) else "frozen"
+            option = "shared_params" if trained else "share_frozen"
             raise StackError(
                 f"model {member}: {int(differs.sum())} entries of the {kind} '{path}' are not those of model 0; members that "
                 f"share a base start from one set of weights: load it once, or leave out {option}"

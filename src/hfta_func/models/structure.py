@@ -10,6 +10,8 @@ import dataclasses
 import dis
 import enum
 import functools
+import sys
+import sysconfig
 import textwrap
 import types
 from argparse import Namespace
@@ -28,6 +30,8 @@ from hfta_func.models.scalar_attributes import may_differ
 T = TypeVar("T")
 
 _BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
     *(torch.dtype, types.BuiltinFunctionType, types.CodeType),
@@ -100,13 +104,30 @@ def _class_of(module: nn.Module) -> Any:
 
 
 def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """The name and both values of each plain attribute of two modules.
+    """The name and both values of each plain attribute of two modules, and their hooks.
 
     Left out is what calls leave there, such as counters and attention maps.
     """
     names = vars(module).keys() & vars(other).keys() - MODULE_ATTRIBUTES - _assigned_in_calls(type(module))
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
         yield name, vars(module)[name], vars(other)[name]
+    for name in _FORWARD_HOOKS:
+        hooks, others = ([_held(x) for x in vars(each)[name].values() if _is_users(x)] for each in (module, other))
+        same = len(hooks) == len(others)
+        yield name, hooks if same else len(hooks), others if same else len(others)
+
+
+def _is_users(hook: Any) -> bool:
+    # Those of libraries, such as PyTorch's for pruning, work on buffers, which are each member's own.
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return not (getattr(sys.modules.get(hook.__module__), "__file__", None) or "").startswith(_LIBRARIES)
+
+
+def _held(hook: Any) -> Any:
+    """A hook, or what one that is an object holds, but for lists and dicts, where hooks leave what they meet."""
+    if isinstance(hook, types.FunctionType | types.MethodType | functools.partial):
+        return hook
+    return {name: value for name, value in vars(hook).items() if not isinstance(value, list | dict)}
 
 
 @functools.lru_cache

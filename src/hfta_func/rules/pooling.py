@@ -37,9 +37,11 @@ def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
 def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | None:
     """The options of a maximum that the kernel computes, each for two axes; None if PyTorch's does."""
     is_plain = x.is_contiguous() and 0 < x.numel() < 2**31
+    if "max_pool2d_with" not in operator.name() or not is_plain or not runs_programs(x, pooling):
+        return None
     defaults: tuple[Any, ...] = ([], [0], [1], False)
     taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
-    if "max_pool2d_with" not in operator.name() or not is_plain or ceil_mode or not runs_programs(x, pooling):
+    if ceil_mode:
         return None
     windows = [[*option] * (2 // len(option)) for option in (taps, stride or taps, pad, dilation)]
     axes = list(zip(x.shape[-2:], *windows, strict=True))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfta_func import optim
+from hfta_func._torch import has_step_hooks
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, Tree, recipe, recorded
 from hfta_func.errors import StackError
@@ -135,6 +136,8 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
     if kind not in _FUNCTIONS:
         cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
         return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
+    if has_step_hooks(optimizer):
+        return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
     if any(id(param) not in ids for group in optimizer.param_groups for param in group["params"]):
         order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
         return f"its optimizer holds a parameter that is not the model's; {order}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfta_func import _torch
 from hfta_func._torch import MODULE_ATTRIBUTES, places_of, pytree
@@ -21,6 +23,7 @@ from hfta_func.models.scalar_attributes import hold
 from hfta_func.models.skeleton import outline
 
 _READERS = "torch/nn/init.py", "torch/optim/_muon.py"
+_MIXING = torch.optim.Adafactor, torch.optim.LBFGS
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 _TENSORS = "_parameters", "_buffers"
@@ -57,6 +60,21 @@ def _refuse_readers() -> None:
         )
 
 
+@functools.cache
+def watch_optimizers() -> None:
+    """Have optimizers of PyTorch refused that mix the entries of a parameter."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if isinstance(optimizer, _MIXING) and any(isinstance(param, StackedParameter) for param in params):
+        raise StateError(
+            f"{type(optimizer).__name__} computes one update from the entries of all members of an Ensemble; train it by an "
+            f"optimizer that treats entries alike, such as Adam, or train the models by make_train_step"
+        )
+
+
 def layers_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the model that holds these tensors ``[M, ...]`` by path, numbers of the members' own among them."""
     tree = outline(model)
@@ -90,6 +108,7 @@ class Layers:
 
         ``owners`` are path, module and name of parameters, buffers, parameters that members share and train, and their base.
         """
+        watch_optimizers()
         common = {*shared, *base}
         named = [[path for path, _ in every] for every in (tree.named_parameters(), tree.named_buffers())]
         self.owners: list[list[tuple[str, nn.Module, str]]] = []
