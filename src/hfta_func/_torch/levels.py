@@ -112,23 +112,9 @@ def first_member(tensor: Tensor) -> Tensor:
     return tensor
 
 
-walked_device: str | None = None
-"""The type of the device that a computation is for whose operators are listed and do not run."""
-
-
-def device_type(tensor: Tensor) -> str:
-    """The type of the device that a tensor is on, or is for."""
-    return walked_device or tensor.device.type
-
-
-def is_walked() -> bool:
-    """Whether operators are listed and do not run."""
-    return walked_device is not None
-
-
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
-    return not torch.compiler.is_compiling() and device_type(flags) == "cpu" and not inside_transform()
+    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()
 
 
 def is_captured(tensors: Sequence[Tensor]) -> bool:

@@ -234,6 +234,26 @@ def _rms_norm(
     return affine(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
 
 
+def _group_norm(
+    padded: Padded, event: Sizes, call: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    # Channels of the member's own groups: [N, C, S] x [C, G] -> [N, G] -> [N, C]
+    x, channels = input.unsqueeze(-1).flatten(2), input.shape[1]
+    true_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
+    groups = padded.of_member(event.axes[input.dim()]) if input.dim() in event.axes else num_groups
+    index = torch.arange(channels, device=x.device)
+    has, each = (index < true_channels)[:, None], true_channels // groups
+    belongs = ((index // each)[:, None] == torch.arange(num_groups, device=x.device)) & has
+    weights = belongs.to(x.dtype)
+    x = torch.where(has, x, 0.0)
+    centered = torch.where(has, x - ((x.mean(-1) @ weights / each) @ weights.T)[..., None], 0.0)
+    var = ((centered.square().mean(-1) @ weights / each) @ weights.T)[..., None]
+    shape = [channels] + [1] * (input.dim() - 2)
+    weight, bias = (value if value is None else value.reshape(shape) for value in (weight, bias))
+    return affine((centered * (var + eps).rsqrt()).reshape(input.shape), weight, bias)
+
+
 def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.dim() - 1 in event.axes and kwargs.get("scale") is None:
         true_length = padded.of_member(event.axes[query.dim() - 1]).double()
@@ -276,6 +296,10 @@ def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
 
+def _shape_and_groups(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return *input.shape, num_groups
+
+
 _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{name: (_reduction(0.0), _shape) for name in ("sum", "count_nonzero")},
     **{name: (_reduction(-math.inf), _shape) for name in ("amax", "max", "argmax", "logsumexp")},
@@ -284,7 +308,7 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
     **{"var": (_precise(_variance), _shape), "std": (_precise(_deviation), _shape)},
     **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
-    "scaled_dot_product_attention": (_attention, _shape),
+    **{"group_norm": (_precise(_group_norm), _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
 }
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},

@@ -151,7 +151,7 @@ def _spoiled(outputs: Any, bad: Tensor) -> Any:
 
 
 def _masked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` with a matrix that is not finite replaced by the identity, so that the backward pass never sees it."""
+    """``func`` with a matrix that it refuses replaced by the identity, so that the backward pass never sees it."""
 
     @functools.wraps(func)
     def masked(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +159,10 @@ def _masked(func: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, Tensor) or x.dim() < 2 or kwargs.get("out") is not None:
             return func(x, *rest, **kwargs)
         bad = ~x.detach().isfinite().all()
+        if func is linalg.solve:
+            # Not by solve_ex, whose derivative under a transform solves with the matrix again.
+            wide = torch.promote_types(x.dtype, torch.float32)
+            bad = bad | (linalg.lu_factor_ex(x.detach().to(wide)).info != 0).any()
         identity = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
         return _spoiled(func(torch.where(bad, identity, x), *rest, **kwargs), bad)
 

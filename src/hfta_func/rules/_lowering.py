@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels.convolution import block, program
-from hfta_func._torch import device_type, has_tangents
+from hfta_func._torch import has_tangents
 
 
 class Case(NamedTuple):
@@ -43,7 +43,7 @@ def make_case(op: str, num_models: int, values: Iterable[Any], dims: Iterable[An
             options.append(tuple(value) if isinstance(value, list) else value)
     first, shapes = tensors[0][0], tuple(member_shape(x, dim) for x, dim in tensors)
     shared, modes = tuple(dim is None for _, dim in tensors), (has_tangents(), torch.compiler.is_compiling())
-    return Case(op, num_models, device_type(first), first.dtype, shapes, shared, tuple(options), *modes)
+    return Case(op, num_models, first.device.type, first.dtype, shapes, shared, tuple(options), *modes)
 
 
 class Convolution(NamedTuple):

@@ -197,7 +197,7 @@ class Sharing:
 
     def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
         self.paths = frozenset(shared_of(model, paths))
-        self._optimizer = optimizer
+        self._optimizer, self._draws = optimizer, not is_of_package(optimizer)
 
     def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
         """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
@@ -221,7 +221,7 @@ class Sharing:
         any_kept = None if keep is None else keep.any().reshape(1)
         # Noise of an optimizer comes from all members, in any order.
         key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))
-        with contextlib.nullcontext() if is_of_package(self._optimizer) else routed_by_member(key):
+        with routed_by_member(key) if self._draws else contextlib.nullcontext():
             params, opt_state = renew(
                 self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
             )
@@ -240,11 +240,14 @@ def commit(
     sharing: Sharing,
     options: Options,
     in_place: bool,
+    draws: bool,
 ) -> TrainState:
-    """The state after the step; members that are not kept stay as they are."""
+    """The state after the step; members that are not kept stay as they are.
+
+    An optimizer of the user's own, which may draw random numbers, ``draws`` from the members' keys.
+    """
     keep = verdict.keep
-    # An optimizer of the user's own may draw random numbers: from the members' keys.
-    key = None if is_of_package(optimizer) else random.fold_in(state.keys, state.step + NOISE)
+    key = random.fold_in(state.keys, state.step + NOISE) if draws else None
     with contextlib.nullcontext() if key is None else routed_by_member(key):
         params, opt_state = renewed(optimizer, state, outputs, keep, in_place)
     after = TrainState(

@@ -18,7 +18,6 @@ from hfta_func._torch import (
     constant_to_compiler,
     current_trace,
     inside_transform,
-    is_walked,
     set_compiling,
     writes,
 )
@@ -69,7 +68,7 @@ class Members:
 
         To a compiler it is always False; it would compile again once the answer changes.
         """
-        return can_look(keys) and not self._has_run and not is_walked()
+        return can_look(keys) and not self._has_run
 
     def guard(self, keys: Tensor, call: Callable[..., T], *params: Params) -> T:
         """``call(*params)``; raises a StateError if it writes one of them in place, where that can be seen.
@@ -116,7 +115,8 @@ class Members:
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
-        self._has_run |= can_look(keys) and not is_walked()
+        if can_look(keys):
+            self._has_run = True
 
 
 class Tensors(NamedTuple):

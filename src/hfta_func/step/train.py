@@ -20,7 +20,14 @@ from hfta_func.models.sharing import base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member, true_sizes
+from hfta_func.optim._base import (
+    GradientTransformation,
+    Range,
+    check_transformation,
+    is_of_package,
+    per_member,
+    true_sizes,
+)
 from hfta_func.optim._base import check as check_range
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
@@ -147,6 +154,7 @@ class TrainStep(Compiled):
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         self._in_place = options.donate and not self._gradients.rewrites_params
+        self._draws = not is_of_package(optimizer)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
         # Compilers can neither make them nor enter the lock that a property is cached under.
@@ -208,7 +216,8 @@ class TrainStep(Compiled):
         verdict = looked_at(verdict, state, self.options) if looks else verdict
         # A metric may be a tensor of the state, which is overwritten.
         metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
-        after = commit(state, outputs, verdict, self.optimizer, self._sharing, self.options, self._in_place)
+        how = self.optimizer, self._sharing, self.options, self._in_place, self._draws
+        after = commit(state, outputs, verdict, *how)
         return after, {**verdict.report, **metrics}
 
     def _opt_state(self, trained: Params, buffers: Params) -> Tree:

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import device_type, inside_transform, is_walked, num_dispatch_modes
+from hfta_func._torch import inside_transform, num_dispatch_modes
 from hfta_func._tree import leaves
 from hfta_func.errors import HFTAError, RandomnessError, VerifyError
 from hfta_func.models.attributes import Snapshot
@@ -23,6 +23,7 @@ from hfta_func.verify.held import Held, OneCall
 
 Verify = Literal["first"] | bool
 
+_KNOWN = object()
 _MOST = 16
 """Most kinds of calls whose first one is compared: batches whose shapes always change are compared at 10, 100, ... only."""
 
@@ -49,16 +50,16 @@ class Oracle:
         self.changing: Snapshot | None = None
         self.has_warned = False
 
-    def __call__(self, keys: Tensor, batch: Any = None, sizes: Any = ()) -> Trial | None:
+    def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
         """Count a call; what compares it, where it is compared.
 
         Args:
             keys: ``int64[M]``.
-            batch: The batch, None where the call is known to be of a kind that was compared.
+            batch: The batch; none where the call is known to be of a kind that was compared.
             sizes: The buffers, which tell the sizes of padded members.
         """
         self.calls += 1
-        kind = None if batch is None or not self._first else _kind(keys, batch)
+        kind = None if batch is _KNOWN or not self._first else _kind(keys, batch)
         is_new = kind is not None and kind not in self._kinds and len(self._kinds) < _MOST
         if not (is_new or self.calls >= self._next) or not _can_compare(keys):
             return None
@@ -92,9 +93,9 @@ def _kind(keys: Tensor, batch: Any) -> Any:
 
 def _can_compare(keys: Tensor) -> bool:
     """Whether values can be looked at: not inside of other computations, or of what observes operators."""
-    if torch.compiler.is_compiling() or inside_transform() or is_walked() or num_dispatch_modes():
+    if torch.compiler.is_compiling() or inside_transform() or num_dispatch_modes():
         return False
-    device = device_type(keys)
+    device = keys.device.type
     return device not in ("meta", "xla") and not (device == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
