@@ -393,7 +393,8 @@ def main(argv: Sequence[str] = ()) -> int:
             if args.filter in name:
                 found[name] = measured(family, members, steps, args.rounds, clock)
                 print(f"{name}: {found[name]['ratio']:.2f}", file=sys.stderr, flush=True)
-        print(f"\nM = {members}, {steps} steps, {args.threads} threads\n{show(found)}", flush=True)
+        case = f"M {members}, {steps} steps"
+        print(f"\n{case}, {args.threads} threads\n{show(found)}", flush=True)
         if args.json:
-            add_to(args.json, f"M = {members}, {steps} steps, {args.threads} threads", machine(), found)
+            add_to(args.json, "families", machine(), {f"{name}: {case}": row for name, row in found.items()})
     return 0

@@ -47,6 +47,7 @@ UPDATES = "<!-- updates, made by python -m benchmarks report -->"
 PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 STUDIES = "<!-- studies, made by python -m benchmarks report -->"
+FAMILIES = "<!-- short runs, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
 AGENTS = "<!-- agents, made by python -m benchmarks report -->"
@@ -170,6 +171,18 @@ def ensembles(found: dict[str, Any]) -> str:
         cells = [times(row[way]["ratio"]) if way in row and row[way]["agrees"] else "" for way in ways]
         lines.append([name, f"{row['loop']['rate']:.0f}", *cells])
     return f"{markdown(['', 'loop, calls a second', *ways], lines)}\n\n{_where(found)}"
+
+
+def families(found: dict[str, Any]) -> str:
+    """The table of short runs: the loop's time over that of ``fit``, of later runs, and of the first one if that is short."""
+    cells: dict[str, dict[str, str]] = {}
+    for key, row in found["families"].items():
+        name, _, case = key.rpartition(": ")
+        first = f" ({row['first']:.2f})" if case.endswith(" 40 steps") else ""
+        cells.setdefault(name, {})[case] = f"{row['ratio']:.2f}{first}"
+    cases = list(dict.fromkeys(case for row in cells.values() for case in row))
+    lines = [[name, *(row.get(case, "") for case in cases)] for name, row in cells.items()]
+    return f"{markdown(['network', *cases], lines)}\n\n{_where(found)}"
 
 
 def adapters(found: dict[str, Any]) -> str:
@@ -368,7 +381,11 @@ def written(page: str, folder: Path = RESULTS) -> str:
     page = readme.replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
     single = (
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
-        *((ENSEMBLES, ensembles, "ensembles-cpu"), (ADAPTERS, adapters, "adapters-cpu")),
+        *(
+            (FAMILIES, families, "families-cpu"),
+            (ENSEMBLES, ensembles, "ensembles-cpu"),
+            (ADAPTERS, adapters, "adapters-cpu"),
+        ),
         *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu")),
     )
     for begin, make, name in single:

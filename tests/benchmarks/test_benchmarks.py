@@ -703,5 +703,6 @@ def test_short_runs_of_many_kinds_of_networks(bench, capsys, tmp_path):
     argv = ["--models", "2", "--steps", "4", "--rounds", "2", "--filter", "linear", "--json", str(file)]
     assert families.main(argv) == 0
     assert "linear, SGD" in capsys.readouterr().out
-    (rows,) = (held for key, held in json.loads(file.read_text()).items() if key != "machine")
-    assert rows["linear, SGD"]["ratio"] > 0
+    assert json.loads(file.read_text())["families"]["linear, SGD: M 2, 4 steps"]["ratio"] > 0
+    table = bench("report").families(json.loads(file.read_text()))
+    assert "| network | M 2, 4 steps |" in table and "| linear, SGD |" in table

@@ -32,7 +32,6 @@ class _Job(NamedTuple):
     dims: Tree
     adds: bool
 
-    @property
     def num_models(self) -> int:
         return self.members[0].shape[0]
 
@@ -58,17 +57,16 @@ class Chunks:
     ) -> Any:
         """The results of all members; with ``adds`` their first part has no model axis and is added up over the groups."""
         job = _Job(run, members, batch, dims, adds)
-        size = size or self.size or job.num_models
-        size = self._fastest(job) if size == "auto" else size
-        return self._grouped(job, size)
+        given: Any = size or self.size
+        return self._grouped(job, self._fastest(job) if given == "auto" else given or job.num_models())
 
     def _grouped(self, job: _Job, size: int) -> Any:
-        count = job.num_models
+        count = job.num_models()
         return self._together(job) if size >= count else self._apart(job, [*range(0, count, size), count])
 
     def _together(self, job: _Job) -> Any:
         """The results of members that run as one, in smaller groups if they branch differently, or each alone."""
-        count = job.num_models
+        count = job.num_models()
         if self._alone and count > 1:
             return self._apart(job, [*range(count + 1)])
         try:
@@ -106,7 +104,7 @@ class Chunks:
         return (total, *joined) if job.adds else joined
 
     def _fastest(self, job: _Job) -> int:
-        count, device = job.num_models, job.members[0].device
+        count, device = job.num_models(), job.members[0].device
         # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
         if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
             return count
