@@ -388,13 +388,12 @@ def main(argv: Sequence[str] = ()) -> int:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     for members, steps in itertools.product(args.models, args.steps):
-        found = {}
+        case, found = f"M {members}, {steps} steps", {}
         for name, family in FAMILIES.items():
             if args.filter in name:
                 found[name] = measured(family, members, steps, args.rounds, clock)
                 print(f"{name}: {found[name]['ratio']:.2f}", file=sys.stderr, flush=True)
-        case = f"M {members}, {steps} steps"
+                if args.json:
+                    add_to(args.json, "families", machine(), {f"{name}: {case}": found[name]})
         print(f"\n{case}, {args.threads} threads\n{show(found)}", flush=True)
-        if args.json:
-            add_to(args.json, "families", machine(), {f"{name}: {case}": row for name, row in found.items()})
     return 0

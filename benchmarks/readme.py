@@ -23,7 +23,15 @@ ALTERNATIVES = "<!-- alternatives: benchmarks report -->"
 EXAMPLE = "<!-- example: benchmarks readme -->"
 END = "<!-- end -->"
 SIZES = {"small": "cpu-small", "published size": "cpu-paper"}
-ROWS = {"mlp": "MLP", "resnet": "ResNet-18", "transformer": "Transformer"}
+ROWS = {
+    "mlp": "MLP",
+    "lenet": "LeNet-5",
+    "cifar": "CIFAR-10 tutorial",
+    "narrow-resnet": "ResNet of width 12",
+    "sensors": "1-D, 9 channels",
+    "resnet": "ResNet-18",
+    "transformer": "Transformer",
+}
 COLUMNS = {
     "stock `vmap`, compiled": ["stock vmap compiled"],
     "array in `fit`": [IN_FIT],
@@ -32,7 +40,7 @@ COLUMNS = {
 
 
 def headline(results: dict[str, dict[str, Any]], models: str = "16") -> str:
-    """The table of README: three small workloads, the loop is 1."""
+    """The table of README: small workloads, the loop is 1."""
     found = {name: results[SIZES["small"]][name][models]["rows"] for name in ROWS}
     lines = [[title, *(times(ratio(found[name], mode)) for mode in COLUMNS.values())] for name, title in ROWS.items()]
     where = found["mlp"][SERIAL]["machine"]

@@ -275,7 +275,7 @@ def carry(update: Callable[..., Any], carried: Any, compiled: bool) -> Run:
 def silent(model: nn.Module) -> nn.Module:
     """The model without its dropout."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout | nn.Dropout2d):
             module.p = 0.0
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
