@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import sys
 import types
@@ -56,12 +55,14 @@ class Body(nn.Module):
         """Call the function."""
         if not self.aliases:
             return self.func(self.model, *args, **kwargs)
-        before = [_put(holder, key, _current(source)) for holder, key, source in self.aliases]
+        before = [get(holder, key) for holder, key, _ in self.aliases]
+        for holder, key, source in self.aliases:
+            put(holder, key, _current(source))
         try:
             return self.func(self.model, *args, **kwargs)
         finally:
             for (holder, key, _), value in zip(reversed(self.aliases), reversed(before), strict=True):
-                _put(holder, key, value)
+                put(holder, key, value)
 
     def set_requires_grad(self, tensor: Any, requires_grad: bool) -> Any:
         """Freeze a parameter until the end of the call, or train it again; frozen, modules hold it without its history."""
@@ -87,17 +88,17 @@ def _current(source: Any) -> Any:
     return getattr(source, "_make", tuple)(map(_current, source)) if isinstance(source, tuple) else source
 
 
-def _put(holder: Any, key: Any, value: Any) -> Any:
-    """Put a value into a container, an object or a cell of a function; returns what was there."""
+def get(holder: Any, key: Any) -> Any:
+    """What a container, or a variable of a closure, holds."""
+    return holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Put a value into a container or a variable of a closure."""
     if isinstance(holder, types.CellType):
-        before, holder.cell_contents = holder.cell_contents, value
-        return before
-    if not isinstance(holder, _CONTAINERS):
-        # Past the registration of a module's parameters.
-        holder = vars(holder)
-    before = holder[key]
-    holder[key] = value
-    return before
+        holder.cell_contents = value
+    else:
+        holder[key] = value
 
 
 def contents(cell: types.CellType) -> tuple[Any, ...]:
@@ -106,9 +107,6 @@ def contents(cell: types.CellType) -> tuple[Any, ...]:
         return (cell.cell_contents,)
     except ValueError:
         return ()
-
-
-_CONTAINERS = (dict, list, collections.deque)
 
 
 def module_path() -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, Places, is_wrapped, pytree, writes
-from hfta_func.calls.body import Body, Reference, contents, is_users_file
+from hfta_func.calls.body import Body, Reference, contents, is_users_file, put
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number
 
@@ -192,14 +192,6 @@ def undo(changes: Iterable[Undoing]) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def put(holder: Any, key: Any, value: Any) -> None:
-    """Put a value into a container or a variable of a closure."""
-    if isinstance(holder, types.CellType):
-        holder.cell_contents = value
-    else:
-        holder[key] = value
 
 
 def _get(holder: Any, key: str) -> Any:

@@ -44,7 +44,7 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
 
     Raises:
         StackError: if this is no module, or one with hooks of the backward pass.
-        KeyError: from ``apply``, if it is given a parameter that the model does not have.
+        StateError: from ``apply``, if it is given a parameter that the model does not have.
         RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from hfta_func._torch import expected, num_dispatch_modes, original
@@ -105,17 +104,6 @@ def adopt(choices: dict[str, Any], as_worker: bool = True) -> None:
 def is_explaining() -> bool:
     """Whether choices are recorded for :func:`explain`."""
     return _recorded is not None
-
-
-@contextlib.contextmanager
-def by_table() -> Iterator[None]:
-    """A context without the overrides that are active around it, and without what was measured."""
-    before = _overrides
-    _set((Override({"all": "table"}, None),))
-    try:
-        yield
-    finally:
-        _set(before)
 
 
 class Choice(NamedTuple):

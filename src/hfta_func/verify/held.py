@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from hfta_func import _torch
 from hfta_func._torch import default_generators, is_wrapped, pytree
 from hfta_func._tree import leaves
-from hfta_func.calls.body import running_body
+from hfta_func.calls.body import put, running_body
 from hfta_func.errors import StateError
-from hfta_func.models.attributes import Snapshot, put
+from hfta_func.models.attributes import Snapshot
 
 _CURE = (
     ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
