@@ -172,7 +172,7 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     (worker,) = the_graph(quick).worker._workers
     # Once it has begun: one that dies while it starts is started again.
-    until(quick, lambda _: worker.pid, lambda: time.sleep(1))
+    assert the_graph(quick).worker.ready(60)
     assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.warns(CompileWarning, match="goes on eagerly: its workers died once, last worker 0 with status -9"):
