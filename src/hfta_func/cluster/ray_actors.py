@@ -167,6 +167,12 @@ def ray(
     return pool
 
 
+def lone(resources: Mapping[str, float]) -> RayPool:
+    """One actor on any node with the resources, which may come later."""
+    _connect(_ray(), None)
+    return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, {}, (settings(), 1))])
+
+
 def _connect(module: Any, address: str | None) -> None:
     """Join a cluster, unless that was done before."""
     address = address or os.environ.get("RAY_ADDRESS")
