@@ -259,13 +259,17 @@ class ArrayFunction:
                 arguments.append({name: cast(leaf[member]) for name, leaf in given.hparams.items()})
             return self._read(func(*arguments))
 
-        def again(cast: Any, watch: Any, judged: bool) -> Any:
-            members, held = Tensors(given.keys, *cast(given[1:])), (cast(base) if judged else {}) | cast(common)
+        def again(cast: Any, watch: Any, judged: bool, some: list[int] | None = None) -> Any:
+            part, rows = given, batch
+            if some is not None:
+                part = tree_map(lambda leaf: leaf[some], given)
+                rows = take_batch(self.dims_of(batch), batch, torch.tensor(some))
+            members, held = Tensors(part.keys, *cast(part[1:])), (cast(base) if judged else {}) | cast(common)
             members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
-            run = functools.partial(self._run, batch, common=held, judged=judged)
+            run = functools.partial(self._run, rows, common=held, judged=judged)
             with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
-                size = watch and len(given.keys)
-                outputs = self.chunks(run, members, cast(plain(batch)), self.dims_of(batch), size=size)
+                size = watch and len(part.keys)
+                outputs = self.chunks(run, members, cast(plain(rows)), self.dims_of(batch), size=size)
                 return self._results(outputs, members, held)
 
         return Case(

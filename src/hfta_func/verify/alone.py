@@ -50,7 +50,8 @@ class Case(NamedTuple):
         keys: ``int64[M]``.
         measure: ``measure(model, member, cast)``: what the function gives for one member, which is differentiated, and
             results by kind.
-        again: ``again(cast, watch, judged)``: the results of the array, once more; ``watch`` is called with the model.
+        again: ``again(cast, watch, judged, members)``: the results of the array, once more, or of an array of some members;
+            ``watch`` is called with the model.
         trained: The paths of which there are gradients.
         scale: What each member's loss is multiplied by for its gradient, or None.
         autocast: As in the options of a step.
@@ -64,7 +65,7 @@ class Case(NamedTuple):
     shared: Params
     keys: Tensor
     measure: Callable[[nn.Module, int, Cast], tuple[Any, Results]]
-    again: Callable[[Cast, Any, bool], Results]
+    again: Callable[..., Results]
     trained: frozenset[str] = frozenset()
     scale: Tensor | None = None
     autocast: torch.dtype | None = None
