@@ -1,6 +1,8 @@
 """What is released: its metadata, and what it says where a package is missing."""
 
+import ast
 import importlib
+import pkgutil
 import re
 import runpy
 import sys
@@ -109,6 +111,23 @@ def test_every_planted_bug_has_its_place_in_the_source():
 @pytest.fixture
 def problems():
     return runpy.run_path(str(ROOT / ".ci" / "version.py"))["problems"]
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_what_examples_and_benchmarks_use_of_the_package_is_there(folder):
+    """Many of them are run by longer tests only."""
+    for file in Path(folder).rglob("*.py"):
+        imported = {}
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {one.asname or one.name: one.name for one in node.names if one.name == "hfta_func"}
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("hfta_func"):
+                imported |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+        chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for first, _, rest in (chain.partition(".") for chain in chains):
+            if first in imported and rest.replace(".", "").isidentifier():
+                pkgutil.resolve_name(f"{imported[first]}.{rest}")
 
 
 def test_only_a_version_that_is_described_is_published(problems):
