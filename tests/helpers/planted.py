@@ -36,11 +36,6 @@ PLANTED = [
         "test_step.py::test_noise_is_that_of_seed_and_step",
     ),
     Planted(
-        "the first call writes the parameters of its caller",
-        *("step/members.py", "params = copied(params) if self.is_first(keys) else params", "pass"),
-        "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",
-    ),
-    Planted(
         "one mask for all samples of an inner vmap",
         *("calls/routing.py", 'if randomness == "same":', "if True:"),
         "test_random.py::test_an_inner_vmap_has_its_own_randomness",

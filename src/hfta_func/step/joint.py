@@ -193,7 +193,7 @@ class JointStep(Compiled):
                 if torch.compiler.is_dynamo_compiling():
                     # A compiler does not know the values of what other networks have become.
                     first = given._replace(params=before.params, buffers=before.buffers)
-                    gradients.members.rehearse(gradients.tensors(first), rows, {})
+                    gradients.rehearse(gradients.tensors(first), rows, {})
                 after, report = self._steps[name](given, rows)
                 if self._once:
                     # What has moved since the latest update of its network stays.
