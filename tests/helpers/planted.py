@@ -117,7 +117,11 @@ PLANTED = [
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/commit.py", "outputs.params, keep, donate", "outputs.params, None, donate"),
+        *(
+            "step/commit.py",
+            "given = self._optimizer, outputs.grads, state.opt_state, outputs.params, keep",
+            "given = self._optimizer, outputs.grads, state.opt_state, outputs.params, None",
+        ),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -336,7 +340,7 @@ PLANTED = [
     ),
     Planted(
         "who is away averages",
-        *("step/mixing.py", "& (labels >= 0)", ""),
+        *("step/state.py", " & (labels >= 0)", ""),
         "test_averaging.py::test_groups_average_with_weights_and_who_is_away_keeps_its_own",
     ),
     Planted(

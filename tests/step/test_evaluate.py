@@ -309,7 +309,7 @@ def test_a_parameter_that_the_model_writes(trains: bool, again: bool) -> None:
     state = step.init(*stacked, seeds=[0, 1])
     evaluate = hfta.make_eval_step(model, lambda model, x: {"loss": model(x)}, batch_dims=0)
     met = (hfta.errors.StateError, hfta.errors.VerifyError)
-    with pytest.raises(met, match="writes its parameter|in the array and") if again else contextlib.nullcontext():
+    with pytest.raises(met, match=r"writes its parameter|in the array and") if again else contextlib.nullcontext():
         state, metrics = step(state, x) if trains else (state, evaluate(state, x))
         assert metrics["loss"].tolist() == [0.75, 0.75]
         torch.testing.assert_close(state.params["weight"], torch.full((2, 3), 0.15 if trains else 0.25))

@@ -143,3 +143,29 @@ def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tens
         return torch.where(spoilt, torch.nan, share @ torch.where(finite, flat, 0)).to(leaf.dtype).reshape(leaf.shape)
 
     return tree_map(mixed, tree)
+
+
+def mixing(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Groups that average among each other as weights ``[M, M]`` for :func:`average`.
+
+    Args:
+        groups: ``[M]`` integers: members with the same number are a group; those with -1 are away and keep what they have.
+        weights: ``[M]``, such as numbers of rows; equal by default. A group whose weights are all 0 keeps what it has.
+
+    Raises:
+        HyperparameterError: if there is not one weight per member.
+
+    Example:
+        >>> mixing([0, 0, -1])
+        tensor([[1., 1., 0.],
+                [1., 1., 0.],
+                [0., 0., 1.]], dtype=torch.float64)
+    """
+    labels = torch.as_tensor(groups)
+    weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
+    if weight.shape != labels.shape:
+        raise HyperparameterError(f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one each")
+    together = (labels[:, None] == labels) & (labels >= 0)
+    shares = torch.where(together, weight.double(), 0.0)
+    # Of itself alone, a member keeps what it has.
+    return torch.where((shares == 0).all(1)[:, None], torch.eye(len(labels), device=labels.device), shares)
