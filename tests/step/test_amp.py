@@ -230,7 +230,7 @@ def test_scales_of_the_wrong_length() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"autocast": torch.float32}, "autocast is torch.float32; it must be torch.bfloat16, torch.float16, or None"),
+        ({"autocast": torch.float32}, "autocast is torch.float32; it must be None, torch.bfloat16 or torch.float16"),
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; it must be 'skip', 'freeze' or 'raise'"),
     ],
 )

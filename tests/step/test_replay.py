@@ -691,7 +691,7 @@ def test_refusals_say_why() -> None:
     assert statuses(reading, [x] * 6, chunk_size=1).startswith("eager: ")
     shapes = [torch.randn(M, rows, 3) for rows in range(1, 12)]
     assert "more than 8 shapes" in statuses(lambda model, x: model(x).square().mean(), shapes)
-    with pytest.raises(ValueError, match="replay is 'yes'; it must be True, False, or None"):
+    with pytest.raises(ValueError, match="replay is 'yes'; it must be None, True or False"):
         hfta.make_train_step(nn.Linear(3, 2), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
 
 

@@ -50,14 +50,7 @@ class StepOutputs(NamedTuple):
 class Gradients(ArrayFunction):
     """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outline: nn.Module,
-        loss_fn: Callable[..., Any],
-        trainable: frozenset[str],
-        options: Options,
-    ):
+    def __init__(self, model: nn.Module, outline: nn.Module, loss_fn: Any, trainable: frozenset[str], options: Options):
         super().__init__(model, outline, loss_fn, options, checkpoint=options.checkpoint, renorms=True)
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))

@@ -16,7 +16,6 @@ from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.members import Rehearsed
-from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
 
@@ -24,23 +23,13 @@ class ManySteps(Compiled):
     """``many(state, batches) -> (state, metrics)``, see :attr:`TrainStep.many`."""
 
     def __init__(self, step: Any):
-        self._step = step
+        self._step, self.options, self.base = step, step.options, step.base
         # In a graph, what a loop carries can neither be written nor recorded.
         options = replace(step.options, donate=False, replay=None)
         self._in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
 
     def __reduce__(self) -> Any:
         return type(self), (self._step,)
-
-    @property
-    def options(self) -> Options:
-        """Those of the step."""
-        return self._step.options
-
-    @property
-    def base(self) -> dict[str, Tensor]:
-        """What all members share."""
-        return self._step.base
 
     def __call__(self, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Take a step with each batch in turn.

@@ -46,8 +46,7 @@ class Rehearsed:
 
     _rehearsed: Callable[[], Any] | None = None
 
-    def _rehearsal(self, *given: Any) -> None:
-        raise NotImplementedError
+    _rehearsal: Callable[..., None]
 
     def rehearse(self, *given: Tree) -> None:
         """Make the rehearsal while a compiler traces, once in each trace, as padded sizes depend on shapes.
@@ -106,16 +105,14 @@ class ArrayFunction(Rehearsed):
 
     training: bool | None = None
     takes_gradients = False
+    _run: Callable[..., Any]
+    """``run(batch, given, tree, common, judged)``: results, which hold what is ``common`` once; the ``tree`` is by ``plain``."""
+    _read: Callable[[Any], tuple[Any, dict[str, Params]]]
+    """What is differentiated of one member's result, and what is compared, by kind."""
+    _results: Callable[[Any, Tensors, Params], dict[str, Params]]
+    """The same of what :attr:`_run` returns for all members."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outline: nn.Module,
-        func: Callable[..., Any],
-        options: Options,
-        held: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, model: nn.Module, outline: nn.Module, func: Any, options: Options, held: Any = None, **how: Any):
         self.takes_hparams = num_positional(func) >= 3
         self.chunks = Chunks(options.chunk_size)
 
@@ -127,13 +124,10 @@ class ArrayFunction(Rehearsed):
         self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
         self._bound.ends_calls = False
         self._source, self.options = (outline, func), options
+        self.base: Params = base_of(outline, options.share_frozen)
+        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         self.oracle = Oracle(options.verify, held or func, outline)
         self._made = MadeCalls()
-
-    @property
-    def base(self) -> Params:
-        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._source[0], self.options.share_frozen)
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
@@ -152,18 +146,6 @@ class ArrayFunction(Rehearsed):
         run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self._made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
-
-    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
-        """The results of all members, which hold what is ``common`` once, for a ``tree`` made of a batch by ``plain``."""
-        raise NotImplementedError
-
-    def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        """What is differentiated of one member's result, and what is compared, by kind."""
-        raise NotImplementedError
-
-    def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
-        """The same of what :meth:`_run` returns for all members."""
-        raise NotImplementedError
 
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
@@ -241,13 +223,10 @@ def num_positional(func: Callable[..., Any]) -> int:
 
 def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
     """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
-    unused = sorted({*names} - known)
-    if unused and not takes_hparams:
-        cure = f"give it a third argument, or name a number of the model by its path: {numbers_text(known, unused[0])}"
-        raise HyperparameterError(f"hparams {unused} would not be used: the loss takes only (model, batch); {cure}")
-    wrong = [name for name in unused if "." in name]
-    if wrong:
-        raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
+    for name in sorted({*names} - known):
+        if "." in name or not takes_hparams:
+            why = "" if takes_hparams else ", and the loss takes only (model, batch), so it would not be used"
+            raise HyperparameterError(f"'{name}' is no number of the model{why}; {numbers_text(known, name)}")
 
 
 def check(state: TrainState, batch: Tree, known: Shapes, dims: Tree) -> None:

@@ -60,15 +60,7 @@ class Prediction:
             ``[N, ...]``, or ``[levels, N, ...]`` for several.
         """
         at = torch.as_tensor(levels, dtype=self.outputs.dtype, device=self.outputs.device)
-        if not bool(((at >= 0) & (at <= 1)).all()):
-            raise ValueError(f"levels is {levels!r}; quantiles are at levels from 0 to 1")
-        # Not torch.quantile, which refuses large tensors.
-        order, position = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
-        low, part = position.floor().long(), position.frac().reshape(-1, *[1] * (order.dim() - 1))
-        values = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
-        # Sorted, NaN is last.
-        values = torch.where(order[-1].isnan(), order[-1], values)
-        return values.reshape(*at.shape, *order.shape[1:])
+        return self.outputs.quantile(at, dim=0)
 
     @property
     def probabilities(self) -> Tensor:
@@ -230,11 +222,8 @@ class Predicting(ArrayFunction):
         self.training = training
         options = Options(share_frozen=share_frozen, verify=verify)
         super().__init__(model, model, _call, options, held=type(model).forward)
-
-    @property
-    def base(self) -> Params:
-        """Nothing but what is common."""
-        return {}
+        # Nothing but what is common.
+        self.base = {}
 
     def batches(
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree

@@ -16,7 +16,7 @@ from hfta_func._types import Params, PerModel, Tree
 from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
-from hfta_func.models.sharing import base_of, shared_of
+from hfta_func.models.sharing import shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import (
@@ -155,16 +155,23 @@ class TrainStep(Compiled):
         self._commit = Commit(model, optimizer, options, in_place)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
-        # Compilers can neither make them nor enter the lock that a property is cached under.
-        self._many, self._loop = ManySteps(self), options.collect and Loop(self)
+        self.base = self._gradients.base
+        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
+        self.many = ManySteps(self)
+        """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
+
+        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
+        Metrics are ``[K, M]``.
+        """
+        self.loop: Any = options.collect and Loop(self)
+        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
+
+        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
+        ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
+        """
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
-
-    @property
-    def base(self) -> Params:
-        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.outline, self.options.share_frozen)
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
@@ -241,31 +248,13 @@ class TrainStep(Compiled):
         twin = object.__new__(TrainStep)
         vars(twin).update({k: value for k, value in vars(self).items() if k != "_function"})
         twin._replay = Replay(twin)
-        twin._many, twin._loop = ManySteps(twin), self._loop and Loop(twin)
+        twin.many, twin.loop = ManySteps(twin), self.loop and Loop(twin)
         return twin
 
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
         return "eager: not asked to be replayed" if self._replay is None else self._replay.status
-
-    @property
-    def many(self) -> ManySteps:
-        """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
-
-        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
-        Metrics are ``[K, M]``.
-        """
-        return self._many
-
-    @property
-    def loop(self) -> Any:
-        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
-
-        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
-        ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
-        """
-        return self._loop
 
     @torch.inference_mode(False)
     def init(
