@@ -106,7 +106,7 @@ class ArrayFunction(Rehearsed):
     training: bool | None = None
     takes_gradients = False
     _run: Callable[..., Any]
-    """``run(batch, given, tree, common, judged)``: results, which hold what is ``common`` once; the ``tree`` is by ``plain``."""
+    """``run(batch, given, tree, common, judged)``: the results of members; what is ``common`` they hold once."""
     _read: Callable[[Any], tuple[Any, dict[str, Params]]]
     """What is differentiated of one member's result, and what is compared, by kind."""
     _results: Callable[[Any, Tensors, Params], dict[str, Params]]
