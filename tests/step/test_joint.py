@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import optree
@@ -302,21 +301,6 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
     torch.testing.assert_close(again["d.loss"][:, 0], history["d.loss"][:, 0], rtol=1e-10, atol=0)
     assert hfta.load(keep, like=whole).step.tolist() == [12, 6, 12]
     assert workers is not None or "d replayed: " in again.status
-
-
-def test_states_are_taken_joined_and_sent():
-    step = make_joint([with_noise(loss_d), with_noise(loss_g)], GAN(0.3))
-    state = start(step)
-    turned = hfta.concat([hfta.take(state, [2]), hfta.take(state, [0, 1])])
-    batch = make_batches()[0]
-    after, _ = step(turned, tuple(leaf[[2, 0, 1]] for leaf in batch))
-    torch.testing.assert_close(hfta.take(after, [1, 2, 0]), step(state, batch)[0], rtol=1e-12, atol=1e-14)
-    new = hfta.with_hyperparams(state.opt_state, **{"g.lr": 0.5})
-    assert new.groups["g"].hyperparams["lr"].tolist() == [0.5] * 3
-    assert new.groups["d"].hyperparams["lr"].tolist() == LR
-    step = make_joint([loss_d, loss_g])
-    sent = pickle.loads(pickle.dumps(step))
-    assert same(sent(start(sent), batch), step(start(step), batch))
 
 
 @pytest.mark.exhaustive

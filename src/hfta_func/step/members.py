@@ -225,7 +225,7 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
     """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
     for name in sorted({*names} - known):
         if "." in name or not takes_hparams:
-            why = "" if takes_hparams else ", and the loss takes only (model, batch), so it would not be used"
+            why = "" if takes_hparams else ", and the loss takes only (model, batch); give it a third argument"
             raise HyperparameterError(f"'{name}' is no number of the model{why}; {numbers_text(known, name)}")
 
 
