@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -196,7 +195,8 @@ class TrainStep(Compiled):
             return self.loop.once(state)
         # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
-            return (self._replay or self.eagerly)(state, batch)
+            replays = self._replay is not None and not torch.compiler.is_compiling()
+            return (self._replay if replays else self.eagerly)(state, batch)
 
     def eagerly(
         self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
@@ -232,24 +232,15 @@ class TrainStep(Compiled):
             is_padded.reset(token)
 
     def replayed(self, steps: int | None = None) -> TrainStep:
-        """The step, whose eager calls are replayed unless it was made with ``replay=False``; see :func:`make_train_step`.
+        """The step, whose eager calls are replayed from now on unless it was made with ``replay=False``.
 
         Args:
             steps: How often it will be called, if that is known.
         """
-        if self.options.replay is not None:
-            return self
-        replay: Any = self._twin._replay
-        replay.left = None if self.options.collect else steps
-        return self._twin
-
-    @functools.cached_property
-    def _twin(self) -> TrainStep:
-        twin = object.__new__(TrainStep)
-        vars(twin).update({k: value for k, value in vars(self).items() if k != "_function"})
-        twin._replay = Replay(twin)
-        twin.many, twin.loop = ManySteps(twin), self.loop and Loop(twin)
-        return twin
+        if self.options.replay is None:
+            self._replay = self._replay or Replay(self)
+            self._replay.left = None if self.options.collect else steps
+        return self
 
     @property
     def status(self) -> str:
