@@ -569,17 +569,6 @@ def test_what_tensors_are_like() -> None:
         assert step.status == "eager: a record has not paid yet", name
 
 
-def test_one_tensor_in_two_places() -> None:
-    step, eager = _steps(
-        lambda: nn.Linear(3, 2), lambda model, batch: (model(batch[0]) * batch[1].mean()).square().mean()
-    )
-    state, x, y = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3), torch.randn(M, 4, 3)
-    for batch in [(x, y)] * 6 + [(x, x), (y, x)] * 2:
-        expected, (state, metrics) = eager(state, batch), step(state, batch)
-        assert _equal(expected, (state, metrics))
-    assert step.status.startswith("replayed")
-
-
 def _with_weight(state: Any, weight: Tensor) -> Any:
     return state._replace(params={**state.params, "weight": weight})
 
