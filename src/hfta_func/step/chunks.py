@@ -48,7 +48,7 @@ class Chunks:
         def grouped(size: int) -> Any:
             return self._apart(part, [*range(0, count, size), count], adds)
 
-        given = size or self.size or count
+        given: Any = size or self.size or count
         # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
         if given == "auto" and (torch.compiler.is_compiling() or inside_transform() or device.type == "xla"):
             given = count
@@ -90,7 +90,7 @@ class Chunks:
 
     def _apart(self, part: Any, bounds: list[int], adds: bool) -> Any:
         if len(bounds) == 2:
-            return self._together(part, *bounds, adds)
+            return self._together(part, bounds[0], bounds[1], adds)
         pieces, total = [], None
         for start, stop in itertools.pairwise(bounds):
             piece = self._together(part, start, stop, adds)

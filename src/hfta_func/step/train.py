@@ -195,8 +195,8 @@ class TrainStep(Compiled):
             return self.loop.once(state)
         # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
-            replays = self._replay is not None and not torch.compiler.is_compiling()
-            return (self._replay if replays else self.eagerly)(state, batch)
+            call = self.eagerly if self._replay is None or torch.compiler.is_compiling() else self._replay
+            return call(state, batch)
 
     def eagerly(
         self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
