@@ -239,12 +239,10 @@ class Replay:
         """The next state and the metrics."""
         if self.left is not None:
             self.left -= 1
-        if (why_not := why_not_now(self._step, state, batch)) is not None:
-            self.status = f"eager: {why_not}"
-            return self._step.eagerly(state, batch)
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-        shape = self._shape(inputs, layout, state)
-        if shape is None:
+        shape = why_not_now(self._step, state, batch) or self._shape(inputs, layout, state)
+        if isinstance(shape, str):
+            self.status = f"eager: {shape}"
             return self._step.eagerly(state, batch)
         record = next((one for one in shape.records if one.reads.holds()), None)
         if record is not None and record.is_checked:
@@ -258,7 +256,7 @@ class Replay:
         finally:
             self._recording.release()
 
-    def _shape(self, inputs: list[Tensor], layout: Any, state: TrainState) -> _Shape | None:
+    def _shape(self, inputs: list[Tensor], layout: Any, state: TrainState) -> _Shape | str:
         sizes = (tuple(leaf.tolist()) for leaf in member_sizes(state))
         modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
         settings = layout, _choice.state, *OUTSIDE.values(), *modes, *sizes
@@ -268,11 +266,10 @@ class Replay:
         try:
             key = *settings, *map(kind_of, inputs)
         except (AttributeError, RuntimeError):
-            return None  # The step says what is no tensor, or has no strides.
-        if key not in self._shapes and len(self._shapes) == _SHAPES:
-            self.status = f"eager: the batches have more than {_SHAPES} shapes"
-            return None
+            return "the batch holds what is no tensor, or has no strides"
         if key not in self._shapes:
+            if len(self._shapes) == _SHAPES:
+                return f"the batches have more than {_SHAPES} shapes"
             self._shapes[key] = _Shape(settings, likeness(inputs))
         return self._shapes[key]
 
