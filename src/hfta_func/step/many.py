@@ -26,7 +26,7 @@ class ManySteps(Compiled):
         self._step, self.options, self.base = step, step.options, step.base
         # In a graph, what a loop carries can neither be written nor recorded.
         options = replace(step.options, donate=False, replay=None)
-        self._in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
+        self.in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
 
     def __reduce__(self) -> Any:
         return type(self), (self._step,)
@@ -49,9 +49,9 @@ class ManySteps(Compiled):
         if not _is_loop():
             return self._take(self._step, state, batches)
         # A compiler knows the values of a graph's inputs, but none of a loop.
-        gradients = self._in_graph._gradients
+        gradients = self.in_graph._gradients
         gradients.rehearse(gradients.tensors(state), _first(batches), {})
-        return self._committed(state, *self._take(self._in_graph, state, batches))
+        return self._committed(state, *self._take(self.in_graph, state, batches))
 
     def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         tree = plain(batches)
@@ -71,7 +71,7 @@ class Loop(ManySteps, Rehearsed):
     """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
 
     def _rehearsal(self, state: TrainState) -> None:
-        gradients, (_, batches, _) = self._in_graph._gradients, self._collect(state)
+        gradients, (_, batches, _) = self.in_graph._gradients, self._collect(state)
         gradients.rehearse_eagerly(gradients.tensors(state), _first(batches), {})
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
@@ -116,7 +116,7 @@ class Loop(ManySteps, Rehearsed):
         if not _is_loop():
             return call(self._step, state)
         self.rehearse(state)
-        return self._committed(state, *call(self._in_graph, state))
+        return self._committed(state, *call(self.in_graph, state))
 
     def _iterate(self, step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor], dict[str, Tensor]]:
         """Collect, and take a step with each batch: the state, all metrics, and those that ``collect`` returns."""

@@ -321,8 +321,7 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
 
 def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
     """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
-    if step.options.donate:
-        step = type(step)(*step._made_from[:3], dataclasses.replace(step.options, donate=False))
+    step = step.many.in_graph
     with torch.no_grad():
         # The first call learns what the model does.
         step.eagerly(state, batch)
