@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOPICS = (
     *("callbacks", "calls", "cluster", "errors", "files", "integrations", "models", "optim", "optim.extend", "plot"),
-    *("random", "rl", "rules", "run", "schedules", "signals", "sklearn", "step", "step.mixing", "testing", "tune"),
+    *("random", "rl", "rules", "run", "schedules", "signals", "sklearn", "step", "testing", "tune"),
     "workers",
 )
 """The modules that users reach into; others hold what these export."""

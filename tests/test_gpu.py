@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import hfta_func as hfta
 import test_many
-import test_updates
+import test_optim
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.run import background, kept
 from hfta_func.testing import assert_matches_solo
@@ -219,18 +219,17 @@ def test_a_compiled_step_in_place_is_replayed():
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("case", test_updates.CASES)
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case.name)
 def test_updates_are_those_of_torch(case):
     with torch.device("cuda"):
-        test_updates.test_updates_are_those_of_torch(case, 0)
+        test_optim.test_members_are_separate_optimizers(case, False)
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("keep", [None, [True, False, True]])
-@pytest.mark.parametrize("case", test_updates.CASES)
-def test_updates_in_place_are_the_same(case, keep):
+def test_updates_in_place_are_the_same(keep):
     with torch.device("cuda"):
-        test_updates.test_updates_in_place_are_the_same(case, keep)
+        test_optim.test_an_optimizer_that_only_makes_new_tensors_updates_in_place(keep)
 
 
 @pytest.mark.parametrize("dims", [0, None])

@@ -35,7 +35,7 @@ FILES_IN = {
         "_recurrence _autocast _functions _install _extend _advice vmap",
         "models": "scalar_attributes copies structure sharing sizes padding stack remat blocks attributes padding_check "
         "skeleton functional adapters",
-        "step": "state allocator batch options chunks members gradients replay commit many train joint evaluate mixing "
+        "step": "state allocator batch options chunks members gradients replay commit many train joint evaluate "
         "prediction layers ensemble exchange",
         "verify": "reached held alone compare oracle",
         "testing": "_laws",

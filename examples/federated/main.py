@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if not __package__:
@@ -29,7 +29,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples]'") from None
 
 import hfta_func as hfta
-from hfta_func.step import mixing
+
+Groups = Callable[[int], Tensor]
+"""Which peers average in a round: ``[M]`` integers, equal in each group, and -1 of those that are away."""
 
 
 def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[Tensor]]) -> tuple[Tensor, list[int]]:
@@ -97,16 +99,46 @@ def fedavg(flags: argparse.Namespace) -> None:
     print(f"array {middle - start:.1f} s, loop {end - middle:.1f} s: {(end - middle) / (middle - start):.1f}x as fast")
 
 
+def grid_of(*sizes: int) -> Groups:
+    """Peers on a grid, who average along one dimension in each round (Ryabinin et al., "Moshpit SGD", NeurIPS 2021)."""
+    numbers = torch.arange(math.prod(sizes)).reshape(sizes)
+
+    def groups(turn: int) -> Tensor:
+        # Along one dimension, peers have the same number.
+        along = turn % len(sizes)
+        first = numbers.select(along, 0).unsqueeze(along)
+        return first.expand(sizes).flatten()
+
+    return groups
+
+
+def at_random(num_models: int, count: int) -> Groups:
+    """Groups of equal sizes, drawn anew in each round."""
+    (key,) = hfta.random.keys([0])
+    return lambda turn: hfta.random.permutation(hfta.random.fold_in(key, turn), num_models) % count
+
+
+def dropouts(groups: Groups, rate: float) -> Groups:
+    """The same groups without peers that are away in a round, each with some probability."""
+    (key,) = hfta.random.keys([0])
+
+    def there(turn: int) -> Tensor:
+        labels = groups(turn)
+        return torch.where(hfta.random.bernoulli(hfta.random.fold_in(key, turn), rate, labels.shape), -1, labels)
+
+    return there
+
+
 def peers(flags: argparse.Namespace) -> None:
     """Averaging alone, held against its formula, and as part of training."""
     data, test = load()
     side = math.isqrt(flags.peers)
-    grid, drawn = mixing.grid(side, side), mixing.at_random(flags.peers, side)
+    grid, drawn = grid_of(side, side), at_random(flags.peers, side)
     ways = {
         "grid": grid,
-        "grid, dropouts": mixing.dropouts(grid, flags.dropouts),
+        "grid, dropouts": dropouts(grid, flags.dropouts),
         "at random": drawn,
-        "at random, dropouts": mixing.dropouts(drawn, flags.dropouts),
+        "at random, dropouts": dropouts(drawn, flags.dropouts),
     }
     step = hfta.make_train_step(Classifier(), loss_fn, hfta.sgd(lr=flags.lr))
     begin = step.init(*hfta.init_params(Classifier, range(flags.peers)), seeds=range(flags.peers))
@@ -114,7 +146,7 @@ def peers(flags: argparse.Namespace) -> None:
     for name, groups in ways.items():
         state, shown, formula = begin, [], 1.0
         for turn in range(4):
-            state = hfta.step.average(state, mixing.matrix(groups(turn)))
+            state = hfta.step.average(state, hfta.step.mixing(groups(turn)))
             formula *= (_count(groups(turn)) - 1) / (flags.peers - 1)
             expected = f" ({formula:.1e})" if name.startswith("at random") else ""
             shown.append(f"{distance(state) / distance(begin):.1e}{expected}")
@@ -124,7 +156,7 @@ def peers(flags: argparse.Namespace) -> None:
     shares = shards(data[1], flags.peers, flags.alpha, 0)
     measure = hfta.make_eval_step(Classifier(), accuracy)
     trained = {
-        "alone": mixing.dropouts(grid, 1.0),
+        "alone": dropouts(grid, 1.0),
         **ways,
         "all with all": lambda turn: torch.zeros(flags.peers).long(),
     }

@@ -16,8 +16,7 @@ from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
 from hfta_func.run.history import Callback, History, Mode, is_better, present
-from hfta_func.step import mixing
-from hfta_func.step.state import TrainState, average, refuse_shared
+from hfta_func.step.state import TrainState, average, mixing, refuse_shared
 
 
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
@@ -141,7 +140,7 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
 
 
 def averaging(
-    groups: Tensor | Sequence[int] | mixing.Groups | None = None,
+    groups: Tensor | Sequence[int] | Callable[[int], Tensor] | None = None,
     *,
     weights: Tensor | Sequence[Any] | Callable[[int], Any] | None = None,
     every: int = 1,
@@ -153,7 +152,7 @@ def averaging(
 
     Args:
         groups: ``[M]`` integers: members with the same number are averaged, and those with -1 take no part. Or a function of
-            the round, from 0, such as ``hfta.step.mixing.grid``, ``at_random`` and ``dropouts`` return. Default: all members.
+            the round, which counts from 0. Default: all members.
         weights: ``[M]``, such as numbers of rows; equal by default. Without groups also ``[M, M]``, whose row ``i`` has the
             weights of the average that member ``i`` gets. Or a function of the round.
         every: Number of epochs from one round to the next.
@@ -163,7 +162,7 @@ def averaging(
 
     Example:
         >>> federated = averaging(weights=[120, 80, 300])
-        >>> moshpit = averaging(mixing.dropouts(mixing.grid(16, 16), rate=0.1))
+        >>> pairs = averaging(lambda turn: torch.arange(8).roll(turn) // 2)
     """
 
     def mix(state: TrainState, history: History) -> TrainState | None:
@@ -173,8 +172,8 @@ def averaging(
         matrix = None if weights is None else torch.as_tensor(weights(turn) if callable(weights) else weights)
         active = state.active.cpu()
         if matrix is None or matrix.dim() < 2:
-            numbers = torch.zeros(len(active), dtype=torch.int64) if groups is None else mixing.at(groups, turn).cpu()
-            return average(state, mixing.matrix(torch.where(active, numbers, -1), matrix))
+            numbers = groups(turn) if callable(groups) else [0] * len(active) if groups is None else groups
+            return average(state, mixing(torch.where(active, torch.as_tensor(numbers).cpu(), -1), matrix))
         if groups is not None:
             raise HyperparameterError(f"weights is {[*matrix.shape]}, who averages with whom; leave out groups")
         if matrix.shape != (len(active),) * 2:

@@ -232,7 +232,7 @@ def test_hyperparameters_that_the_loss_does_not_take():
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     with refused(
         hfta.errors.HyperparameterError,
-        "hparams ['smoothing'] would not be used",
+        "'smoothing' is no number of the model, and the loss takes only (model, batch); give it a third argument",
         "give it a third argument",
         spared=stacked,
     ):

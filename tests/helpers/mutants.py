@@ -32,7 +32,7 @@ FOLDERS = ("step", "optim", "random.py", "files")
 
 # The tests of a file, the likeliest to notice first; these words leave out those that take long.
 _STEP = ["test_step.py", "test_failures.py", "test_amp.py", "test_stack.py", "test_errors.py"]
-_OPTIM = ["test_knobs.py", "test_updates.py", "test_optim.py", "test_schedules.py", "test_errors.py"]
+_OPTIM = ["test_knobs.py", "test_optim.py", "test_schedules.py", "test_errors.py"]
 TESTS = {
     "step": _STEP,
     "optim": _OPTIM,

@@ -36,11 +36,6 @@ PLANTED = [
         "test_step.py::test_noise_is_that_of_seed_and_step",
     ),
     Planted(
-        "the first call writes the parameters of its caller",
-        *("step/members.py", "params = copied(params) if self.is_first(keys) else params", "pass"),
-        "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",
-    ),
-    Planted(
         "one mask for all samples of an inner vmap",
         *("calls/routing.py", 'if randomness == "same":', "if True:"),
         "test_random.py::test_an_inner_vmap_has_its_own_randomness",
@@ -122,7 +117,11 @@ PLANTED = [
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/commit.py", "outputs.params, keep, donate", "outputs.params, None, donate"),
+        *(
+            "step/commit.py",
+            "given = self._optimizer, outputs.grads, state.opt_state, outputs.params, keep",
+            "given = self._optimizer, outputs.grads, state.opt_state, outputs.params, None",
+        ),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -341,7 +340,7 @@ PLANTED = [
     ),
     Planted(
         "who is away averages",
-        *("step/mixing.py", "& (labels >= 0)", ""),
+        *("step/state.py", " & (labels >= 0)", ""),
         "test_averaging.py::test_groups_average_with_weights_and_who_is_away_keeps_its_own",
     ),
     Planted(

@@ -41,7 +41,6 @@ def summary(name):
 
 def table(text):
     """The rows of a page."""
-    # ``step.mixing`` is exported as ``mixing``.
     shown = {name: name.removeprefix("hfta_func.").removeprefix("step.") for name in names_of(text)}
     rows = [f"| `{shown[name]}` | {summary(name)} |" for name in shown]
     return "\n".join([BEGIN, "", "| name | what it is |", "| --- | --- |", *rows, "", END])

@@ -331,14 +331,13 @@ def test_optimizers(name):
     assert_alone(models_of("log_softmax"), getattr(hfta, name))
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_muon_scales_by_the_true_size(scale):
-    def optimizer(lr):
-        groups = {"matrices": hfta.muon(lr=lr, ns_dtype=torch.float64, adjust_lr_fn=scale), "rest": hfta.sgd(lr=lr)}
-        return hfta.partition(lambda path, shape: "matrices" if len(shape) == 2 else "rest", groups)
-
-    assert_alone(models_of("blocks"), optimizer)
+def test_muon_is_refused():
+    model = hfta.padded(models := models_of("mlp"))
+    groups = {"matrices": hfta.muon(), "rest": hfta.sgd(lr=0.1)}
+    optimizer = hfta.partition(lambda path, shape: "matrices" if len(shape) == 2 else "rest", groups)
+    step = hfta.make_train_step(model, loss, optimizer)
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"scales the update of '.*weight' by its shape"):
+        step.init(*hfta.stack_params(models, pad=model), seeds=range(len(models)))
 
 
 def test_evaluation_prediction_and_files(tmp_path):

@@ -107,8 +107,10 @@ def _check_against(
     others = [make(i, list(own.values())) for i, own in enumerate(solo)]
     state = optimizer.init(params)
     for grads in _gradients(STEPS, shapes):
-        updates, state = optimizer.update(grads, state, params)
-        params = hfta.apply_updates(params, updates)
+        held = optree.tree_map(torch.clone, (grads, state, params))
+        updates, after = optimizer.update(grads, state, params)
+        assert all(map(torch.equal, optree.tree_leaves((grads, state, params)), optree.tree_leaves(held)))
+        state, params = after, hfta.apply_updates(params, updates)
         for i, (own, other) in enumerate(zip(solo, others, strict=True)):
             for name, parameter in own.items():
                 parameter.grad = grads[name][i].clone()
@@ -125,7 +127,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(every=6)
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -468,3 +470,33 @@ def test_a_link_of_a_chain_may_drop_parameters() -> None:
         {name: torch.ones_like(param) for name, param in start.items()}, chained.init(start), start
     )
     assert updates.keys() == start.keys() - {dropped}
+
+
+def test_averages_follow_a_schedule_of_their_own() -> None:
+    decay = hfta.schedules.step_lr([0.5, 0.8, 0.9], step_size=2, gamma=0.5)
+    optimizer = hfta.chain(hfta.sgd(lr=0.1), hfta.ema(decay))
+    params = _start()
+    state, average = optimizer.init(params), None
+    for number, grads in enumerate(_gradients(6)):
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+        weight = torch.tensor([0.5, 0.8, 0.9]) * 0.5 ** (number // 2)
+        name, value = next(iter(params.items()))
+        weight = weight.reshape(-1, *[1] * (value.dim() - 1))
+        average = value if average is None else weight * average + (1 - weight) * value
+        torch.testing.assert_close(state[-1].average[name], average, rtol=1e-12, atol=1e-12)
+        assert state[-1].step.tolist() == [number + 1] * M
+
+
+@pytest.mark.parametrize("keep", [None, [True, False, True]])
+def test_an_optimizer_that_only_makes_new_tensors_updates_in_place(keep: list[bool] | None) -> None:
+    inner = hfta.sgd(lr=[0.1, 0.2, 0.3], momentum=0.9)
+    optimizer, params = hfta.GradientTransformation(inner.init, inner.update), _start()
+    mask, state = None if keep is None else torch.tensor(keep), inner.init(params)
+    ours_, theirs_ = (optree.tree_map(torch.clone, (params, state)) for _ in range(2))
+    for grads in _gradients(6):
+        hfta.update_(optimizer, optree.tree_map(torch.clone, grads), ours_[1], ours_[0], mask)
+        hfta.update_(inner, grads, theirs_[1], theirs_[0], mask)
+        for a, b in zip(optree.tree_leaves(ours_), optree.tree_leaves(theirs_), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert all(not torch.equal(ours_[0][path][0], param[0]) for path, param in params.items())

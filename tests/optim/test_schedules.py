@@ -146,13 +146,6 @@ def test_one_cycle_keeps_its_last_value(strategy, three_phase):
     assert (schedules.values(schedule, [count - 2 for count in steps]) > last * (1 + 1e-6)).all()
 
 
-def test_one_cycle_has_two_shapes():
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match="anneal_strategy is 'cosine'; it must be 'cos' or 'linear'"
-    ):
-        schedules.one_cycle(0.1, 10, anneal_strategy="cosine")
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_values_are_what_optimizers_use(name):
@@ -209,16 +202,6 @@ def test_plateau_is_that_of_torch(mode, threshold_mode):
     for epoch in range(60):
         state = callback(state, {"loss": metrics[: epoch + 1], "other": torch.zeros(epoch + 1, 3)})
         torch.testing.assert_close(state.hyperparams["lr"], expected[epoch], rtol=1e-14, atol=0)
-
-
-def test_defaults_of_plateau_are_those_of_torch():
-    metrics = noisy_metrics(80)
-    state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss")
-    for epoch in range(80):
-        state = callback(state, {"loss": metrics[: epoch + 1]})
-    expected = torch_plateaus(metrics, {})[-1]
-    assert (expected < torch.tensor(LR)).all()
-    torch.testing.assert_close(state.hyperparams["lr"], expected, rtol=1e-14, atol=0)
 
 
 def plateau_run(epochs, metrics, callback, optimizer, resume=None):

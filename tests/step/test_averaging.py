@@ -1,9 +1,7 @@
-"""Members that average with others between epochs: groups, weights, grids, gossip, and members that are away."""
+"""Members that average with others between epochs: groups, weights, and members that are away."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import pathlib
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import mixing
 from worker_arrays import assert_same
 
 M = 6
@@ -30,11 +27,6 @@ def mix(values: Tensor, callback: Any, rounds: int = 1, active: Tensor | None = 
         history.epochs.append({})
         state = callback(state, history) or state
     return state.params["weight"][:, 0]
-
-
-def distance(values: Tensor) -> float:
-    """The mean-square distance to the average."""
-    return float((values - values.mean(0)).square().sum(1).mean())
 
 
 def test_groups_average_with_weights_and_who_is_away_keeps_its_own():
@@ -61,69 +53,6 @@ def test_groups_average_with_weights_and_who_is_away_keeps_its_own():
     )
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (4, 4, 4, 4), (2, 3, 5), (7,)])
-def test_a_grid_has_the_average_of_all_after_as_many_rounds_as_dimensions(sizes: tuple[int, ...]):
-    values = torch.randn(math.prod(sizes), 3).double()
-    groups = mixing.grid(*sizes)
-    callback = hfta.callbacks.averaging(groups)
-    before = mix(values, callback, rounds=len(sizes) - 1)
-    after = mix(values, callback, rounds=len(sizes))
-    torch.testing.assert_close(after, values.mean(0).expand_as(after), rtol=0, atol=1e-13)
-    assert len(sizes) == 1 or distance(before) > 1e-3
-    for turn in range(2 * len(sizes)):
-        assert groups(turn).bincount().tolist() == [sizes[turn % len(sizes)]] * (
-            len(values) // sizes[turn % len(sizes)]
-        )
-    # Who has met in one round does not meet in the next.
-    same = [(groups(turn)[:, None] == groups(turn)).fill_diagonal_(False) for turn in range(len(sizes))]
-    assert len(sizes) == 1 or not any((one & other).any() for one, other in itertools.pairwise(same))
-
-
-def factor(count: int, groups: int) -> float:
-    """What is left of the mean-square distance of M peers, in expectation, after a round of groups drawn at random.
-
-    The average of n of M values, drawn without replacement, has variance S / n * (M - n) / (M - 1), where S is the mean
-    square; the sum over groups, n / M of it each, is S (groups - 1) / (M - 1), whatever their sizes. Who is away is a group
-    by itself.
-    """
-    return (groups - 1) / (count - 1)
-
-
-@pytest.mark.parametrize("count", [32, 128])
-def test_random_groups_approach_the_average_as_fast_as_the_formula_says(count: int):
-    peers, rounds, found = 256, 3, []
-    # Columns are draws of their own, but share groups; seeds do not.
-    for seed in range(30):
-        values = torch.randn(peers, 8, generator=torch.Generator().manual_seed(seed)).double()
-        after = mix(values, hfta.callbacks.averaging(mixing.at_random(peers, count, seed)), rounds)
-        torch.testing.assert_close(after.mean(0), values.mean(0), rtol=0, atol=1e-13)
-        found.append(distance(after) / distance(values))
-    measured, error = torch.tensor(found).mean(), torch.tensor(found).std() / math.sqrt(len(found))
-    expected = factor(peers, count) ** rounds
-    assert abs(measured - expected) < 4 * error and error < 0.1 * expected
-    assert factor(peers, count) <= (count - 1) / peers + count / peers**2
-    assert {tuple(mixing.at_random(peers, count)(0).bincount().unique().tolist())} == {(peers // count,)}
-
-
-def test_peers_that_drop_out_slow_the_average_down_as_the_formula_says():
-    peers, rate, found, expected = 256, 0.2, [], []
-    for seed in range(60):
-        values = torch.randn(peers, 8, generator=torch.Generator().manual_seed(seed)).double()
-        groups = mixing.dropouts(mixing.at_random(peers, 16, seed), rate, seed)
-        after = mix(values, hfta.callbacks.averaging(groups))
-        torch.testing.assert_close(after.mean(0), values.mean(0), rtol=0, atol=1e-13)
-        away = groups(0) < 0
-        assert torch.equal(after[away], values[away]) and 0.1 < away.double().mean() < 0.3
-        found.append(distance(after) / distance(values))
-        expected.append(factor(peers, len(groups(0)[~away].unique()) + int(away.sum())))
-    found, expected = torch.tensor(found), torch.tensor(expected)
-    gap = found - expected
-    assert abs(gap.mean()) < 4 * gap.std() / math.sqrt(len(gap)) and gap.std() < 0.2 * expected.mean()
-    assert torch.equal(mixing.dropouts([0] * 9, 1.0)(3), torch.full((9,), -1))
-    assert torch.equal(mixing.dropouts([0] * 9, 0.0)(3), torch.zeros(9, dtype=torch.int64))
-    assert not torch.equal(groups(0), groups(1))
-
-
 def run(**options: Any) -> hfta.run.Result:
     def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
@@ -143,7 +72,7 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
 
     def groups(turn: int) -> Tensor:
         rounds.append(turn)
-        return mixing.dropouts(mixing.grid(2, 3), 0.2)(turn)
+        return torch.tensor([[0, 0, 0, 1, 1, -1], [0, 1, 2, 0, -1, 2]][turn % 2])
 
     callbacks = [hfta.callbacks.averaging(groups, weights=lambda turn: torch.arange(1.0, M + 1), every=2)]
     whole = run(epochs=6, callbacks=callbacks)
@@ -164,7 +93,6 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
 def test_bad_input():
     values = torch.randn(M, 2)
     for callback, match in (
-        (hfta.callbacks.averaging([0.5] * M), r"groups is torch.float32 \[6\]; give one integer per model"),
         (hfta.callbacks.averaging(weights=[1.0] * 5), r"weights is \[5\] for 6 models in groups"),
         (hfta.callbacks.averaging(weights=[[1.0] * 5] * 5), r"weights is \[5, 5\] for 6 models"),
         (
@@ -176,5 +104,3 @@ def test_bad_input():
     ):
         with pytest.raises(hfta.errors.HyperparameterError, match=match):
             mix(values, callback)
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"rate is 1.5; it is a probability"):
-        mixing.dropouts([0], 1.5)

@@ -352,7 +352,7 @@ def test_bad_input_is_refused_with_a_cure():
         hfta.Ensemble.from_modules([])
     with pytest.raises(hfta.errors.StateError, match="must be of the same model"):
         hfta.predict(models("tied")[0], hfta.stack_params(models()), X[0])
-    with pytest.raises(ValueError, match="levels from 0 to 1"):
+    with pytest.raises(RuntimeError, match=r"in the range \[0, 1\]"):
         whole.predict(X[0]).quantiles([0.5, 1.5])
     with pytest.raises(ValueError, match=r"scores are .* of two classes or more"):
         _ = hfta.step.Prediction(torch.zeros(3, 5, 1)).probabilities

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import optree
 import pytest
 import torch
@@ -299,20 +298,6 @@ def test_epochs_of_unequal_length() -> None:
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, *[1] * (M - 1)])
     with pytest.raises(hfta.errors.HyperparameterError, match="every"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[1] * (M + 1)).init(params)
-
-
-@pytest.mark.parametrize("number", [np.int64(2), 2.0, torch.tensor(2)], ids=["numpy", "float", "tensor"])
-def test_numbers_of_steps_of_other_types(number: Any) -> None:
-    models = _models({"w": (2,)})
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
-    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=number, every=number)
-    params, _ = hfta.stack_params(models)
-    state, rates = optimizer.init(params), []
-    for _ in range(5):
-        updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
-        rates.append(-updates["w"][0, 0].item())
-    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_the_last_value_is_kept() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import optree
@@ -304,21 +303,6 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
     assert workers is not None or "d replayed: " in again.status
 
 
-def test_states_are_taken_joined_and_sent():
-    step = make_joint([with_noise(loss_d), with_noise(loss_g)], GAN(0.3))
-    state = start(step)
-    turned = hfta.concat([hfta.take(state, [2]), hfta.take(state, [0, 1])])
-    batch = make_batches()[0]
-    after, _ = step(turned, tuple(leaf[[2, 0, 1]] for leaf in batch))
-    torch.testing.assert_close(hfta.take(after, [1, 2, 0]), step(state, batch)[0], rtol=1e-12, atol=1e-14)
-    new = hfta.with_hyperparams(state.opt_state, **{"g.lr": 0.5})
-    assert new.groups["g"].hyperparams["lr"].tolist() == [0.5] * 3
-    assert new.groups["d"].hyperparams["lr"].tolist() == LR
-    step = make_joint([loss_d, loss_g])
-    sent = pickle.loads(pickle.dumps(step))
-    assert same(sent(start(sent), batch), step(start(step), batch))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.soak(ids="False")
 @pytest.mark.parametrize(("donate", "every"), [(True, {}), (False, {"g": 2})])
@@ -373,7 +357,7 @@ def test_batches_that_do_not_fit():
     words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; pass a multiple of 5 rows"
     with pytest.raises(hfta.errors.BatchError, match=words):
         step(start(step), make_batches()[0])
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"'gamma'.* would not be used"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"'gamma' is no number of the model"):
         start(step, hparams={"gamma": 1.0})
 
 
@@ -381,8 +365,8 @@ def test_batches_that_do_not_fit():
 @pytest.mark.parametrize("every", [{}, {"g": 2}])
 def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_STEPS", 0)
-    plain = make_joint((with_noise(loss_d), with_noise(loss_g)), every=every)
-    step, batches = plain.replayed(), make_batches(8)
+    plain, other = (make_joint((with_noise(loss_d), with_noise(loss_g)), every=every) for _ in range(2))
+    step, batches = other.replayed(), make_batches(8)
     # A member that fails goes back to where it was, also in a step that is replayed.
     batches[7][0][1] = torch.nan
     expected, after = run(plain, start(plain), batches), run(step, start(step), batches)

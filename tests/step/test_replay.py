@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import functools
 import gc
-import logging
 import time
 import types
 import warnings
@@ -142,10 +141,6 @@ def _ways() -> dict[str, Callable[[], Way]]:
         values = [1.0]
         return Way(lambda: values[0], lambda: values.append(values.pop() + 1))
 
-    def closure_length() -> Way:
-        values = [1.0]
-        return Way(lambda: float(len(values)), lambda: values.append(1.0))
-
     def counter() -> Way:
         calls = [0]
 
@@ -202,30 +197,12 @@ def _ways() -> dict[str, Callable[[], Way]]:
         settings = Slotted()
         return Way(lambda: settings.value, lambda: setattr(settings, "value", 2.0))
 
-    def item() -> Way:
-        settings = Settings()
-        return Way(lambda: settings.table["a"], lambda: settings.table.update(a=2.0))
-
-    def deep() -> Way:
-        settings = Settings()
-        return Way(lambda: settings.nested.deep.value, lambda: setattr(settings.nested.deep, "value", 2.0))
-
     def printed() -> Way:
         return Way(lambda: print(end="") or 1.0, lambda: None, replays=False)
-
-    def logged() -> Way:
-        logger = logging.getLogger("hfta_func.test")
-        return Way(lambda: logger.info("called") or 1.0, lambda: None, replays=False)
-
-    def member_of_set() -> Way:
-        values = {1.0}
-        return Way(lambda: 2.0 if 3.0 in values else 1.0, lambda: values.add(3.0))
 
     return {
         "a global": both(lambda: GLOBAL, lambda: _set("GLOBAL", 2.0)),
         "a global of a function called": both(lambda: helper(), lambda: _set("GLOBAL", 2.0)),
-        "a global function": both(lambda: helper(), lambda: _set("helper", lambda: 2.0)),
-        "a global list": both(lambda: WEIGHTS[0], lambda: WEIGHTS.__setitem__(0, 2.0)),
         "a global tensor, written": both(lambda: TENSOR, lambda: TENSOR.fill_(2.0)),
         "a member of an enum": both(lambda: COLOR.value, lambda: _set("COLOR", Color.BLUE)),
         "a tensor of a closure": tensor_closure,
@@ -234,36 +211,24 @@ def _ways() -> dict[str, Callable[[], Way]]:
         "a property that is replaced": both(
             lambda: SETTINGS.doubled, lambda: setattr(Settings, "doubled", property(lambda self: 7.0))
         ),
-        "a named tuple": both(lambda: POINT.value, lambda: _set("POINT", Point(2.0))),
         "an error that is caught": both(lambda: _caught(), lambda: TABLE.pop("a", None)),
-        "a name in text": both(lambda: TABLE[f"{'b'}"], lambda: TABLE.update(b=2.0)),
         "a function of PyTorch": both(lambda: F.relu(torch.ones(())), lambda: setattr(F, "relu", F.softplus)),
-        "a number of NumPy": both(lambda: float(NUMPY[0]), lambda: NUMPY.fill(2.0), replays=False),
         "a closure": closure,
         "a list of a closure": closure_list,
-        "the length of a list": closure_length,
         "a counter": counter,
         "an attribute": attribute("value", 2.0, lambda settings: settings.value),
-        "an attribute of an attribute": deep,
         "an attribute of a global": both(lambda: SETTINGS.value, lambda: setattr(SETTINGS, "value", 2.0)),
         "an attribute of a class": both(lambda: Settings.scale, lambda: setattr(Settings, "scale", 2.0)),
         "an attribute with slots": slotted,
-        "an attribute by name": attribute("value", 2.0, lambda settings: getattr(settings, "value")),  # noqa: B009
-        "an attribute that may be missing": attribute("extra", 2.0, lambda settings: getattr(settings, "extra", 1.0)),
-        "an item of a dict": item,
         "a property": attribute("value", 2.0, lambda settings: settings.doubled),
         "a method": attribute("value", 2.0, lambda settings: settings.method()),
-        "an object that is called": attribute("value", 2.0, lambda settings: settings()),
-        "the truth of an object": attribute("on", True, lambda settings: 2.0 if settings else 1.0),
         "a flag": attribute("on", True, lambda settings: 2.0 if settings.on else 1.0),
         "a default of an argument": both(lambda: with_default(), lambda: setattr(with_default, "__defaults__", (2.0,))),
         "a partial function": partial,
         "a function in an object": replaced_function,
         "the code of a function": replaced_code,
         "a cache": cached,
-        "a member of a set": member_of_set,
         "a print": printed,
-        "a log": logged,
         "the default dtype": both(
             lambda: 2.0 if torch.get_default_dtype() == torch.float64 else 1.0,
             lambda: torch.set_default_dtype(torch.float64),
@@ -351,21 +316,6 @@ def _rows(**options: Any) -> dict[str, Any]:
     return options
 
 
-def test_zeros_without_memory() -> None:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.func.hessian(lambda row: (row**3).sum())(model(x)[0]).square().mean()
-
-    step, plain = _steps(lambda: nn.Linear(3, 2, dtype=torch.float64), loss_fn)
-    state = other = _state(step, lambda: nn.Linear(3, 2, dtype=torch.float64))
-    for _ in range(6):
-        x = torch.randn(M, 4, 3, dtype=torch.float64)
-        state, metrics = step(state, x)
-        other, expected = plain(other, x)
-        assert _equal((state, metrics), (other, expected))
-    # Such zeros are not recorded; where tensordict is imported, its code ends the recording earlier.
-    assert step.status.startswith("eager: ")
-
-
 class Net(nn.Module):
     """Convolution, norm, dropout, and a tensor that is made and written."""
 
@@ -388,10 +338,6 @@ def net_loss(model: nn.Module, batch: Any) -> Any:
     x, y = batch
     out = model(x)
     return F.cross_entropy(out, y), {"accuracy": (out.argmax(-1) == y).float().mean()}
-
-
-def net_loss_of_numbers(model: nn.Module, batch: Any, hparams: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1]) * hparams["weight"]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -518,21 +464,6 @@ def _tape(step: Any) -> Any:
     return shape.records[0]._first
 
 
-def test_members_own_numbers() -> None:
-    models = [nn.Sequential(nn.Linear(3, 8), nn.Dropout(rate), nn.Linear(8, 2)) for rate in (0.1, 0.4)]
-    step, plain = (
-        hfta.make_train_step(models[0], net_loss_of_numbers, hfta.sgd(lr=[0.1, 0.2]), replay=on) for on in (True, None)
-    )
-    a = b = step.init(*hfta.stack_params(models), seeds=[0, 1], hparams={"weight": [1.0, 2.0]})
-    for number in range(12):
-        batch = torch.randn(2, 5, 3), torch.randint(0, 2, (2, 5))
-        if number == 8:
-            a, b = (state._replace(hparams=state.hparams | {"weight": torch.tensor([3.0, 4.0])}) for state in (a, b))
-        (a, reported), (b, expected) = step(a, batch), plain(b, batch)
-        assert _equal((a, reported), (b, expected)), (number, step.status)
-    assert step.status.startswith("replayed"), step.status
-
-
 def _by_global() -> hfta.schedules.Schedule:
     return hfta.schedules.Schedule({"value": 0.1}, lambda count, value: value * SETTINGS.value)
 
@@ -577,22 +508,6 @@ class Counted:
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
         return self.function(*args, **options)
-
-
-def test_a_global_hook_and_a_layer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    handle = None
-    for number in range(30):
-        if number == 8:
-            handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: 2 * output)
-        if number == 16 and handle is not None:
-            handle.remove()
-        if number == 24:
-            monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T * 3)
-        x = torch.randn(M, 4, 3)
-        (a, reported), (b, expected) = step(a, x), plain(b, x)
-        assert _equal((a, reported), (b, expected)), (number, step.status)
 
 
 def test_what_the_step_runs_in() -> None:
@@ -654,17 +569,6 @@ def test_what_tensors_are_like() -> None:
         assert step.status == "eager: a record has not paid yet", name
 
 
-def test_one_tensor_in_two_places() -> None:
-    step, eager = _steps(
-        lambda: nn.Linear(3, 2), lambda model, batch: (model(batch[0]) * batch[1].mean()).square().mean()
-    )
-    state, x, y = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3), torch.randn(M, 4, 3)
-    for batch in [(x, y)] * 6 + [(x, x), (y, x)] * 2:
-        expected, (state, metrics) = eager(state, batch), step(state, batch)
-        assert _equal(expected, (state, metrics))
-    assert step.status.startswith("replayed")
-
-
 def _with_weight(state: Any, weight: Tensor) -> Any:
     return state._replace(params={**state.params, "weight": weight})
 
@@ -691,39 +595,8 @@ def test_refusals_say_why() -> None:
     assert statuses(reading, [x] * 6, chunk_size=1).startswith("eager: ")
     shapes = [torch.randn(M, rows, 3) for rows in range(1, 12)]
     assert "more than 8 shapes" in statuses(lambda model, x: model(x).square().mean(), shapes)
-    with pytest.raises(ValueError, match="replay is 'yes'; it must be True, False, or None"):
+    with pytest.raises(ValueError, match="replay is 'yes'; it must be None, True or False"):
         hfta.make_train_step(nn.Linear(3, 2), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
-
-
-SCALE = {"by": 1.0}
-
-
-def scanning(model: nn.Module, x: Tensor) -> Tensor:
-    def body(place: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
-        return place * SCALE["by"] + push, place
-
-    return hfta.calls.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_loop_in_a_model(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(loss_fn: Any) -> list[str]:
-        step, plain = (
-            hfta.make_train_step(nn.Linear(3, 3), loss_fn, hfta.sgd(lr=0.1), replay=on) for on in (True, None)
-        )
-        a = b = step.init(*hfta.init_params(lambda: nn.Linear(3, 3), range(count)), seeds=range(count))
-        seen = []
-        for number in range(8):
-            if number == 6:
-                monkeypatch.setitem(SCALE, "by", 2.0)
-            x = torch.randn(count, 4, 3)
-            (a, reported), (b, expected) = step(a, x), plain(b, x)
-            assert _equal((a, reported), (b, expected)), (number, step.status)
-            seen.append(step.status)
-        return seen
-
-    seen = run(scanning)
-    assert seen[5].startswith("replayed") and seen[6].startswith("eager"), seen
 
 
 READS: dict[str, Callable[[Tensor], float]] = {

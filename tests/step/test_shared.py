@@ -208,17 +208,6 @@ def test_members_taken_from_a_state_do_not_write_its_trunk():
         hfta.concat([state, part])
 
 
-def test_loss_scales_of_the_members_cancel():
-    models = make_models()
-    plain, state = array(models)
-    scaled, other = array(models, loss_scale=[1.0, 8.0, 1024.0])
-    for batch in make_batches(2):
-        state, _ = plain(state, batch)
-        other, _ = scaled(other, batch)
-    for path in TRUNK:
-        torch.testing.assert_close(other.shared.params[path], state.shared.params[path], rtol=1e-10, atol=0)
-
-
 @pytest.mark.exhaustive
 def test_files_modules_evaluation_and_predictions_have_the_trunk(tmp_path):
     models = make_models()
@@ -273,16 +262,6 @@ def test_hyperparameters_of_the_trunk_have_names_of_their_own():
     assert changed.shared.opt_state.hyperparams["lr"].tolist() == [0.5]
     with pytest.raises(hfta.errors.HyperparameterError, match=r"shared\.momentum"):
         hfta.with_hyperparams(state, nothing=1.0)
-
-
-def test_init_params_leaves_the_trunk_to_the_step():
-    model = Heads()
-    params, buffers = hfta.init_params(Heads, seeds=[0, 1], shared_params=NAMES)
-    assert params.keys() == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
-    step = hfta.make_train_step(model, loss_fn, hfta.adam(lr=0.1), shared_params=NAMES)
-    state = step.init(params, buffers, seeds=[0, 1])
-    assert torch.equal(state.shared.params["trunk.0.weight"], model.trunk[0].weight)
-    assert state.shared.params["trunk.0.weight"].data_ptr() != model.trunk[0].weight.data_ptr()
 
 
 def test_bad_uses_are_refused_with_the_cure():

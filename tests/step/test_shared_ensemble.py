@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -159,22 +158,6 @@ def test_members_and_parts_of_it() -> None:
     assert whole.stacked().params["head.2.weight"].any()
 
 
-def test_it_is_saved_copied_moved_and_pickled() -> None:
-    given = models()
-    whole = ensemble(given).eval()
-    expected = whole(X[0])
-    twins = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), ensemble(copy.deepcopy(models())).eval()]
-    for parameter in twins[2].parameters():
-        parameter.data.add_(1.0)
-    twins[2].load_state_dict(whole.state_dict())
-    for twin in twins:
-        assert_same(twin(X[0]), expected)
-    low = whole.float()
-    torch.testing.assert_close(low(X[0].float()).double(), expected, rtol=1e-4, atol=1e-4)
-    assert {leaf.dtype for leaf in given[0].parameters()} == {torch.float64}, "the models are not moved"
-    assert_same(twins[0](X[0]), expected)
-
-
 @pytest.mark.exhaustive
 def test_compiled_and_exported() -> None:
     torch._dynamo.reset()
@@ -191,34 +174,6 @@ def test_compiled_and_exported() -> None:
     assert_same(program.module()(inputs), whole(inputs))
     held = program.state_dict
     assert held["array.trunk.weight"].shape == (6, 5) and held["array.base.0.weight"].shape == (5, 4)
-
-
-class Counting(Net):
-    """A base that writes what it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.how = "add"
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "add":
-            self.mask.offset += 1
-        elif self.how == "put":
-            self.mask.offset = self.mask.offset + 1
-        elif self.how == "trunk":
-            with torch.no_grad():
-                self.trunk.bias.add_(1)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("how", ["add", "put", "trunk"])
-def test_what_members_share_is_not_written(how: str) -> None:
-    given = models(Counting)
-    for model in given:
-        model.how = how
-    whole = ensemble(given)
-    with pytest.raises(hfta.errors.StateError, match=r"writes (its parameter )?'(mask.offset|trunk.bias)'"):
-        whole(X[0])
 
 
 def test_bad_input_is_refused_with_a_cure() -> None:

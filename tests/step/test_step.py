@@ -14,7 +14,6 @@ import hfta_func as hfta
 from clocks import CallClock
 from hfta_func import random
 from hfta_func.run.memory import peak_bytes
-from hfta_func.step.chunks import fastest
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -118,22 +117,6 @@ def test_auto_keeps_the_fastest(fast: int, monkeypatch: pytest.MonkeyPatch) -> N
     clock.check_measured_once(then=1)
 
 
-def test_auto_measures_each_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = [CallClock(monkeypatch, 5, 2)]
-
-    def counted(model: nn.Module, x: Tensor) -> Tensor:
-        clocks[-1].call()
-        return _loss(model, x)
-
-    _, step, state = _array(_line, counted, count=5, chunk_size="auto", batch_dims=None, verify=False)
-    x = _x()[0]
-    step(state, x)
-    clocks[-1].check_measured_once(then=1)
-    clocks.append(CallClock(monkeypatch, 3, 3))
-    step(hfta.take(state, [0, 1, 2]), x)
-    clocks[-1].check_measured_once(then=1)
-
-
 def test_auto_measures_nothing_inside_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfta_func.step.chunks.now", None)
     _, step, state = _array(_line, chunk_size="auto")
@@ -144,15 +127,6 @@ def test_auto_measures_nothing_inside_transforms(monkeypatch: pytest.MonkeyPatch
     _, plain, _ = _array(_line)
     expected = torch.stack([plain(state, x)[1]["loss"], plain(state, x + 1)[1]["loss"]])
     torch.testing.assert_close(nested, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("count", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (9, [1, 2, 4, 8, 9])]
-)
-def test_sizes_that_are_tried(count: int, sizes: list[int]) -> None:
-    runs: list[int] = []
-    assert fastest(runs.append, count, CPU) in sizes
-    assert runs == sizes * (len(runs) // len(sizes)) and len(runs) > len(sizes)
 
 
 # --- Members that stand still.
@@ -242,40 +216,6 @@ def test_a_gradient_whose_sum_overflows_is_finite(size: int | None) -> None:
     torch.testing.assert_close(after.params["weight"][1], state.params["weight"][1] - 3.0)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("place", [0, 7])
-def test_one_entry_that_is_not_finite_is_found(value: float, place: int) -> None:
-    class Passed(torch.autograd.Function):
-        """Adds its second argument to the gradient."""
-
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(weight: Tensor, slope: Tensor) -> Tensor:
-            return weight.clone()
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.save_for_backward(inputs[1])
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return grad + ctx.saved_tensors[0], None
-
-    def loss(model: Any, slope: Tensor) -> Tensor:
-        return Passed.apply(model.weight, slope).sum()
-
-    _, step, state = _array(_vector(), loss, hfta.sgd(lr=0.1))
-    slopes = torch.zeros(M, 1, 8)
-    slopes[1, 0, place] = value
-    after, metrics = step(state, slopes)
-    assert metrics["loss"].isfinite().all()
-    assert metrics["failure"].tolist() == [hfta.step.Failure.NONE, hfta.step.Failure.GRADIENT, hfta.step.Failure.NONE]
-    assert metrics["finite"].tolist() == [True, False, True]
-    assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
-    assert not _identical(hfta.take(after.params, [0]), hfta.take(state.params, [0]))
-
-
 def _rooted(model: Any, x: Tensor) -> Tensor:
     """Its gradient is infinite where the batch is 0, its value is not."""
     return (model.weight * x).abs().sum().sqrt()
@@ -316,28 +256,6 @@ def test_a_scale_never_becomes_infinite(start: float) -> None:
     # It can still go down.
     state = scale.update(state, overflow=torch.tensor([True, False]), active=torch.tensor([True, True]))
     assert state.scale.tolist() == [first / 2, 256.0]
-
-
-def test_scales_of_members_that_do_not_take_part_stay() -> None:
-    scale = hfta.step.LossScale(init_scale=8.0, growth_interval=2)
-    state = scale.init(4, CPU)
-    overflow, active = torch.tensor([False, True, False, True]), torch.tensor([True, True, False, False])
-    scales, streaks = [], []
-    for _ in range(3):
-        state = scale.update(state, overflow, active)
-        scales.append(state.scale.tolist())
-        streaks.append(state.growth_tracker.tolist())
-    assert scales == [[8.0, 4.0, 8.0, 8.0], [16.0, 2.0, 8.0, 8.0], [16.0, 1.0, 8.0, 8.0]]
-    assert streaks == [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
-
-
-def test_gradients_are_those_of_the_loss_whatever_the_scale() -> None:
-    scale = hfta.step.LossScale(init_scale=[1.0, 3.0, 1024.0])
-    _, step, state = _array(_vector(torch.float64), _slopes, hfta.sgd(lr=1.0), loss_scale=scale)
-    slopes = torch.randn(M, 1, 8, dtype=torch.float64)
-    after, metrics = step(state, slopes)
-    torch.testing.assert_close(after.params["weight"], state.params["weight"] - slopes, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(metrics["loss"], (state.params["weight"] * slopes).sum((1, 2)), rtol=1e-14, atol=0)
 
 
 # --- Memory.

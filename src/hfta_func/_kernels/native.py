@@ -151,7 +151,8 @@ def load(source: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     return None
 
 
-_KINDS = {torch.float32: "float", torch.float64: "double"}
+TYPES = {torch.float32: "float", torch.float64: "double"}
+"""The type in C of each dtype that has programs."""
 
 
 _ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
@@ -163,10 +164,10 @@ def load_file(module: str, dtype: torch.dtype | None, functions: str, flags: tup
 
     ``functions`` are their names, each with the types of its arguments: ``"p"`` for pointers and ``"n"`` for numbers.
     """
-    if dtype not in _KINDS:
+    if dtype not in TYPES:
         return None
     text = Path(module).with_suffix(".c").read_text()
-    library = load(f"#define REAL {_KINDS[dtype]}\n#define SIZE {dtype.itemsize}\n{text}", flags)
+    library = load(f"#define REAL {TYPES[dtype]}\n#define SIZE {dtype.itemsize}\n{text}", flags)
     for function in functions.split() if library is not None else ():
         name, _, types = function.partition(":")
         getattr(library, name).argtypes = [_ARGUMENTS[letter] for letter in types]

@@ -73,7 +73,6 @@ _DROPPED = native.shared_out(
                     }
                 }""",
 )
-_KINDS = {torch.float32: "float", torch.float64: "double"}
 _MIXED = native.shared_out(
     _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
 )
@@ -107,7 +106,7 @@ def dropped(
     None where several operators do it, or are faster and ``redraws`` does not forbid that they keep masks.
     """
     is_each = isinstance(scale, Tensor)
-    is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and x.dtype in _KINDS
+    is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and x.dtype in native.TYPES
     if not is_plain or start.dim() or not is_fast(start) or has_tangents():
         return None
     # In a replay, gradients call no Python. Rates have no gradient here.
@@ -200,7 +199,7 @@ def _drop(
 
     ``width`` is how many elements of each ``row`` a member has, None for all; words are counted without those that it lacks.
     """
-    run, out = native.program(_DROPPED.replace("KIND", _KINDS[x.dtype])), torch.empty(x.shape, dtype=x.dtype)
+    run, out = native.program(_DROPPED.replace("KIND", native.TYPES[x.dtype])), torch.empty(x.shape, dtype=x.dtype)
     if out.numel():
         length = torch.tensor(row)
         given = [stride, limit, scale.to(x.dtype), length if width is None else width]

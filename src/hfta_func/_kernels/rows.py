@@ -8,9 +8,6 @@ import torch
 
 from hfta_func._kernels import native
 
-TYPES = {torch.float32: "float", torch.float64: "double"}
-"""The type in C of each dtype that has programs."""
-
 _HEAD = """
 #define T {type}
 static void run_row(char **columns, int64_t leaves, int64_t start, int64_t length, const double *numbers, int64_t models,
@@ -42,7 +39,7 @@ def source(
     declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
     declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(num_numbers)]
     head = _HEAD.format(
-        type=TYPES[dtype],
+        type=native.TYPES[dtype],
         declarations="\n".join(f"    {line}" for line in declarations),
         body="\n".join(f"        {line}" for line in body),
         kept=" ".join(kept),

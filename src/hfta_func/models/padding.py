@@ -79,17 +79,6 @@ class Padding:
             given[path] = param if mask is None else torch.where(mask, param, 0.0)
         return given
 
-    def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
-        """Each member's own size along each axis of the parameters ``[M, ...]``."""
-        return {
-            path: [
-                masks[axis].sum(1).to(size.device)[size] if axis in masks else torch.full_like(size, length)
-                for axis, length in enumerate(leaf.shape[1:])
-            ]
-            for path, leaf in params.items()
-            for masks in [self.masks.get(path, {})]
-        }
-
     def enlarged(self, number: int, tensors: Params) -> Params:
         """Tensors of a true size padded with zeros, by their paths in the padded model."""
         device = next((leaf.device for leaf in tensors.values()), None)

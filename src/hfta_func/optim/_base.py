@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from hfta_func._tree import num_models, where, write
 from hfta_func._types import Params, PerModel, Schedule, Tree, call_text, recipe
 from hfta_func.errors import HyperparameterError
 
-true_sizes: ContextVar[Mapping[str, Sequence[Tensor]] | None] = ContextVar("true_sizes", default=None)
-"""While an optimizer's state is made for a padded model: by path, each member's own size along each axis, ``[M]``."""
+is_padded: ContextVar[bool] = ContextVar("is_padded", default=False)
+"""Whether an optimizer's state is made for models of different size, whose parameters are padded."""
 
 Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""

@@ -64,7 +64,7 @@ class Kernel:
             return None
         # What records operators must see one.
         compiles = compiles or num_dispatch_modes() > 0
-        if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in rows.TYPES:
+        if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in native.TYPES:
             return None
         source = _source_of(self._number, tuple(numbers), dtype, apply)
         if source is None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import Params, PerModel, recorded
+from hfta_func._types import PerModel, recorded
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, true_sizes
+from hfta_func.optim._base import GradientTransformation, Hyperparams, check_choice, is_padded
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, moments, pair_of
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -68,8 +68,6 @@ def lamb(
 
 MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
 """Momentum buffers."""
-SizedMuonState = namedtuple("SizedMuonState", [*MuonState._fields, "scale"])
-"""The same of a padded model, and the scale of each member's own matrices, ``[M, 1, 1]``."""
 
 
 @recorded
@@ -129,41 +127,24 @@ def muon(
                 f"muon takes only real matrices, but '{path}' of one model is {kind}{list(param.shape[1:])}; use "
                 f"partition(...) to give it another optimizer"
             )
+        if is_padded.get():
+            why = f"muon scales the update of '{path}' by its shape, which padding changes for smaller members"
+            raise HyperparameterError(f"{why}; use another optimizer, or make an array of the models of each size")
         return torch.zeros_like(param)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-momentum"] = 1 - at["momentum"]
 
-    def scale_of(rows: Tensor, columns: Tensor) -> Tensor:
-        if adjust_lr_fn == "original":
-            return (rows.double() / columns).nan_to_num(1.0).clamp(min=1).sqrt()
-        return 0.2 * torch.maximum(rows, columns).double().sqrt()
-
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, *true_scale: Tensor) -> Tensor:
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor) -> Tensor:
         decay_mean(buffer, grad, k["1-momentum"])
         update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps).to(param.dtype)
         rows, columns = param.shape[1:]
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        return direction * (true_scale[0] if true_scale else scale)
+        return direction * scale
 
-    plain, sized = (
-        leafwise(kind, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
-        for kind in (MuonState, SizedMuonState)
-    )
-
-    def init(params: Params) -> Any:
-        state, sizes = plain.init(params), true_sizes.get()
-        if sizes is None:
-            return state
-        scales = {path: scale_of(*sizes[path]).to(param)[:, None, None] for path, param in params.items()}
-        return SizedMuonState(*state, scale=scales)
-
-    def run(grads: Params, state: Any, params: Params, *how: Any) -> Any:
-        chosen: Any = sized if isinstance(state, SizedMuonState) else plain
-        return chosen.renew(grads, state, params, *how)
-
-    return by_renew(init, run)
+    how: Any = {"decoupled": True, "maximize": maximize, "elementwise": False}
+    return leafwise(MuonState, hyperparams, rule, prepare, start=start, **how)
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -15,7 +15,8 @@ from hfta_func import random
 from hfta_func._kernels import noise
 from hfta_func._torch import marker, replaced
 from hfta_func.calls.body import Body, path_in
-from hfta_func.step import commit, replay, train
+from hfta_func.step import replay, train
+from hfta_func.step.commit import Commit
 from hfta_func.step.gradients import Gradients
 
 _MOST_EACH = 3e-6
@@ -94,9 +95,9 @@ def marking(kind: str) -> Iterator[None]:
     """A block in which steps mark their phases, and models their modules; compiled steps have none, replayed no modules."""
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(noise, "drop", "noise")]
-    places += [(train, "judge", "judge"), (train, "check", "check"), (commit.Sharing, "update", "update")]
+    places += [(train, "judge", "judge"), (train, "check", "check"), (Commit, "renewed_shared", "update")]
     places += [(Gradients, "__call__", GRADIENTS), (replay.Replay, "__call__", "replayed")]
-    places += [(commit, "renewed", "update"), (train, "commit", "commit")]
+    places += [(Commit, "renewed", "update"), (Commit, "__call__", "commit")]
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places if kind != "compiled" else ():
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))

@@ -9,5 +9,6 @@ from hfta_func.step.options import LossScale as LossScale
 from hfta_func.step.prediction import Prediction as Prediction
 from hfta_func.step.state import TrainState as TrainState
 from hfta_func.step.state import average as average
+from hfta_func.step.state import mixing as mixing
 from hfta_func.step.state import stacked as stacked
 from hfta_func.step.train import TrainStep as TrainStep

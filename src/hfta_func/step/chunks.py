@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,23 +20,6 @@ from hfta_func.errors import LoopWarning, TraceError
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
-
-
-class _Job(NamedTuple):
-    """What members compute: ``run(members, batch) -> results``, trees of ``[M, ...]``; ``members`` begins with the keys."""
-
-    run: Callable[[Any, Tree], Any]
-    members: tuple[Any, ...]
-    batch: Tree
-    dims: Tree
-    adds: bool
-
-    def num_models(self) -> int:
-        return self.members[0].shape[0]
-
-    def part(self, start: int, stop: int) -> _Job:
-        members = tree_map(lambda leaf: leaf[start:stop], self.members)
-        return self._replace(members=members, batch=take_batch(self.dims, self.batch, slice(start, stop)))
 
 
 class Chunks:
@@ -55,25 +37,38 @@ class Chunks:
     def __call__(
         self, run: Any, members: tuple[Any, ...], batch: Tree, dims: Tree, adds: bool = False, size: Any = None
     ) -> Any:
-        """The results of all members; with ``adds`` their first part has no model axis and is added up over the groups."""
-        job = _Job(run, members, batch, dims, adds)
-        given: Any = size or self.size
-        return self._grouped(job, self._fastest(job) if given == "auto" else given or job.num_models())
+        """The results of all members, which begin with their keys; with ``adds`` the first of them are sums over members."""
+        count, device = members[0].shape[0], members[0].device
 
-    def _grouped(self, job: _Job, size: int) -> Any:
-        count = job.num_models()
-        return self._together(job) if size >= count else self._apart(job, [*range(0, count, size), count])
+        def part(start: int, stop: int) -> Any:
+            if stop - start == count:
+                return run(members, batch)
+            return run(tree_map(lambda leaf: leaf[start:stop], members), take_batch(dims, batch, slice(start, stop)))
 
-    def _together(self, job: _Job) -> Any:
+        def grouped(size: int) -> Any:
+            return self._apart(part, [*range(0, count, size), count], adds)
+
+        given: Any = size or self.size or count
+        # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
+        if given == "auto" and (torch.compiler.is_compiling() or inside_transform() or device.type == "xla"):
+            given = count
+        if given == "auto":
+            tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+            key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
+            if key not in self.sizes:
+                self.sizes[key] = fastest(grouped, count, device)
+            given = self.sizes[key]
+        return grouped(given)
+
+    def _together(self, part: Any, start: int, stop: int, adds: bool) -> Any:
         """The results of members that run as one, in smaller groups if they branch differently, or each alone."""
-        count = job.num_models()
-        if self._alone and count > 1:
-            return self._apart(job, [*range(count + 1)])
+        if self._alone and stop - start > 1:
+            return self._apart(part, [*range(start, stop + 1)], adds)
         try:
-            return job.run(job.members, job.batch)
+            return part(start, stop)
         except Diverged as error:
             where, sides, cause = user_code_location(error), error.sides, error.__cause__
-            if count == 1:
+            if stop - start == 1:
                 nested = (
                     f"{where} branches on the value of a tensor below a vmap of the model's own; use torch.where, masks"
                 )
@@ -81,38 +76,32 @@ class Chunks:
         if sides is None:
             # For good: each step would fail first.
             self._alone = True
-            turns, why = [*range(1, count)], f"members run one after another, because they cannot run as one: {cause}"
+            turns, why = (
+                range(start + 1, stop),
+                f"members run one after another, because they cannot run as one: {cause}",
+            )
         else:
-            turns = [i for i in range(1, count) if sides[i] != sides[i - 1]]
+            turns = [start + i for i in range(1, stop - start) if sides[i] != sides[i - 1]]
             cure = "members with different values run in groups; compute with tensors instead (torch.where, masks)"
             why = f"{where.rstrip(',')} branches on the value of a tensor, and {cure}"
         silence = "silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)"
         warnings.warn(f"{why}, or {silence}", LoopWarning, stacklevel=2)
-        return self._apart(job, [0, *turns, count])
+        return self._apart(part, [start, *turns, stop], adds)
 
-    def _apart(self, job: _Job, bounds: list[int]) -> Any:
+    def _apart(self, part: Any, bounds: list[int], adds: bool) -> Any:
+        if len(bounds) == 2:
+            return self._together(part, bounds[0], bounds[1], adds)
         pieces, total = [], None
         for start, stop in itertools.pairwise(bounds):
-            piece = self._together(job.part(start, stop))
-            if job.adds:
+            piece = self._together(part, start, stop, adds)
+            if adds:
                 # At once, or there would be one for each group at a time.
                 added, *piece = piece
                 total = added if total is None else tree_map(torch.add, total, added)
             pieces.append(piece)
             del piece
         joined = tree_map(lambda *parts: torch.cat(parts), *pieces)
-        return (total, *joined) if job.adds else joined
-
-    def _fastest(self, job: _Job) -> int:
-        count, device = job.num_models(), job.members[0].device
-        # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
-        if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
-            return count
-        tensors = (leaf for leaf in leaves(job.batch) if isinstance(leaf, Tensor))
-        key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
-        if key not in self.sizes:
-            self.sizes[key] = fastest(functools.partial(self._grouped, job), count, device)
-        return self.sizes[key]
+        return (total, *joined) if adds else joined
 
 
 def fastest(run: Callable[[int], object], count: int, device: torch.device) -> int:

@@ -186,29 +186,68 @@ def looked_at(verdict: Verdict, state: TrainState, options: Options) -> Verdict:
     return verdict._replace(keep=None if can_look(keep) and bool(keep.all()) else keep)
 
 
-class Sharing:
-    """The shared parameters of a step.
+class Commit:
+    """``commit(state, outputs, verdict) -> state``: the state after the step; members that are not kept stay as they are.
 
     Args:
-        model: The model that gives their first values.
-        paths: What ``shared_params`` names; empty if members share nothing that is trained.
-        optimizer: What updates them.
+        model: The model that gives the first values of shared parameters.
+        optimizer: What updates the others; one of the user's own may draw random numbers, from the members' keys.
+        options: Of the step.
+        in_place: Whether the update may be written into the parameters.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
-        self.paths = frozenset(shared_of(model, paths))
-        self._optimizer, self._draws = optimizer, not is_of_package(optimizer)
+    def __init__(self, model: nn.Module, optimizer: GradientTransformation, options: Options, in_place: bool):
+        self.shared = frozenset(shared_of(model, options.shared_params))
+        self._optimizer, self._shared_optimizer = optimizer, options.shared_optimizer or optimizer
+        self._draws, self._shared_draws = not is_of_package(optimizer), not is_of_package(self._shared_optimizer)
+        self._donate, self._in_place = options.donate, in_place
 
-    def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
-        """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
-        if not self.paths:
+    def init_shared(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
+        """Copies of the model's shared parameters and their optimizer's state; ``()`` if nothing is shared."""
+        if not self.shared:
             return ()
         named = model.named_parameters()
-        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.paths}
+        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.shared}
         # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
-        return Shared(params, self._optimizer.init(_as_one(params)))
+        return Shared(params, self._shared_optimizer.init(_as_one(params)))
 
-    def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+    def __call__(self, state: TrainState, outputs: StepOutputs, verdict: Verdict) -> TrainState:
+        """The next state, in new tensors or in the old ones."""
+        keep = verdict.keep
+        params, opt_state = self.renewed(state, outputs, keep)
+        after = TrainState(
+            params={path: params.get(path, param) for path, param in state.params.items()},
+            buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
+            opt_state=opt_state,
+            keys=state.keys,
+            step=state.step + state.active,
+            hparams=state.hparams,
+            active=verdict.active,
+            loss_scale=verdict.loss_scale,
+            shared=self.renewed_shared(state, outputs, keep),
+            carry=state.carry,
+        )
+        if not self._donate:
+            return after
+        write(state, after)
+        return state
+
+    def renewed(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> tuple[Params, Tree]:
+        """Parameters and the optimizer's state, new for members where ``keep`` is True."""
+        with (
+            routed_by_member(random.fold_in(state.keys, state.step + NOISE))
+            if self._draws
+            else contextlib.nullcontext()
+        ):
+            given = self._optimizer, outputs.grads, state.opt_state, outputs.params, keep
+            params, opt_state = renew(*given, donate=self._in_place)
+        old = {path: state.params[path] for path in outputs.params}
+        # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
+        if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):
+            params = where(keep, params, old)
+        return params, opt_state
+
+    def renewed_shared(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
         shared = state.shared
         if not isinstance(shared, Shared):
@@ -221,60 +260,11 @@ class Sharing:
         any_kept = None if keep is None else keep.any().reshape(1)
         # Noise of an optimizer comes from all members, in any order.
         key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))
-        with routed_by_member(key) if self._draws else contextlib.nullcontext():
-            params, opt_state = renew(
-                self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
-            )
+        with routed_by_member(key) if self._shared_draws else contextlib.nullcontext():
+            given = self._shared_optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept
+            params, opt_state = renew(*given, donate=self._donate)
         return Shared({path: param[0] for path, param in params.items()}, opt_state)
 
 
 def _as_one(params: Params) -> Params:
     return {path: param[None] for path, param in params.items()}
-
-
-def commit(
-    state: TrainState,
-    outputs: StepOutputs,
-    verdict: Verdict,
-    optimizer: GradientTransformation,
-    sharing: Sharing,
-    options: Options,
-    in_place: bool,
-    draws: bool,
-) -> TrainState:
-    """The state after the step; members that are not kept stay as they are.
-
-    An optimizer of the user's own, which may draw random numbers, ``draws`` from the members' keys.
-    """
-    keep = verdict.keep
-    key = random.fold_in(state.keys, state.step + NOISE) if draws else None
-    with contextlib.nullcontext() if key is None else routed_by_member(key):
-        params, opt_state = renewed(optimizer, state, outputs, keep, in_place)
-    after = TrainState(
-        params={path: params.get(path, param) for path, param in state.params.items()},
-        buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
-        opt_state=opt_state,
-        keys=state.keys,
-        step=state.step + state.active,
-        hparams=state.hparams,
-        active=verdict.active,
-        loss_scale=verdict.loss_scale,
-        shared=sharing.update(state, outputs, keep, options.donate),
-        carry=state.carry,
-    )
-    if not options.donate:
-        return after
-    write(state, after)
-    return state
-
-
-def renewed(
-    optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs, keep: Tensor | None, in_place: bool
-) -> tuple[Params, Tree]:
-    """Parameters and the optimizer's state, new for members where ``keep`` is True, in new tensors or the state's own."""
-    old = {path: state.params[path] for path in outputs.params}
-    params, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=in_place)
-    # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
-    if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):
-        params = where(keep, params, old)
-    return params, opt_state

@@ -24,7 +24,7 @@ from hfta_func.step.layers import Layers, follow_member, layers_of, without_stac
 from hfta_func.step.prediction import Deployed, Predicting, Prediction
 from hfta_func.verify import Verify
 
-_MADE = ("_values", "_runs", "_modules_now")
+_MADE = ("_runs", "_modules_now")
 """Attributes of an ensemble that are made anew in a copy."""
 
 
@@ -288,19 +288,19 @@ class Ensemble(nn.Module):
         """Note where the tensors are."""
         self._layers.index(self.array, self._shared, self._base)
         self._modules_now = [*self.array.modules()]
-        self._runs: dict[Any, Predicting] = {}
-        self._values: dict[Any, list[Any]] = {}
+        # What layers were when it was made, and what calls the members, by the modes of the layers.
+        self._runs: dict[Any, tuple[list[Any], Predicting]] = {}
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
     def _choose(self, training: bool | None = None) -> tuple[Predicting, bool]:
         """What calls the members with the modes and settings that the layers have now, and whether one is in train mode."""
         modes = training, *[module.training for module in self._modules_now]
         self._prepare(modes)
-        return self._runs[modes], any(modes)
+        return self._runs[modes][1], any(modes)
 
     @constant_to_compiler
     def _prepare(self, modes: tuple[bool | None, ...]) -> bool:
-        before, values = self._values.get(modes, ()), self._layers.values()
+        before, values = self._runs[modes][0] if modes in self._runs else (), self._layers.values()
         if len(values) == len(before) and all(map(operator.is_, values, before)):
             return True
         compiling = set_compiling(False)
@@ -308,10 +308,10 @@ class Ensemble(nn.Module):
             with outside_transforms():
                 self._layers.follow(self.array, self._model[0])
                 verify = self.verify and not self._layers.has_hooks
-                self._runs[modes] = Predicting(self._model[0], modes[0], bool(self._base), verify)
+                run = Predicting(self._model[0], modes[0], bool(self._base), verify)
         finally:
             set_compiling(compiling)
-        self._values[modes] = self._layers.values()
+        self._runs[modes] = self._layers.values(), run
         return True
 
     def __getstate__(self) -> dict[str, Any]:

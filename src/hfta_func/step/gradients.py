@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -51,14 +50,7 @@ class StepOutputs(NamedTuple):
 class Gradients(ArrayFunction):
     """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outline: nn.Module,
-        loss_fn: Callable[..., Any],
-        trainable: frozenset[str],
-        options: Options,
-    ):
+    def __init__(self, model: nn.Module, outline: nn.Module, loss_fn: Any, trainable: frozenset[str], options: Options):
         super().__init__(model, outline, loss_fn, options, checkpoint=options.checkpoint, renorms=True)
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
@@ -97,7 +89,6 @@ class Gradients(ArrayFunction):
             grads, *others = self.compute(given, batch, {})
             grads = _unscaled(grads, given.scale)
             apart = {path: grads.pop(path) for path in shared}
-        self.members.has_run(given.keys)
         (losses, metrics, buffers), trained = others, _without(given.trained, shared)
         buffers = emptied(buffers, state.hparams, state.buffers)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart, summed)
@@ -127,22 +118,15 @@ class Gradients(ArrayFunction):
         # One copy, whose gradient is the sum over members.
         together = {path: leaf for path, leaf in common.items() if path not in self.base}
 
-        def total(frozen: Params, trained: Params) -> tuple[Tensor, Any]:
+        def total(trained: Params) -> tuple[Tensor, Any]:
             once = common | {path: trained[path] for path in together}
-            without_shared = given._replace(trained=_without(trained, together), frozen=frozen)
+            without_shared = given._replace(trained=_without(trained, together))
             losses, metrics, buffers = self._mapped(batch, without_shared, tree, once, _with_buffers, judged)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses * given.scale if isinstance(given.scale, Tensor) else losses
             return scaled.sum(), (losses, metrics, buffers)
 
-        # The first step finds out whether what is kept is written, which PyTorch does not notice under hooks.
-        less = self.options.save == "less" and not self.members.is_first(given.keys)
-
-        def differentiate(frozen: Params, trained: Params = given.trained | together) -> tuple[Params, Any]:
-            return grad_and_aux(trained, functools.partial(total, frozen), less)
-
-        guarded = (given.frozen,) if self.rewrites_params else (given.frozen, given.trained | together)
-        grads, aux = self.members.guard(given.keys, differentiate, *guarded)
+        grads, aux = grad_and_aux(given.trained | together, total, self.options.save == "less")
         if together:
             return {path: grads[path] for path in together}, _without(grads, together), *aux
         return grads, *aux

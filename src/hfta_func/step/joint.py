@@ -153,16 +153,14 @@ class JointStep(Compiled):
             return state, metrics
 
     def replayed(self, steps: int | None = None) -> JointStep:
-        """The step, each of whose networks is replayed; see :meth:`TrainStep.replayed`.
+        """The step, each of whose networks is replayed from now on; see :meth:`TrainStep.replayed`.
 
         Args:
             steps: How often it will be called, if that is known.
         """
-        twin = object.__new__(JointStep)
-        vars(twin).update({name: value for name, value in vars(self).items() if name != "_function"})
-        calls = {name: steps and steps * self._parts // self._every[name] for name in self._steps}
-        twin._steps = {name: step.replayed(calls[name]) for name, step in self._steps.items()}
-        return twin
+        for name, step in self._steps.items():
+            step.replayed(steps and steps * self._parts // self._every[name])
+        return self
 
     @property
     def oracle(self) -> Oracle:
@@ -193,7 +191,7 @@ class JointStep(Compiled):
                 if torch.compiler.is_dynamo_compiling():
                     # A compiler does not know the values of what other networks have become.
                     first = given._replace(params=before.params, buffers=before.buffers)
-                    gradients.members.rehearse(gradients.tensors(first), rows, {})
+                    gradients.rehearse(gradients.tensors(first), rows, {})
                 after, report = self._steps[name](given, rows)
                 if self._once:
                     # What has moved since the latest update of its network stays.

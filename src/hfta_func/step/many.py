@@ -15,8 +15,7 @@ from hfta_func._types import Tree, check_counts
 from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError
 from hfta_func.step.batch import plain, restored
-from hfta_func.step.members import Members
-from hfta_func.step.options import Options
+from hfta_func.step.members import Rehearsed
 from hfta_func.step.state import TrainState
 
 
@@ -24,23 +23,13 @@ class ManySteps(Compiled):
     """``many(state, batches) -> (state, metrics)``, see :attr:`TrainStep.many`."""
 
     def __init__(self, step: Any):
-        self._step = step
+        self._step, self.options, self.base = step, step.options, step.base
         # In a graph, what a loop carries can neither be written nor recorded.
         options = replace(step.options, donate=False, replay=None)
-        self._in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
+        self.in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
 
     def __reduce__(self) -> Any:
         return type(self), (self._step,)
-
-    @property
-    def options(self) -> Options:
-        """Those of the step."""
-        return self._step.options
-
-    @property
-    def base(self) -> dict[str, Tensor]:
-        """What all members share."""
-        return self._step.base
 
     def __call__(self, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Take a step with each batch in turn.
@@ -60,9 +49,9 @@ class ManySteps(Compiled):
         if not _is_loop():
             return self._take(self._step, state, batches)
         # A compiler knows the values of a graph's inputs, but none of a loop.
-        gradients = self._in_graph._gradients
-        gradients.members.rehearse(gradients.tensors(state), _first(batches), {})
-        return self._committed(state, *self._take(self._in_graph, state, batches))
+        gradients = self.in_graph._gradients
+        gradients.rehearse(gradients.tensors(state), _first(batches), {})
+        return self._committed(state, *self._take(self.in_graph, state, batches))
 
     def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         tree = plain(batches)
@@ -78,16 +67,12 @@ class ManySteps(Compiled):
         return state, metrics
 
 
-class Loop(ManySteps):
+class Loop(ManySteps, Rehearsed):
     """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
 
-    def __init__(self, step: Any):
-        super().__init__(step)
-        self._members = Members(self._rehearsal)
-
     def _rehearsal(self, state: TrainState) -> None:
-        gradients, (_, batches, _) = self._in_graph._gradients, self._collect(state)
-        gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches), {})
+        gradients, (_, batches, _) = self.in_graph._gradients, self._collect(state)
+        gradients.rehearse_eagerly(gradients.tensors(state), _first(batches), {})
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
         """Collect batches and take a step with each of them, again and again.
@@ -130,8 +115,8 @@ class Loop(ManySteps):
     def _run(self, state: TrainState, call: Callable[[Any, TrainState], Any]) -> tuple[TrainState, dict[str, Tensor]]:
         if not _is_loop():
             return call(self._step, state)
-        self._members.rehearse(state)
-        return self._committed(state, *call(self._in_graph, state))
+        self.rehearse(state)
+        return self._committed(state, *call(self.in_graph, state))
 
     def _iterate(self, step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor], dict[str, Tensor]]:
         """Collect, and take a step with each batch: the state, all metrics, and those that ``collect`` returns."""

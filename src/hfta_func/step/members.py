@@ -8,24 +8,17 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import (
-    can_look,
-    constant_to_compiler,
-    current_trace,
-    inside_transform,
-    set_compiling,
-    writes,
-)
+from hfta_func._torch import constant_to_compiler, current_trace, inside_transform, set_compiling
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
-from hfta_func.errors import HyperparameterError, StateError
+from hfta_func.errors import HyperparameterError
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
@@ -45,47 +38,18 @@ from hfta_func.step.batch import (
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
-from hfta_func.verify import WRITES, Case, Oracle, Trial, autocasting, same
-
-T = TypeVar("T")
+from hfta_func.verify import Case, Oracle, Trial, autocasting, same
 
 
-class Members:
-    """What calls of a function for all members know of each other.
+class Rehearsed:
+    """What runs members eagerly just before a compiler traces them, so that both learn and refuse the same."""
 
-    Args:
-        rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.
-    """
+    _rehearsed: Callable[[], Any] | None = None
 
-    def __init__(self, rehearsal: Callable[..., Any]):
-        self._rehearsal = rehearsal
-        self.made = MadeCalls()
-        self._has_run = False
-        self._rehearsed: Callable[[], Any] | None = None
-
-    def is_first(self, keys: Tensor) -> bool:
-        """Whether the members have not been called yet, where values can be looked at: eagerly on a CPU, outside transforms.
-
-        To a compiler it is always False; it would compile again once the answer changes.
-        """
-        return can_look(keys) and not self._has_run
-
-    def guard(self, keys: Tensor, call: Callable[..., T], *params: Params) -> T:
-        """``call(*params)``; raises a StateError if it writes one of them in place, where that can be seen.
-
-        Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
-        """
-        params = copied(params) if self.is_first(keys) else params
-        # A compiler makes copies.
-        every = [(*pair, writes(pair[1])) for tree in params for pair in tree.items()] if can_look(keys) else []
-        result = call(*params)
-        for path, param, count in every:
-            if writes(param) != count:
-                raise StateError(WRITES.format(path))
-        return result
+    _rehearsal: Callable[..., None]
 
     def rehearse(self, *given: Tree) -> None:
-        """Make the ``rehearsal`` while a compiler traces, once in each trace, as padded sizes depend on shapes.
+        """Make the rehearsal while a compiler traces, once in each trace, as padded sizes depend on shapes.
 
         A compiler knows the values of a graph's inputs, in containers that it can take apart, and outside of transforms.
         """
@@ -109,14 +73,9 @@ class Members:
         return True
 
     def rehearse_eagerly(self, *given: Tree) -> None:
-        """Make the ``rehearsal`` where the values are known."""
+        """Make the rehearsal where the values are known."""
         self._rehearsal(*given)
         self._rehearsed = weakref.ref(trace) if (trace := current_trace()) is not None else None
-
-    def has_run(self, keys: Tensor) -> None:
-        """Note that all members have been called: from now on, parameters are not copied."""
-        if can_look(keys):
-            self._has_run = True
 
 
 class Tensors(NamedTuple):
@@ -130,7 +89,7 @@ class Tensors(NamedTuple):
     scale: Any = ()  # what each member's loss is multiplied by
 
 
-class ArrayFunction:
+class ArrayFunction(Rehearsed):
     """A user's function of one model, which is called for all members and compared with members alone.
 
     Subclasses compute it in :meth:`_run`, and say what of its results is compared by :meth:`_read` and :meth:`_results`.
@@ -146,16 +105,14 @@ class ArrayFunction:
 
     training: bool | None = None
     takes_gradients = False
+    _run: Callable[..., Any]
+    """``run(batch, given, tree, common, judged)``: the results of members; what is ``common`` they hold once."""
+    _read: Callable[[Any], tuple[Any, dict[str, Params]]]
+    """What is differentiated of one member's result, and what is compared, by kind."""
+    _results: Callable[[Any, Tensors, Params], dict[str, Params]]
+    """The same of what :attr:`_run` returns for all members."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outline: nn.Module,
-        func: Callable[..., Any],
-        options: Options,
-        held: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, model: nn.Module, outline: nn.Module, func: Any, options: Options, held: Any = None, **how: Any):
         self.takes_hparams = num_positional(func) >= 3
         self.chunks = Chunks(options.chunk_size)
 
@@ -167,13 +124,10 @@ class ArrayFunction:
         self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
         self._bound.ends_calls = False
         self._source, self.options = (outline, func), options
-        self.oracle = Oracle(options.verify, held or func, outline)
-        self.members = Members(self._rehearse)
-
-    @property
-    def base(self) -> Params:
+        self.base: Params = base_of(outline, options.share_frozen)
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._source[0], self.options.share_frozen)
+        self.oracle = Oracle(options.verify, held or func, outline)
+        self._made = MadeCalls()
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
@@ -189,25 +143,13 @@ class ArrayFunction:
         def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
             return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
 
-        run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self.members.made)
+        run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self._made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
 
-    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
-        """The results of all members, which hold what is ``common`` once, for a ``tree`` made of a batch by ``plain``."""
-        raise NotImplementedError
-
-    def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        """What is differentiated of one member's result, and what is compared, by kind."""
-        raise NotImplementedError
-
-    def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
-        """The same of what :meth:`_run` returns for all members."""
-        raise NotImplementedError
-
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
-        self.members.rehearse(given, batch, common)
+        self.rehearse(given, batch, common)
         run = functools.partial(self._run, batch, common=common)
         calls = self.oracle.as_one_call(run, len(given.keys))
         results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)
@@ -217,16 +159,10 @@ class ArrayFunction:
         return results
 
     def called(self, given: Tensors, batch: Tree, shared: Params, base: Params) -> Any:
-        """The results of all members, which write no parameter, compared with members alone in some calls."""
-        trial = None if torch.compiler.is_compiling() else self.oracle(given.keys, plain(batch))
-
-        def run(trained: Params, frozen: Params, shared: Params) -> Any:
-            return self.compute(given._replace(trained=trained, frozen=frozen), batch, shared | base)
-
-        outputs = self.members.guard(given.keys, run, given.trained, given.frozen, shared)
-        self.members.has_run(given.keys)
+        """The results of all members, compared with members alone in some calls."""
+        trial, common = None if torch.compiler.is_compiling() else self.oracle(given.keys, plain(batch)), shared | base
+        outputs = self.compute(given, batch, common)
         if trial is not None:
-            common = shared | base
             self.compare(trial, given, batch, common, None if given.trained else self._results(outputs, given, common))
         return outputs
 
@@ -243,7 +179,7 @@ class ArrayFunction:
             case = self._case(given, batch, common)
             trial(case, case.again(same, None, False), members)
 
-    def _rehearse(self, given: Tensors, batch: Tree, common: Params) -> None:
+    def _rehearsal(self, given: Tensors, batch: Tree, common: Params) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""
         part = take_batch(self.dims_of(batch), batch, slice(0, 1))
         self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
@@ -291,13 +227,10 @@ def num_positional(func: Callable[..., Any]) -> int:
 
 def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
     """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
-    unused = sorted({*names} - known)
-    if unused and not takes_hparams:
-        cure = f"give it a third argument, or name a number of the model by its path: {numbers_text(known, unused[0])}"
-        raise HyperparameterError(f"hparams {unused} would not be used: the loss takes only (model, batch); {cure}")
-    wrong = [name for name in unused if "." in name]
-    if wrong:
-        raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
+    for name in sorted({*names} - known):
+        if "." in name or not takes_hparams:
+            why = "" if takes_hparams else ", and the loss takes only (model, batch); give it a third argument"
+            raise HyperparameterError(f"'{name}' is no number of the model{why}; {numbers_text(known, name)}")
 
 
 def check(state: TrainState, batch: Tree, known: Shapes, dims: Tree) -> None:

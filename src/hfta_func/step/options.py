@@ -85,14 +85,15 @@ class LossScale:
         )
 
 
-_CHOICES = (
-    ("autocast", (None, torch.bfloat16, torch.float16), "torch.bfloat16, torch.float16, or None"),
-    ("nonfinite", ("skip", "freeze", "raise"), "'skip', 'freeze' or 'raise'"),
-    ("replay", (None, True, False), "True, False, or None for replays in fit only"),
-    ("save", ("all", "less"), "'all' or 'less'"),
-    ("verify", ("first", True, False), "'first', True or False"),
-    *((name, (True, False), "True or False") for name in ("donate", "share_frozen")),
-)
+_CHOICES = {
+    "autocast": (None, torch.bfloat16, torch.float16),
+    "nonfinite": ("skip", "freeze", "raise"),
+    "replay": (None, True, False),
+    "save": ("all", "less"),
+    "verify": ("first", True, False),
+    "donate": (True, False),
+    "share_frozen": (True, False),
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,11 +128,10 @@ class Options:
         size: Any = self.chunk_size
         if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1 and size is not True)):
             raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
-        for name, known, text in _CHOICES:
-            value = getattr(self, name)
-            # 1 is equal to True, and no choice.
-            if not any(type(value) is type(one) and value == one for one in known):
-                raise ValueError(f"{name} is {value!r}; it must be {text}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                *others, last = map(repr, choices)
+                raise ValueError(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
         scale = self.loss_scale
         if scale is not None and not isinstance(scale, LossScale):
             scale = LossScale(scale, backoff_factor=1.0, growth_factor=1.0)

@@ -60,15 +60,7 @@ class Prediction:
             ``[N, ...]``, or ``[levels, N, ...]`` for several.
         """
         at = torch.as_tensor(levels, dtype=self.outputs.dtype, device=self.outputs.device)
-        if not bool(((at >= 0) & (at <= 1)).all()):
-            raise ValueError(f"levels is {levels!r}; quantiles are at levels from 0 to 1")
-        # Not torch.quantile, which refuses large tensors.
-        order, position = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
-        low, part = position.floor().long(), position.frac().reshape(-1, *[1] * (order.dim() - 1))
-        values = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
-        # Sorted, NaN is last.
-        values = torch.where(order[-1].isnan(), order[-1], values)
-        return values.reshape(*at.shape, *order.shape[1:])
+        return self.outputs.quantile(at, dim=0)
 
     @property
     def probabilities(self) -> Tensor:
@@ -230,11 +222,8 @@ class Predicting(ArrayFunction):
         self.training = training
         options = Options(share_frozen=share_frozen, verify=verify)
         super().__init__(model, model, _call, options, held=type(model).forward)
-
-    @property
-    def base(self) -> Params:
-        """Nothing but what is common."""
-        return {}
+        # Nothing but what is common.
+        self.base = {}
 
     def batches(
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
@@ -243,29 +232,19 @@ class Predicting(ArrayFunction):
         return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
 
     def __call__(
-        self,
-        stacked: Stacked,
-        common: tuple[Params, Params],
-        keys: Tensor,
-        args: Any,
-        kwargs: dict[str, Any],
-        batch_dims: Tree,
+        self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, args: Any, kwargs: Any, batch_dims: Tree
     ) -> tuple[Any, Params]:
         """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
         batch = Arguments(args, kwargs, tuple(batch_dims) if isinstance(batch_dims, list) else batch_dims)
-        (shared, base), dims = (
-            common,
-            {"args": batch.dims, "kwargs": None if isinstance(batch.dims, tuple) else batch.dims},
-        )
+        dims = {"args": batch.dims, "kwargs": None if isinstance(batch.dims, tuple) else batch.dims}
+        given = plain({"args": args, "kwargs": kwargs})
         # What is no tensor belongs to all members.
-        parts = tree_map(
-            lambda leaf: leaf if isinstance(leaf, Tensor) else None, plain({"args": args, "kwargs": kwargs})
-        )
+        parts = tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, given)
         check_batch(dims, parts, keys.shape[0], "the input")
         differs = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
         trained, frozen = ({k: x for k, x in stacked.params.items() if (k in differs) == on} for on in (True, False))
         given = Tensors(keys, trained, frozen, stacked.buffers, {})
-        outputs, buffers = self.called(given, batch, shared, base)
+        outputs, buffers = self.called(given, batch, *common)
         return joined(outputs, self._rest), buffers
 
     def dims_of(self, batch: Any) -> Tree:

@@ -162,17 +162,15 @@ class Record:
             return step.finish(state, StepOutputs(*parts), verdict)
         return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
 
-    def check(self, step: Any, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
+    def check(self, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
         """Compare what the step has decided with the record, which is used from then on, or says why not."""
-        decision = outputs[:-1], verdict
-        decides = leaves(decision)
+        decision = leaves((outputs[:-1], verdict))
         try:
-            if not all(map(_same_bits, decides, self._first.rehearse(leaves((state, batch))))):
+            if not all(map(_same_bits, decision, self._first.rehearse(leaves((state, batch))))):
                 self.why_not = "its record gives other values than the functions, which read what cannot be seen"
             elif self._second is not None:
-                expected = leaves(_written(step, state, decision))
-                if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decides]))):
-                    self._second = None
+                # Of this package's own functions alone.
+                self._second.rehearse([*leaves(state), *decision])
         except Exception as error:
             self.why_not = f"its record cannot run: {type(error).__name__}"
         self.is_checked = self.why_not is None
@@ -241,12 +239,10 @@ class Replay:
         """The next state and the metrics."""
         if self.left is not None:
             self.left -= 1
-        if (why_not := why_not_now(self._step, state, batch)) is not None:
-            self.status = f"eager: {why_not}"
-            return self._step.eagerly(state, batch)
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-        shape = self._shape(inputs, layout, state)
-        if shape is None:
+        shape = why_not_now(self._step, state, batch) or self._shape(inputs, layout, state)
+        if isinstance(shape, str):
+            self.status = f"eager: {shape}"
             return self._step.eagerly(state, batch)
         record = next((one for one in shape.records if one.reads.holds()), None)
         if record is not None and record.is_checked:
@@ -260,7 +256,7 @@ class Replay:
         finally:
             self._recording.release()
 
-    def _shape(self, inputs: list[Tensor], layout: Any, state: TrainState) -> _Shape | None:
+    def _shape(self, inputs: list[Tensor], layout: Any, state: TrainState) -> _Shape | str:
         sizes = (tuple(leaf.tolist()) for leaf in member_sizes(state))
         modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
         settings = layout, _choice.state, *OUTSIDE.values(), *modes, *sizes
@@ -270,11 +266,10 @@ class Replay:
         try:
             key = *settings, *map(kind_of, inputs)
         except (AttributeError, RuntimeError):
-            return None  # The step says what is no tensor, or has no strides.
-        if key not in self._shapes and len(self._shapes) == _SHAPES:
-            self.status = f"eager: the batches have more than {_SHAPES} shapes"
-            return None
+            return "the batch holds what is no tensor, or has no strides"
         if key not in self._shapes:
+            if len(self._shapes) == _SHAPES:
+                return f"the batches have more than {_SHAPES} shapes"
             self._shapes[key] = _Shape(settings, likeness(inputs))
         return self._shapes[key]
 
@@ -282,7 +277,7 @@ class Replay:
         """An eager call, in which a record is checked, made, or found to pay."""
         step = self._step
         if record is not None:
-            result = step.eagerly(state, batch, functools.partial(record.check, step, state, batch))
+            result = step.eagerly(state, batch, functools.partial(record.check, state, batch))
             if record.why_not is not None:
                 shape.why_not, shape.records = record.why_not, []
             return result
@@ -326,8 +321,7 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
 
 def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
     """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
-    if step.options.donate:
-        step = type(step)(*step._made_from[:3], dataclasses.replace(step.options, donate=False))
+    step = step.many.in_graph
     with torch.no_grad():
         # The first call learns what the model does.
         step.eagerly(state, batch)

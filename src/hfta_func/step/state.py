@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._torch import inside_transform, is_captured
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import HyperparameterError, StateError
@@ -51,11 +50,7 @@ class TrainState(NamedTuple):
         # Trees of other leaves, such as of axes, are of this class, too.
         if not isinstance(self.keys, Tensor):
             return tuple.__repr__(self)
-        text = f"{self.keys.numel()} members"
-        if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
-            steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
-            text += f", step {steps}, {int(self.active.sum())} active"
-        return f"TrainState({text})"
+        return f"TrainState({self.keys.numel()} members)"
 
 
 def stacked(state: Any) -> Stacked:
@@ -143,3 +138,29 @@ def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tens
         return torch.where(spoilt, torch.nan, share @ torch.where(finite, flat, 0)).to(leaf.dtype).reshape(leaf.shape)
 
     return tree_map(mixed, tree)
+
+
+def mixing(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | None = None) -> Tensor:
+    """Groups that average among each other as weights ``[M, M]`` for :func:`average`.
+
+    Args:
+        groups: ``[M]`` integers: members with the same number are a group; those with -1 are away and keep what they have.
+        weights: ``[M]``, such as numbers of rows; equal by default. A group whose weights are all 0 keeps what it has.
+
+    Raises:
+        HyperparameterError: if there is not one weight per member.
+
+    Example:
+        >>> mixing([0, 0, -1])
+        tensor([[1., 1., 0.],
+                [1., 1., 0.],
+                [0., 0., 1.]], dtype=torch.float64)
+    """
+    labels = torch.as_tensor(groups)
+    weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
+    if weight.shape != labels.shape:
+        raise HyperparameterError(f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one each")
+    together = (labels[:, None] == labels) & (labels >= 0)
+    shares = torch.where(together, weight.double(), 0.0)
+    # Of itself alone, a member keeps what it has.
+    return torch.where((shares == 0).all(1)[:, None], torch.eye(len(labels), device=labels.device), shares)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,23 +15,21 @@ from hfta_func._types import Params, PerModel, Tree
 from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
-from hfta_func.models.sharing import base_of
-from hfta_func.models.sizes import SIZE
+from hfta_func.models.sharing import shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import (
     GradientTransformation,
     Range,
     check_transformation,
-    is_of_package,
+    is_padded,
     per_member,
-    true_sizes,
 )
 from hfta_func.optim._base import check as check_range
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
-from hfta_func.step.commit import Sharing, Verdict, commit, judge, looked_at
+from hfta_func.step.commit import Commit, Verdict, judge, looked_at
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.members import check, check_hparams
@@ -142,31 +139,38 @@ class TrainStep(Compiled):
         self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
-        self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
+        shared = shared_of(model, options.shared_params)
         trained = {
             path for path, param in model.named_parameters() if param.requires_grad and covers(options.network, path)
         }
-        self.trainable = frozenset(trained - self._sharing.paths)
+        self.trainable = frozenset(trained - shared.keys())
         if not self.trainable:
             raise LossError(
                 f"no parameter of {options.network or 'the model'} requires grad; there is nothing to train"
             )
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
-        self._in_place = options.donate and not self._gradients.rewrites_params
-        self._draws = not is_of_package(optimizer)
+        in_place = options.donate and not self._gradients.rewrites_params
+        self._commit = Commit(model, optimizer, options, in_place)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
-        # Compilers can neither make them nor enter the lock that a property is cached under.
-        self._many, self._loop = ManySteps(self), options.collect and Loop(self)
+        self.base = self._gradients.base
+        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
+        self.many = ManySteps(self)
+        """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
+
+        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
+        Metrics are ``[K, M]``.
+        """
+        self.loop: Any = options.collect and Loop(self)
+        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
+
+        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
+        ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
+        """
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
-
-    @property
-    def base(self) -> Params:
-        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.outline, self.options.share_frozen)
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
@@ -191,7 +195,8 @@ class TrainStep(Compiled):
             return self.loop.once(state)
         # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
-            return (self._replay or self.eagerly)(state, batch)
+            call = self.eagerly if self._replay is None or torch.compiler.is_compiling() else self._replay
+            return call(state, batch)
 
     def eagerly(
         self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
@@ -216,61 +221,31 @@ class TrainStep(Compiled):
         verdict = looked_at(verdict, state, self.options) if looks else verdict
         # A metric may be a tensor of the state, which is overwritten.
         metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
-        how = self.optimizer, self._sharing, self.options, self._in_place, self._draws
-        after = commit(state, outputs, verdict, *how)
-        return after, {**verdict.report, **metrics}
+        return self._commit(state, outputs, verdict), {**verdict.report, **metrics}
 
-    def _opt_state(self, trained: Params, buffers: Params) -> Tree:
+    def _opt_state(self, trained: Params) -> Tree:
         """The optimizer's state before the first update."""
-        padding = padding_of(self.outline)
-        token = true_sizes.set(None if padding is None else padding.lengths(trained, buffers[SIZE]))
+        token = is_padded.set(padding_of(self.outline) is not None)
         try:
             return self.optimizer.init(trained)
         finally:
-            true_sizes.reset(token)
+            is_padded.reset(token)
 
     def replayed(self, steps: int | None = None) -> TrainStep:
-        """The step, whose eager calls are replayed unless it was made with ``replay=False``; see :func:`make_train_step`.
+        """The step, whose eager calls are replayed from now on unless it was made with ``replay=False``.
 
         Args:
             steps: How often it will be called, if that is known.
         """
-        if self.options.replay is not None:
-            return self
-        replay: Any = self._twin._replay
-        replay.left = None if self.options.collect else steps
-        return self._twin
-
-    @functools.cached_property
-    def _twin(self) -> TrainStep:
-        twin = object.__new__(TrainStep)
-        vars(twin).update({k: value for k, value in vars(self).items() if k != "_function"})
-        twin._replay = Replay(twin)
-        twin._many, twin._loop = ManySteps(twin), self._loop and Loop(twin)
-        return twin
+        if self.options.replay is None:
+            self._replay = self._replay or Replay(self)
+            self._replay.left = None if self.options.collect else steps
+        return self
 
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
         return "eager: not asked to be replayed" if self._replay is None else self._replay.status
-
-    @property
-    def many(self) -> ManySteps:
-        """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
-
-        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
-        Metrics are ``[K, M]``.
-        """
-        return self._many
-
-    @property
-    def loop(self) -> Any:
-        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
-
-        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
-        ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
-        """
-        return self._loop
 
     @torch.inference_mode(False)
     def init(
@@ -324,12 +299,12 @@ class TrainStep(Compiled):
         return TrainState(
             params=params,
             buffers=buffers | {path: placeholder_for(value) for path, value in numbers.items() if path in known},
-            opt_state=self._opt_state(trained, buffers),
+            opt_state=self._opt_state(trained),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams=numbers,
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
-            shared=self._sharing.init(self.outline, keys.device),
+            shared=self._commit.init_shared(self.outline, keys.device),
             carry=carry,
         )
