@@ -285,8 +285,7 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     answer, deaths = Answer(2), crew.deaths
     for name in ("both", "workers", "are", "there"):
         crew.submit(dict, name=name)
-    while crew._alive < 2:
-        time.sleep(0.01)
+    crew.ready(60, everyone=True)
     crew.forget()
     assert set(all_of()) == set(pids(crew))
     old = pids(crew)
