@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = private("torch.nn.modules.batchnorm", "_BatchNorm")
+# What a module asks about each parameter when it changes dtype or device: whether to assign to its ``data``.
+takes_data = private("torch", "_has_compatible_shallow_copy_type")
 # What a transformer asks about its mask in evaluation: whether it can be replaced by nested tensors.
 is_nestable = private("torch", "_nested_tensor_from_mask_left_aligned")
 # Calls a module with other parameters and buffers.

@@ -61,6 +61,13 @@ def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         return _register_hook(inside, call)
 
 
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy without a history, as ``copy.deepcopy`` makes it of a parameter."""
+    if not _torch.is_batched(tensor) and tensor.is_leaf:
+        return tensor.__deepcopy__(memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone())
+
+
 def _set_data(tensor: Tensor, value: Tensor) -> None:
     # One that changes nothing is a cast to the dtype that it has; others PyTorch refuses under vmap.
     before, after = _torch.inside_vmap(tensor), _torch.inside_vmap(value)
@@ -164,10 +171,12 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__get__: lambda tensor: _torch.inside_vmap(tensor).requires_grad,  # pyright: ignore
     Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
     Tensor.is_leaf.__get__: lambda tensor: _torch.inside_vmap(tensor).is_leaf,  # pyright: ignore
+    Tensor.__deepcopy__: _deepcopy,
     # Alone, a parameter is a view of the leaf.
     Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
     Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore
     Tensor.data.__get__: Tensor.detach,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
+    _torch.takes_data: lambda param, value: True,
 }
 """Replacement by function."""
