@@ -295,13 +295,6 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     crew.forget()
 
 
-def test_what_nobody_waits_for_is_dropped(crew: hfta.workers.WorkerPool) -> None:
-    crew.submit(time.sleep, **{})
-    crew.forget()
-    call = crew.submit(dict, seed=3)
-    assert crew.wait() == (call, {"seed": 3})
-
-
 def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     options: dict[str, Any] = STUDY | {"max_models": 4}
