@@ -189,7 +189,7 @@ def alike(
         # A compiler's own loop checks by itself, and one that is unrolled may change.
         return lambda after: None
     kinds = tree_map(_kind, tree)
-    known, bad = optree.tree_flatten(kinds), [kind for kind in leaves(kinds) if kind.startswith("a ")]
+    known, bad = optree.tree_flatten(kinds), [kind for kind in optree.tree_leaves(kinds) if kind.startswith("a ")]
 
     def check(after: Any) -> None:
         if optree.tree_flatten(other := tree_map(_kind, after)) != known or bad:

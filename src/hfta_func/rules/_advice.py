@@ -56,7 +56,7 @@ def advice(error: Exception) -> Exception | None:
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(f"{where} {UNROUTED}")
     for pattern, cure in _CURES.items():
-        if found := re.search(pattern, text):
-            operator = next(filter(None, found.groupdict().values()), "")
+        if match := re.search(pattern, text):
+            operator = next(filter(None, match.groupdict().values()), "")
             return TraceError(f"{where} {cure.replace('{op}', operator)}")
     return None
