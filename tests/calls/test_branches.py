@@ -52,20 +52,11 @@ def by_numbers(x: Tensor, y: Tensor) -> Tensor:
     return y * (1 if x.sum() - x.sum() else 3) if (x[0, 0] > 0.5).logical_not() else y
 
 
-def by_comparison(x: Tensor, y: Tensor) -> Tensor:
-    """No shape but the first is the same, and some members are close."""
-    if torch.equal(y, y[:1]) or y.equal(y + 0 * x.sum() + (x.sum() > 19)):
-        y = y * 2
-    if torch.allclose(y, y + 0.1 * (x.sum() > 18), rtol=0, atol=1e-3):
-        y = y.tanh()
-    return -y if (x.sum() > 20).item() else y
-
-
 def by_every_row(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([row if own.sum() > 1.5 else -row for own, row in zip(x, y, strict=True)])
 
 
-BRANCHES = [by_if, by_while, by_words, by_numbers, by_every_row, by_comparison]
+BRANCHES = [by_if, by_while, by_words, by_numbers, by_every_row]
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

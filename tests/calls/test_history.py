@@ -49,11 +49,6 @@ class SameDtype(Layers):
         return y
 
 
-class Contains(Layers):
-    def use(self, y, x):
-        return y * (2 if 0 in (x.abs() < 0).long() else 3)
-
-
 class Derivatives(Layers):
     def use(self, y, x):
         functional = torch.autograd.functional
@@ -65,8 +60,8 @@ class Derivatives(Layers):
         return y + jvp + vjp + hvp + functional.jacobian(inner, x[0], create_graph=True).sum()
 
 
-KINDS = [History, Data, SameDtype, Contains, Derivatives]
-NOT_COMPILED = {SameDtype, Contains, Derivatives}
+KINDS = [History, Data, SameDtype, Derivatives]
+NOT_COMPILED = {SameDtype, Derivatives}
 """What a compiler refuses, of one model alone as well, or has no answer for."""
 
 
