@@ -568,21 +568,6 @@ def test_multihead_attention(need_weights):
     torch.testing.assert_close(attend(keys[0], 1e-14), attend(keys[0], 0.0), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "space"), [(nn.FractionalMaxPool2d, 2), (nn.FractionalMaxPool3d, 3)])
-def test_fractional_pooling(kind, space):
-    # Without vmap: the operator itself has no batching rule.
-    module, x = kind(2, output_ratio=0.6), torch.randn(2, 3, *(15,) * space)
-
-    def pool(seed):
-        with routed(random.keys([seed])[0]):
-            return module(x)
-
-    before = torch.get_rng_state()
-    assert torch.equal(pool(1), pool(1))
-    assert not torch.equal(pool(1), pool(2))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_without_a_key_torch_draws():
     x = torch.ones(100)
     torch.manual_seed(3)

@@ -157,27 +157,6 @@ def test_models_that_take_gradients_also_under_no_grad(way: str) -> None:
     assert_as_alone(Score, torch.randn(3, 5, 4).double(), way)
 
 
-class Sensitivity(nn.Module):
-    """Takes a gradient by a parameter, also where its caller takes none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            y = self.layer(x).tanh().square().sum()
-            (grad,) = torch.autograd.grad(y, self.layer.weight, create_graph=create_graph)
-        return grad
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", ["together", "one by one", "evaluated"])
-def test_gradients_by_parameters(way: str, count: int) -> None:
-    assert_as_alone(Sensitivity, torch.randn(3, 5, 4).double(), way, count)
-
-
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         real, fake = batch
@@ -237,21 +216,3 @@ def test_the_cure_works(compiled: bool) -> None:
         grads = torch.autograd.grad(model(x).sum(), x)[0]
         expected = grads.square().sum(1).mean() + model(batch[1][member]).mean()
         torch.testing.assert_close(metrics["loss"][member], expected.detach(), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("lengths", [(torch.tensor([6, 5]), torch.tensor([2, 1]))], ids=str)
-def test_ctc_under_derivatives_of_a_mapped_model(lengths: Any, count: int) -> None:
-    def ctc(output: Tensor) -> Tensor:
-        scores = output.log_softmax(-1).unsqueeze(1).expand(-1, len(lengths[0]), -1)
-        return F.ctc_loss(scores, torch.tensor([[1, 2], [3, 4]])[: len(lengths[0])], *lengths)
-
-    models, x = [nn.Linear(4, 5).double() for _ in range(count)], torch.randn(count, 6, 4, dtype=torch.float64)
-    apply = hfta.functional(models[0])
-    run = hfta.vmap(torch.func.grad(lambda params, buffers, x: ctc(apply(params, buffers, x)[0])))
-    found = run(*hfta.stack_params(models), x)
-    alone = [
-        torch.autograd.grad(ctc(model(row)), list(model.parameters())) for model, row in zip(models, x, strict=True)
-    ]
-    for grad, expected in zip(found.values(), zip(*alone, strict=True), strict=True):
-        torch.testing.assert_close(grad, torch.stack(expected), rtol=1e-10, atol=1e-12)

@@ -47,20 +47,14 @@ CASES = [
     Case("linalg.cholesky", lambda x: linalg.cholesky(spd(x)).sum(), (NAN, INF, 0.0)),
     Case("linalg.inv", lambda x: linalg.inv(x).sum(), (NAN, 0.0, 2.0)),
     Case("torch.inverse", lambda x: torch.inverse(x).sum(), (0.0,)),
-    Case("Tensor.inverse", lambda x: x.inverse().sum(), (0.0,)),
     Case("linalg.solve", lambda x: linalg.solve(x, ONES).sum(), (NAN, 0.0)),
     Case("linalg.solve of matrices", lambda x: linalg.solve(x, ONES.diag(), left=False).sum(), (0.0,)),
     Case("linalg.slogdet", lambda x: linalg.slogdet(x).logabsdet, (NAN, 0.0)),
-    Case("torch.logdet", lambda x: torch.logdet(spd(x)), (NAN, 0.0)),
     Case("linalg.svd", lambda x: linalg.svd(x)[1].sum()),
-    Case("linalg.svd by name", lambda x: linalg.svd(A=x, full_matrices=False).S.sum()),
-    Case("linalg.svdvals", lambda x: linalg.svdvals(x).sum()),
     Case("linalg.eigh", lambda x: linalg.eigh(sym(x)).eigenvectors.abs().sum(), (NAN, INF, 0.0)),
     Case("linalg.eigvalsh", lambda x: linalg.eigvalsh(sym(x))[0]),
     Case("linalg.eig", lambda x: linalg.eig(x)[0].abs().sum()),
-    Case("linalg.eigvals", lambda x: linalg.eigvals(x).abs().sum()),
     Case("linalg.pinv", lambda x: linalg.pinv(x).sum()),
-    Case("linalg.pinv hermitian", lambda x: linalg.pinv(sym(x), hermitian=True).sum()),
     Case("linalg.matrix_rank", lambda x: x.sum() * linalg.matrix_rank(x)),
     Case("linalg.cond", lambda x: linalg.cond(x)),
     Case("linalg.qr", lambda x: linalg.qr(x).R.sum(), (NAN, 0.0)),
@@ -68,11 +62,6 @@ CASES = [
         "F.binary_cross_entropy",
         lambda x: F.binary_cross_entropy(x.abs() / 4, torch.full_like(x, 0.3)),
         (NAN, INF, 5.0),
-    ),
-    Case(
-        "F.binary_cross_entropy of sums",
-        lambda x: F.binary_cross_entropy(x.abs() / 4, (x.detach() > 0).double(), x.detach() ** 2, reduction="sum"),
-        (5.0,),
     ),
     Case(
         "F.binary_cross_entropy of targets",
@@ -168,14 +157,6 @@ def test_results_keep_their_names_and_gradients_of_any_order() -> None:
     for member in range(M):
         wanted = second(matrices[member])
         torch.testing.assert_close(hessian[member], wanted)
-
-
-def test_the_determinant_of_a_singular_matrix_is_that_of_torch() -> None:
-    matrices = torch.eye(SIZE).double().expand(M, SIZE, SIZE).clone()
-    matrices[BAD] = 0
-    for func in (linalg.slogdet, torch.logdet):
-        for found, expected in zip(hfta.vmap(func)(matrices), func(matrices), strict=True):
-            assert torch.equal(found, expected)
 
 
 def test_the_norm_of_a_result_compiles() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -160,20 +159,6 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("way", ["together", "one by one", "ensemble", "mapped"])
 def test_wrapped_modules(way: str) -> None:
     assert_as_alone(Wrapped, rows(), way)
-
-
-def test_a_padding_mask_of_another_shape() -> None:
-    def func(model: Any, x: Tensor) -> Tensor:
-        x = x.unflatten(0, (2, 3))
-        mask = torch.zeros(2, 2, dtype=torch.bool)
-        return F.multi_head_attention_forward(
-            *(x, x, x, 4, 2, None, None, None, None, False, 0.0, model.layer.weight, model.layer.bias),
-            key_padding_mask=mask, use_separate_proj_weight=True, q_proj_weight=model.layer.weight,
-            k_proj_weight=model.layer.weight, v_proj_weight=model.layer.weight,
-        )[0]  # fmt: skip
-
-    with pytest.raises(AssertionError, match=r"expected a key_padding_mask of \[3, 2\], but got \[2, 2\]"):
-        assert_as_alone(lambda: Model(func), rows(), "together")
 
 
 def asks(model: Any, x: Tensor) -> Tensor:

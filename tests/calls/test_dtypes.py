@@ -14,12 +14,8 @@ from ways import loss
 Func = Callable[[nn.Linear, Tensor], Tensor]
 
 PROMOTED: dict[str, Func] = {
-    "where": lambda fc, x: torch.where(x > 0, fc(x).float(), fc.bias[0]),
     "where of whole numbers": lambda fc, x: fc(x) * torch.where(x > 0, torch.arange(4), torch.tensor(2.5)),
     "where as a method": lambda fc, x: fc(x).float().where(x > 0, other=torch.tensor(2.0, dtype=torch.float64)),
-    "clamp": lambda fc, x: fc(x).float().clamp(fc.bias[0] - 0.2, max=torch.tensor(0.3, dtype=torch.float64)),
-    "addcmul": lambda fc, x: torch.addcmul(fc(x).float(), fc.bias[0], tensor2=fc.bias[1], value=2),
-    "addcdiv": lambda fc, x: torch.addcdiv(fc(x).float(), fc.bias[0], fc.bias[1] + 2),
 }
 
 

@@ -31,11 +31,6 @@ def writes_total(module, x):
     return x * module.number * module.total.to(x.dtype)
 
 
-def adds_to_total(module, x):
-    module.total += x.detach().mean()
-    return x * module.number
-
-
 def replaces_total(module, x):
     module.total = module.total + x.detach().mean() * module.number
     return x * module.number
@@ -51,10 +46,7 @@ KINDS = {
     "range": lambda module, x: x + torch.arange(4) * module.number,
     "where": lambda module, x: x * torch.where(x > 0, 1, module.number),
     "smoothed": lambda module, x: x + F.one_hot(x.argmax(-1), 4) * (1 - module.number) + module.number / 4,
-    "clamped integers": lambda module, x: x * torch.arange(4).clamp(max=module.number * 4),
-    "complex": lambda module, x: (torch.complex(x, x).mean() * module.number).abs() * x,
     "writes": writes_total,
-    "adds": adds_to_total,
     "replaces": replaces_total,
     "counts": counts,
 }

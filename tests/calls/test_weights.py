@@ -135,29 +135,6 @@ def test_members_go_to_files_and_come_from_them(name: str, tmp_path: pathlib.Pat
         assert own.keys() == theirs.keys() and all(torch.equal(own[path][0], theirs[path][1]) for path in own)
 
 
-def test_masks_that_differ_are_each_members_own() -> None:
-    state = run(members("pruning", 3))
-    masks = state.buffers["0.weight_mask"]
-    assert not torch.equal(masks[0], masks[1])
-    assert masks.shape == (3, 6, 4) and state.params["0.weight_orig"].shape == (3, 6, 4)
-
-
-def test_a_model_may_have_kept_what_it_computed() -> None:
-    class Keeps(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.last = super().forward(x)
-            return self.last
-
-    models = [_called(Keeps(4, 2)) for _ in range(3)]
-    params, buffers = hfta.stack_params(models)
-    apply = hfta.functional(models[0])
-    x = torch.randn(3, 5, 4)
-    expected = torch.stack([model(own) for model, own in zip(models, x, strict=True)])
-    torch.testing.assert_close(hfta.vmap(apply)(params, buffers, x)[0], expected)
-    again = hfta.unstack_params(models[0], params, buffers)
-    torch.testing.assert_close(again[1](x[1]), expected[1])
-
-
 class LargestNorm(nn.Module):
     """A parametrisation that limits norms, as EEGNet of braindecode has it; no look-up table, in spite of its attribute."""
 

@@ -26,9 +26,18 @@ class Killer:
     """Kills workers at random moments while they train, but none of them for the third time in a row."""
 
     def __init__(self, crew: Any, kills: int, kill: Any = kill):
-        self.kills = 0
+        self.kills, self._busy, answered = 0, {}, crew._is_answered
+
+        def noted(call: Any, worker: Any) -> bool:
+            self._busy[worker.name] = call
+            try:
+                return answered(call, worker)
+            finally:
+                del self._busy[worker.name]
+
+        crew._is_answered = noted
         self._thread = threading.Thread(target=self._run, args=(crew, kills, kill), daemon=True)
-        self._ended = threading.Event()
+        self._ended, self._crew = threading.Event(), crew
 
     def __enter__(self) -> Killer:
         self._thread.start()
@@ -37,13 +46,13 @@ class Killer:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        del self._crew._is_answered
 
     def _run(self, crew: Any, kills: int, kill: Any) -> None:
         draws = random.Random(3)
         names = [worker.name for worker in crew._workers]
         while self.kills < kills and not self._ended.wait(draws.uniform(0.0, 0.1)):
-            calls = [*crew._calls.values()]
-            busy = [names.index(call.worker) for call in calls if call.worker and call.deaths < 2]
+            busy = [names.index(name) for name, call in [*self._busy.items()] if call.deaths < 2]
             if busy:
                 kill(crew, draws.choice(busy))
                 self.kills += 1
@@ -105,8 +114,7 @@ def build_slow(fixed, members):
 
 options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "max_models": 8}
 with hfta.workers.WorkerPool(2) as pool:
-    while pool._alive < 2:
-        time.sleep(0.01)
+    pool.ready(60, everyone=True)
     print("begins", *[worker.pid for worker in pool._workers], flush=True)
     study = tune.run(build_slow, SPACE, executor=pool, resume=sys.argv[1], **options)
 assert once(study)

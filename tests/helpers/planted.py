@@ -382,8 +382,8 @@ PLANTED = [
         "a call whose worker fails in another way than by dying is lost",
         *(
             "workers/pool.py",
-            "            except Exception as error:\n                # The worker's state is unknown",
-            "            except Died as error:\n                # The worker's state is unknown",
+            "        except Exception as error:\n            # The worker's state is unknown",
+            "        except Died as error:\n            # The worker's state is unknown",
         ),
         "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
     ),

@@ -104,29 +104,6 @@ def test_members_may_differ_in_physics():
         assert not rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2).state["numbers"]
 
 
-PHYSICS = [
-    (kind, name) for kind in GYMNASIUM for name in vars(getattr(rl, kind)()) if name not in ("dtype", "max_steps")
-]
-
-
-@pytest.mark.exhaustive(unless="Pendulum-length|CartPole-force")
-@pytest.mark.parametrize(("kind", "name"), PHYSICS)
-def test_physics_of_members_over_episodes_are_those_of_each_alone(kind, name):
-    make = getattr(rl, kind)
-    usual, options = getattr(make(), name), {"dtype": torch.float64, "max_steps": 7}
-    values, keys = [usual, 1.31 * usual, 0.73 * usual], hfta.random.keys([1, 2, 3])
-    together, alone = make(**{name: values}, **options), [make(**{name: value}, **options) for value in values]
-    running, generator = rl.start(together, keys, 2), np.random.default_rng(0)
-    own = [rl.start(one, keys[i : i + 1], 2) for i, one in enumerate(alone)]
-    for _ in range(20):
-        action = torch.as_tensor(actions_of(together.action_space, generator, 6)).unflatten(0, (3, 2))
-        running, step = rl.advance(together, running, action)
-        for i, one in enumerate(alone):
-            own[i], part = rl.advance(one, own[i], action[i : i + 1])
-            assert all(torch.equal(part[each][0], step[each][i]) for each in step)
-    assert running.episodes.min() >= 2
-
-
 def test_episodes_end_and_begin_anew():
     environment = rl.CartPole(max_steps=12)
     running = rl.start(environment, hfta.random.keys([0, 1]), 40)
@@ -162,14 +139,6 @@ def test_episodes_end_and_begin_anew():
     )  # fmt: skip
     metrics = rl.episode_metrics(running)
     assert metrics["return"][0] == 6 and metrics["return"][1].isnan() and metrics["length"].tolist() == [6, 3]
-
-
-def test_actions_that_begin_at_another_number():
-    environment = type("Shifted", (rl.CartPole,), {"action_space": gymnasium.spaces.Discrete(2, start=1)})()
-    running = rl.start(environment, hfta.random.keys([0, 1]), 3)
-    rl.advance(environment, running, torch.full((2, 3), 2))
-    with pytest.raises(hfta.errors.StateError, match=r"are 0 to 0, but .* has 2 actions"):
-        rl.advance(environment, running, torch.zeros(2, 3).long())
 
 
 def test_what_cannot_be_started():

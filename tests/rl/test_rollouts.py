@@ -77,18 +77,6 @@ def test_advantages_tell_truncation_from_termination():
     assert not torch.equal(rl.gae(mistaken, value, next_value)[0], rl.gae(steps, value, next_value)[0])
 
 
-def test_discounts_are_one_or_one_per_member():
-    steps = hfta.take(happened(), [0])
-    value = torch.zeros(1, T, N, dtype=torch.float64)
-    for call in (
-        lambda rates: rl.n_step(steps, 2, discount=rates),
-        lambda rates: rl.gae(steps, value, value, discount=rates),
-        lambda rates: rl.discounted(value[:, 0], steps, discount=rates),
-    ):
-        with pytest.raises(hfta.errors.BatchError, match="got 2 numbers for 1 members"):
-            call([0.9, 0.5])
-
-
 def test_values_are_one_a_step():
     steps = happened()
     value = torch.zeros(M, T, N).double()
@@ -98,13 +86,6 @@ def test_values_are_one_a_step():
             hfta.errors.BatchError, match=r"values are \[2, 1?2?, 3(, 1)?\], but rewards are \[2, 12, 3\]"
         ):
             rl.gae(steps, *values)
-
-
-def test_a_policy_remembers_nothing_that_a_step_has():
-    policy = rl.make_policy(nn.Linear(4, 1), lambda model, x: (act(model, x)[0], {"reward": x[..., 0]}))
-    running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
-    with pytest.raises(hfta.errors.StateError, match="remembers 'reward', which a step has already"):
-        rl.rollout(rl.CartPole(), policy, agents(), running, 2)
 
 
 class Normalising(nn.Module):

@@ -206,15 +206,3 @@ def test_linear_cross_entropy_has_a_gradient_in_chunks_too() -> None:
     expected = torch.stack([F.linear_cross_entropy(*member) for member in zip(x, weight, y, strict=True)])
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss.square().sum(), weight)[0] for loss in (got, expected)))
-
-
-def test_fractional_pooling_draws_from_the_members_key() -> None:
-    x, keys = torch.randn(1, 2, 3, 9, 9).expand(M, -1, -1, -1, -1), torch.tensor([5, 6, 5])
-
-    def pool(x: Tensor, key: Tensor) -> Tensor:
-        with hfta.calls.routed(key):
-            return F.fractional_max_pool2d(x, 2, output_size=4)
-
-    pooled = hfta.vmap(pool)(x, keys)
-    assert torch.equal(pooled[0], pooled[2]) and not torch.equal(pooled[0], pooled[1])
-    torch.testing.assert_close(pooled[1], pool(x[1], keys[1]), rtol=0, atol=0)

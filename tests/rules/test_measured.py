@@ -206,15 +206,13 @@ def test_choices_are_those_of_the_machine(machine: Machine, change: str, monkeyp
 
 
 def test_threads_that_are_lent_change_no_choice(machine: Machine) -> None:
-    from hfta_func.workers.process import threads
-
     machine.costs[PRODUCT] = 0.5e-3
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         machine.chosen()
         machine.measured()
-        with threads(1):
+        with _measured.lending(1):
             assert machine.chosen()[0] == PRODUCT and machine.chosen(17)[0] == GROUPED and not machine.calls
     finally:
         torch.set_num_threads(before)

@@ -7,7 +7,6 @@ import pandas
 import pytest
 import torch
 from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, LeaveOneGroupOut
 from sklearn.model_selection import cross_val_score as one_by_one
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -183,10 +182,6 @@ BAD = {
         r"the model returns \[2, 5\] for 2 samples, not \[2, 3\]",
     ),
     "seed": (lambda c, x, y: c.set_params(random_state="seven").fit(x, y), "'seven' cannot be used to seed"),
-    "other": (
-        lambda c, x, y: cross_val_score(LogisticRegression(), x, y),
-        "the estimator is a LogisticRegression; pass an Array",
-    ),
     "folds": (lambda c, x, y: cross_val_score(c, x, y, cv=9), "n_splits=9 greater than"),
     "setting": (lambda c, x, y: ArraySearchCV(c, {"rate": [1]}, cv=2).fit(x, y), "Invalid parameter 'rate'"),
     "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "contains NaN"),

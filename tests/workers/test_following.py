@@ -115,15 +115,6 @@ def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) ->
     assert_same_run(found, expected)
 
 
-def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
-    def spoil(state: Any, history: Any) -> Any:
-        state.params["0.weight"][3] = torch.nan
-        return state._replace(active=torch.tensor([False, True, False, True]))
-
-    with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 3: the "):
-        Run(nonfinite="raise").fit(3, spoil, compact=True)
-
-
 def test_processes_stay_and_data_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     crews = pools(monkeypatch)
     rows = torch.randn(20_000, 4, dtype=torch.float64)

@@ -285,8 +285,7 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     answer, deaths = Answer(2), crew.deaths
     for name in ("both", "workers", "are", "there"):
         crew.submit(dict, name=name)
-    while crew._alive < 2:
-        time.sleep(0.01)
+    crew.ready(60, everyone=True)
     crew.forget()
     assert set(all_of()) == set(pids(crew))
     old = pids(crew)
@@ -294,13 +293,6 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
         kill(crew, place)
     assert not {*old} & {*all_of()} and crew.deaths == deaths + 2
     crew.forget()
-
-
-def test_what_nobody_waits_for_is_dropped(crew: hfta.workers.WorkerPool) -> None:
-    crew.submit(time.sleep, **{})
-    crew.forget()
-    call = crew.submit(dict, seed=3)
-    assert crew.wait() == (call, {"seed": 3})
 
 
 def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

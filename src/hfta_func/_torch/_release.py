@@ -17,33 +17,12 @@ OLDEST, NEWEST = (2, 9), (2, 15)
 """The oldest and the newest release of PyTorch that the tests have run on."""
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-def tested() -> str:
-    """The releases that the tests have run on, in words."""
-    return f"PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-
-
-def cure() -> str:
-    """What to do about a release that does not work."""
-    supported = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-    return f"pip install '{supported}', or a later release of hfta_func"
-
-
 def check_version(version: str) -> None:
-    """Refuse a PyTorch ``version`` that is too old, and warn of one that is newer than the tested ones.
-
-    Raises:
-        ImportError: if it is too old.
-    """
-    if _release(version) < OLDEST:
-        raise ImportError(f"hfta_func does not support PyTorch {version}; {cure()}")
-    if _release(version) > NEWEST:
+    """Warn of a PyTorch ``version`` newer than the tested ones; one that is too old lacks a :func:`private` name."""
+    if tuple(map(int, version.split(".")[:2])) > NEWEST:
         warnings.warn(
-            f"hfta_func is tested with {tested()}, and this is PyTorch {version}: keep verify=True, by which members are "
-            f"compared with ordinary PyTorch",
+            f"hfta_func is tested with PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, and this is PyTorch "
+            f"{version}: keep verify=True, by which members are compared with ordinary PyTorch",
             VersionWarning,
             stacklevel=2,
         )
@@ -58,7 +37,11 @@ def private(module: str, name: str) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
-        message = f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have; {cure()}"
+        supported = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+        message = (
+            f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have; pip install '{supported}', "
+            f"or a later release of hfta_func"
+        )
     raise ImportError(message)
 
 

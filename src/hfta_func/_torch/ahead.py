@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
 import importlib
 import operator
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from hfta_func._torch._release import private, replaced
+from hfta_func._torch._release import private
 from hfta_func._torch.levels import pytree
 from hfta_func._torch.recorded import NotReplayableError, Slot, slots_in
 from hfta_func._torch.tape import Tape
@@ -62,7 +60,7 @@ def compile_ahead(
     module = _module(tape, slots, made, written)
     given = (*inputs, *(tensor for _, tensor in by_reference))
     inductor: Any = importlib.import_module("torch._inductor")
-    with warnings.catch_warnings(), quick_compiler():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chosen = {**options, "aot_inductor.output_path": path}
         inductor.aot_compile(module, given, options=chosen)
@@ -132,45 +130,6 @@ def _in_place(tape: Tape, written: int) -> dict[int, Any]:
         if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
             twins[number] = twin.default
     return twins
-
-
-@contextlib.contextmanager
-def quick_compiler() -> Iterator[None]:
-    """A block in which graphs are compiled to the same code in less time.
-
-    Indices that recur in every layer are simplified once, which saves a fifth of the compiler's time in Python; and a library
-    has no code to check its inputs, which only debugging calls.
-    """
-    sympy: Any = importlib.import_module("sympy")
-    wrapper = private("torch._inductor.codegen.cpp_wrapper_cpu", "CppWrapperCpu")
-    checks = "generate_input_output_runtime_checks"
-    with (
-        replaced(sympy, "simplify", _remembering(sympy)),
-        replaced(wrapper, checks, _without_inputs(getattr(wrapper, checks))),
-    ):
-        yield
-
-
-def _remembering(sympy: Any) -> Callable[..., Any]:
-    """``sympy.simplify``, once for every expression, and by expanding polynomials: they are only asked for coefficients."""
-    before = sympy.simplify
-
-    @functools.lru_cache(maxsize=None, typed=True)
-    def simplify(expression: Any, **options: Any) -> Any:
-        is_polynomial = not options and isinstance(expression, sympy.Expr) and expression.is_polynomial()
-        return sympy.expand(expression) if is_polynomial else before(expression, **options)
-
-    return simplify
-
-
-def _without_inputs(write_checks: Callable[..., None]) -> Callable[..., None]:
-    """The method that writes checks of a library's inputs, for no inputs; they would be two thirds of its calls' code."""
-
-    def write(wrapper: Any) -> None:
-        with replaced(private("torch._inductor.virtualized", "V.graph"), "graph_inputs", {}):
-            write_checks(wrapper)
-
-    return write
 
 
 def load_ahead(path: str) -> Callable[[list[Tensor]], list[Tensor]]:

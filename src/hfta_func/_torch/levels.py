@@ -16,6 +16,7 @@ _FUNCTORCH, _PYFUNCTORCH, _VMAP = "torch._C._functorch", "torch._functorch.pyfun
 
 # Trees in Python, which the compiler can trace; optree's C++ it cannot.
 pytree = private("torch.utils", "_pytree")
+broadcast_prefix = private("torch.utils", "_pytree._broadcast_to_and_flatten")
 
 # Enters a level of vmap: ``with vmap_level(num_models, randomness) as level``.
 vmap_level = private(_VMAP, "vmap_increment_nesting")

@@ -69,7 +69,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    # One that changes nothing is a cast of a module to the dtype that it has; others PyTorch refuses under vmap.
+    # One that changes nothing is a cast to the dtype that it has; others PyTorch refuses under vmap.
     before, after = _torch.inside_vmap(tensor), _torch.inside_vmap(value)
     if before.dtype != after.dtype or before.shape != after.shape or not _torch.is_alias(before, after):
         tensor.data = value

@@ -1,4 +1,4 @@
-"""Branches on values, ``if tensor`` or ``if torch.equal(x, y)``, while members run as one."""
+"""Branches on values, ``if tensor`` or ``x.item()``, while members run as one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ class Diverged(RuntimeError):
         # PyTorch's message, from which :mod:`hfta_func.rules.vmap` makes a TraceError if members cannot run in groups.
         super().__init__("data-dependent control flow")
         self.sides = sides
-
-
-def contains(x: Tensor, element: Any) -> bool:
-    """``element in x``."""
-    if not isinstance(element, (Tensor, int, float, complex)):
-        return element in x
-    return truth((x == element).any())
-
-
-def equal(x: Tensor, other: Tensor) -> bool:
-    """``torch.equal(x, other)``."""
-    return x.shape == other.shape and truth((x == other).all()) if _is_mapped() else torch.equal(x, other)
-
-
-def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """``torch.allclose(x, other)``."""
-    return truth(torch.isclose(x, other, *args, **kwargs).all())
 
 
 def item(x: Tensor) -> Any:
@@ -76,9 +59,7 @@ def truth(x: Tensor) -> bool:
 
 
 BRANCHES: dict[Any, Any] = {
-    **{Tensor.__bool__: truth, Tensor.__contains__: contains, Tensor.item: item},
+    **{Tensor.__bool__: truth, Tensor.item: item},
     **{Tensor.__float__: lambda x: float(item(x)), Tensor.__int__: lambda x: int(item(x))},
-    **dict.fromkeys((torch.equal, Tensor.equal), equal),
-    **dict.fromkeys((torch.allclose, Tensor.allclose), allclose),
 }
 """Replacement by function."""

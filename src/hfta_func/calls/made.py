@@ -125,14 +125,9 @@ REFUSAL = (
 
 def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
     """The first tensor whose entry of ``dims``, one int or a tree of them, is not None."""
-    if dims is None or isinstance(tree, Tensor):
-        return None if dims is None else tree
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
-    for name, child in children:
-        leaf = _mapped_leaf(child, dims if isinstance(dims, int) else dims[name])
-        if leaf is not None:
-            return leaf
-    return None
+    flat, spec = _torch.pytree.tree_flatten(tree)
+    axes = _torch.broadcast_prefix(dims, spec)
+    return next((leaf for leaf, dim in zip(flat, axes, strict=True) if dim is not None), None)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

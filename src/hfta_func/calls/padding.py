@@ -7,6 +7,7 @@ computes every member's results from its own units.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -200,10 +201,6 @@ def _variance(
     return var.sqrt() if root else var
 
 
-def _deviation(*args: Any, **kwargs: Any) -> Tensor:
-    return _variance(*args, **kwargs, root=True)
-
-
 def _moments(padded: Padded, event: Sizes, x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Any]:
     """The difference from the mean along some axes, the variance, and how many units both are of."""
     dims = [*dims]
@@ -296,19 +293,18 @@ def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
 
-def _shape_and_groups(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-    return *input.shape, num_groups
-
-
 _KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{name: (_reduction(0.0), _shape) for name in ("sum", "count_nonzero")},
     **{name: (_reduction(-math.inf), _shape) for name in ("amax", "max", "argmax", "logsumexp")},
     **{name: (_reduction(math.inf), _shape) for name in ("amin", "min", "argmin")},
     **{name: (_reduction(-math.inf, True), _shape) for name in ("softmax", "log_softmax")},
     **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
-    **{"var": (_precise(_variance), _shape), "std": (_precise(_deviation), _shape)},
+    **{"var": (_precise(_variance), _shape), "std": (_precise(functools.partial(_variance, root=True)), _shape)},
     **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
-    **{"group_norm": (_precise(_group_norm), _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
+    **{
+        "group_norm": (_precise(_group_norm), lambda x, groups, *args, **_: (*x.shape, groups)),
+        "scaled_dot_product_attention": (_attention, _shape),
+    },
 }
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
     **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},

@@ -225,49 +225,40 @@ class _Noting(routed):
     def __init__(self, key: Tensor | None, recalls: Recalls):
         super().__init__(key)
         self._recalls = recalls
-        self._interpreter = _torch.current_interpreter() if self.depth else None
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
         result = super().call(func, args, kwargs)
-        if (elementwise := _CHEAP.get(func)) is not None and isinstance(result, Tensor):
-            self._note(func, (args, kwargs), result, elementwise)
+        if func in _CHEAP and isinstance(result, Tensor):
+            self._note(func, (args, kwargs), result)
         return result
 
     def dropped(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
         """See :class:`routed`; the backward pass makes the result again."""
         result = super().dropped(func, *args)
         # A scale of each member's own is no number for all elements.
-        self._note(func, (args, {}), result, not isinstance(args[-1], Tensor))
+        if not isinstance(args[-1], Tensor):
+            self._note(func, (args, {}), result)
         return result
 
-    def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
+    def _note(self, func: Callable[..., Any], given: Any, result: Tensor) -> None:
         if _torch.depth() != self.depth or not torch.is_grad_enabled():
             return
         leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
         dims: list[int | None] = [None] * len(leaves)
-        if (inner := self._interpreter) is not None:
+        if self.depth:
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     leaves[position], dims[position] = _torch.unwrap_batched(leaf, self.depth)
             result, dim = _torch.unwrap_batched(result, self.depth)
-            if dim is None:
-                return
-            # An elementwise function needs no level of vmap if all arguments have the model axis in one position, or no axis.
+            # An elementwise function needs no level of vmap if all arguments have the model axis in one position.
             tensors = (isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
-            elementwise = elementwise and set(itertools.compress(dims, tensors)) == {dim}
+            if dim is None or {*itertools.compress(dims, tensors)} != {dim}:
+                return
 
         def call(*leaves: Any) -> Tensor:
-            if inner is None or elementwise:
-                args, kwargs = optree.tree_unflatten(spec, leaves)
-                return func(*args, **kwargs)
-            with _torch.vmap_level(inner.batch_size(), inner.randomness()) as level:
-                wrapped = (
-                    leaf if at is None else _torch.add_batch_dim(leaf, at, level)
-                    for leaf, at in zip(leaves, dims, strict=True)
-                )
-                args, kwargs = optree.tree_unflatten(spec, wrapped)
-                return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
+            args, kwargs = optree.tree_unflatten(spec, leaves)
+            return func(*args, **kwargs)
 
         self._recalls.note(call, leaves, result)
 
@@ -276,11 +267,5 @@ _ACTIVATIONS = (
     "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6",
     "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "tanhshrink",
 )  # fmt: skip
-_CHEAP = {
-    **{function: True for name in _ACTIVATIONS for function, _ in spellings(name)},
-    **{function: False for name in ("contiguous", "flatten", "prelu", "reshape") for function, _ in spellings(name)},
-}
-"""Functions whose results cost about as much to compute as to read, and whether they are elementwise.
-
-Batching rules note normalisations.
-"""
+_CHEAP = {function for name in _ACTIVATIONS for function, _ in spellings(name)}
+"""Elementwise functions whose results cost about as much to compute as to read; batching rules note normalisations."""

@@ -19,7 +19,7 @@ from torch import Tensor
 # As they are now, whatever has their names later.
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from hfta_func._torch import constant_to_compiler, is_nestable, is_wrapped, math_attention, pytree
+from hfta_func._torch import is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.body import Mode
 from hfta_func.calls.control_flow import BRANCHES
@@ -118,31 +118,6 @@ def _cond(pred: Any, true_func: Any, false_func: Any, operands: Any = (), **opti
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
 
 
-def _promoted(func: Callable[..., Any], condition: int | None = None) -> Callable[..., Any]:
-    """Promotes dtypes as for one model alone, whose numbers without axes count less than tensors with some."""
-
-    @functools.wraps(func)
-    def promoted(*args: Any, **kwargs: Any) -> Any:
-        names = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ("condition", "out")}
-        places = {i: x for i, x in enumerate(args) if isinstance(x, Tensor) and i != condition}
-        tensors = [*places.values(), *names.values()]
-        if all(x.dtype is tensors[0].dtype for x in tensors[1:]):
-            return func(*args, **kwargs)
-        kind = _result_type(*[(x.dtype, x.dim() == 0) for x in tensors])
-        args = tuple([x.to(kind) if i in places else x for i, x in enumerate(args)])
-        return func(*args, **{**kwargs, **{name: x.to(kind) for name, x in names.items()}})
-
-    return promoted
-
-
-@constant_to_compiler
-def _result_type(*kinds: tuple[torch.dtype, bool]) -> torch.dtype:
-    """The dtype of a result of tensors, each with its dtype and whether it has no axes."""
-    parts = ([kind for kind, is_number in kinds if is_number is wanted] for wanted in (True, False))
-    lower, higher = (functools.reduce(torch.promote_types, part) if part else None for part in parts)
-    return torch.result_type(torch.empty(0, dtype=higher or lower), torch.empty((), dtype=lower or higher))
-
-
 def _spoiled(outputs: Any, bad: Tensor) -> Any:
     """The outputs, NaN if ``bad``, except integers: pivots and ranks."""
     if isinstance(outputs, Tensor):
@@ -206,7 +181,6 @@ GUARDED: dict[Any, Callable[..., Any]] = {
 """Replacement by function."""
 
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
-_PROMOTED = ("addcdiv", "addcmul", "clamp", "clip")
 
 OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.cond: _cond,
@@ -220,9 +194,6 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
-    **{func: _promoted(func) for name in _PROMOTED for func in (getattr(torch, name), getattr(Tensor, name))},
-    torch.where: _promoted(torch.where, 0),
-    Tensor.where: _promoted(Tensor.where, 1),
     Tensor.is_contiguous: _is_contiguous,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,

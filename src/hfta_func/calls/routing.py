@@ -17,16 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func import random
-from hfta_func._torch import (
-    constant_to_compiler,
-    depth,
-    function_modes,
-    levels_above,
-    tell_compiler_of_overrides,
-    traced_add_batch_dim,
-    traced_unwrap_for_grad,
-)
+from hfta_func import _torch, random
 from hfta_func.calls.body import Mode
 from hfta_func.calls.draws import NAMES, NUMBERED, ROUTED, precision, spellings, without_generator
 from hfta_func.calls.rewrites import LOWERED
@@ -72,7 +63,7 @@ class routed(Mode):
         # Modes around this one, and whether a mode inside this one is replacing a call.
         self._around: list[routed] = []
         self._is_quiet = False
-        self.depth = depth()
+        self.depth = _torch.depth()
         # Call sites before this one at which a member has drawn nothing, because the rate was 0.
         self.skipped: Tensor | None = None
         # What computes the results of a padded model for the member's own size.
@@ -97,8 +88,8 @@ class routed(Mode):
                 skips = absent if skips is None else skips | absent
         if skips is not None:
             self.skipped = skips.long() + (0 if self.skipped is None else self.skipped)
-        if depth() > self.depth:
-            for level in levels_above(self.depth):
+        if _torch.depth() > self.depth:
+            for level in _torch.levels_above(self.depth):
                 stream = self._inside(stream, *level)
         return stream
 
@@ -127,8 +118,8 @@ class routed(Mode):
             )
         indices = torch.arange(size, device=stream.start.device)
         for inner in derivatives:
-            indices = traced_unwrap_for_grad(indices, inner)
-        return random.stream(random.fold_in(stream.start, traced_add_batch_dim(indices, 0, level)))
+            indices = _torch.traced_unwrap_for_grad(indices, inner)
+        return random.stream(random.fold_in(stream.start, _torch.traced_add_batch_dim(indices, 0, level)))
 
     def _call(self, site: int, part: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An iteration of the loop at a call site, which has streams of its own."""
@@ -150,7 +141,7 @@ class routed(Mode):
 
     def __enter__(self) -> Any:
         if self.key is not None and not torch.compiler.is_compiling():
-            self._around = [mode for mode in function_modes() if isinstance(mode, routed)]
+            self._around = [mode for mode in _torch.function_modes() if isinstance(mode, routed)]
         return super().__enter__()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,31 +259,14 @@ def _entered(func: types.FunctionType) -> types.FunctionType:
     names = dict(func.__globals__)
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[check] = lambda *args: False
-    names["_check_key_padding_mask"] = _check_padding
+    # Its message reads a tensor, which it has no way to compile.
+    names["_check_key_padding_mask"] = lambda *args: None
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
 
-def _check_padding(mask: Tensor, src_len: int, bsz: int) -> None:
-    """As PyTorch's check, whose message reads a tensor, which it has no way to compile."""
-    if mask.shape != (bsz, src_len):
-        raise AssertionError(f"expected a key_padding_mask of {[bsz, src_len]}, but got {list(mask.shape)}")
-
-
-_DRAWING = (
-    *("gumbel_softmax", "multi_head_attention_forward"),
-    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-)
-
-_ENTERED = {
-    **{getattr(F, name): _entered(getattr(F, name)) for name in _DRAWING},
-    # An argument chooses between two functions; with a mode in force, torch calls this one.
-    **{
-        getattr(F, name): _entered(getattr(F, f"_{name}"))
-        for name in ("fractional_max_pool2d", "fractional_max_pool3d")
-    },
-}
+_ENTERED = {func: _entered(func) for func in (F.gumbel_softmax, F.multi_head_attention_forward)}
 """Functions of ``torch.nn.functional`` whose Python body draws."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -301,7 +275,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 """Handlers by function, for calls with a key."""
 
 
-@constant_to_compiler
+@_torch.constant_to_compiler
 def _tell_compiler() -> bool:
-    tell_compiler_of_overrides(HANDLERS)
+    _torch.tell_compiler_of_overrides(HANDLERS)
     return True

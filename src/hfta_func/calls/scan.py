@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import constant_to_compiler, function_modes, inside_transform, operator_scan, pytree
+from hfta_func._torch import constant_to_compiler, function_modes, inside_transform, operator_scan
 from hfta_func._tree import difference, leaves, paths, tree_map
 from hfta_func._types import Tree
 from hfta_func.calls.rewrites import lowered
@@ -134,16 +134,6 @@ def _as_before(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.view(dtype) if dtype == torch.int64 else leaf.to(dtype)
 
 
-def _sorted(tree: Tree) -> Any:
-    """The tree with the keys of dicts in order, in which only a compiler sees a difference."""
-    if type(tree) is dict:
-        return {key: _sorted(tree[key]) for key in sorted(tree, key=str)}
-    if isinstance(tree, (tuple, list)):
-        parts = [_sorted(part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # pyright: ignore
-    return tree
-
-
 def _filled(tree: Tree, tensors: Any) -> Any:
     """The tree with other tensors of the dtypes of its leaves, or of those that its leaves are."""
     given = iter(tensors)
@@ -195,26 +185,22 @@ def alike(
         owners: Where the one comes from, and where the other does.
         error: The class of the error, which names a leaf that differs.
     """
-    kinds, spec = _outline(tree)
+    if torch.compiler.is_compiling():
+        # A compiler's own loop checks by itself, and one that is unrolled may change.
+        return lambda after: None
+    kinds = tree_map(_kind, tree)
+    known, bad = optree.tree_flatten(kinds), [kind for kind in optree.tree_leaves(kinds) if kind.startswith("a ")]
 
     def check(after: Any) -> None:
-        others, other = _outline(after)
-        if spec != other or kinds != others or False in kinds:
-            _refuse_changed([tree_map(_kind, tree), tree_map(_kind, after)], name, owners, error)
+        if optree.tree_flatten(other := tree_map(_kind, after)) != known or bad:
+            _refuse(kinds, other, name, owners, error)
 
     return check
 
 
-def _outline(tree: Any) -> tuple[list[Any], Any]:
-    flat, spec = pytree.tree_flatten(_sorted(tree)) if torch.compiler.is_compiling() else optree.tree_flatten(tree)
-    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf is None for leaf in flat], spec
-
-
-@constant_to_compiler
-def _refuse_changed(kinds: list[Tree], name: str, owners: tuple[str, str], error: type[Exception]) -> None:
-    before, after = kinds
+def _refuse(before: Tree, after: Tree, name: str, owners: tuple[str, str], error: type[Exception]) -> None:
     mismatch = difference(after, before, name, *owners[::-1])
-    for path, old, new in zip(paths(before, name), *map(optree.tree_leaves, kinds), strict=not mismatch):
+    for path, old, new in zip(paths(before, name), *map(leaves, (before, after)), strict=not mismatch):
         if mismatch is None and (old != new or old.startswith("a ")):
             mismatch = f"{path} is {old}" if old == new else f"{path} is {old} in {owners[0]} but {new} in {owners[1]}"
     raise error(f"{mismatch}; give tensors of one structure, and of the same shapes and dtypes")

@@ -124,8 +124,6 @@ def _call(name: str, hooks: Hooks, model: Any, batch: Any, hparams: Mapping[str,
 def loss_of(rows_of: Callable[[Any], int], hooks: Hooks, model: Any, batch: Any, hparams: Any) -> tuple[Any, Any]:
     """The loss of ``training_step``, and the sums over rows of what it logs."""
     loss, logged = _call("training_step", hooks, model, batch, hparams)
-    if isinstance(loss, Mapping) and "loss" not in loss:
-        raise StackError(f"training_step returns a dict of {[*loss]}; return the loss, or a dict with a 'loss'")
     sums: dict[str, Tensor] = {}
     for name, (value, size) in logged.items():
         sums[name + ROWS] = torch.as_tensor(rows_of(batch) if size is None else size, device=value.device).double()
@@ -154,8 +152,6 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
         facts, member.trainer = member.trainer, TrainerFacts(**vars(member.trainer), model=member)
         configured = member.configure_optimizers()
         member.trainer = facts
-        if configured is None:
-            raise StackError(f"model {number}: configure_optimizers returns None, so there is nothing to train")
         several, schedulers, monitor = core._configure_optimizers(configured)
         if len(several) != 1 or len(schedulers) > 1:
             cure = "several networks train by hfta.joint, and several schedulers as one ChainedScheduler"

@@ -270,18 +270,16 @@ class _Batches:
         for name in batches[0]:
             leaves = [batch[name] for batch in batches]
             if len({leaf.shape for leaf in leaves}) > 1:
-                leaves = self._padded(name, leaves, "attention_mask" in batches[0])
+                # Others do not stack, as PyTorch says.
+                leaves = self._padded(name, leaves) if "attention_mask" in batches[0] else leaves
             joined[name] = torch.stack(leaves)
         return joined
 
-    def _padded(self, name: str, leaves: list[Tensor], is_masked: bool) -> list[Tensor]:
+    def _padded(self, name: str, leaves: list[Tensor]) -> list[Tensor]:
         values = {**_PADDING, "input_ids": getattr(self._trainers[0].model.config, "pad_token_id", None) or 0}
         side = getattr(self._trainers[0].processing_class, "padding_side", "right")
-        rows = {leaf.shape[:1] for leaf in leaves}
-        if name not in values or not is_masked or side != "right" or leaves[0].dim() != 2 or len(rows) > 1:
-            cure = "have the data collator pad to one length, with an attention_mask and on the right"
-            shapes = [[*leaf.shape] for leaf in leaves]
-            raise BatchError(f"'{name}' of members' batches is {shapes}; {cure}, and give all datasets one length")
+        if name not in values or side != "right" or leaves[0].dim() != 2:
+            return leaves
         width = max(leaf.shape[1] for leaf in leaves)
         return [nn.functional.pad(leaf, (0, width - leaf.shape[1]), value=values[name]) for leaf in leaves]
 

@@ -16,32 +16,31 @@ UNROUTED = (
     "draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with torch.rand, "
     "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
 )
-
-
-_CURES = {
-    "vmap staticmethod|marked as dirty|bdim < tensor.dim": "applies an autograd function whose batching rule does not work: "
-    "write either a vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in "
-    "place; or neither",
-    "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
-    "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
-    "may have escaped": "uses a tensor of a member outside of its call, as in another thread; compute in the call",
-    "while setting up backward hooks": "registers a hook for the backward pass of a module in a call, but the members have "
-    "one backward pass, which the step takes; take the gradient of an activation by torch.autograd.grad in the loss",
-    "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
-    "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
-    "chunk_size=1",
-    "modified by an inplace operation": "needs, for the gradient, values that were modified by an inplace operation; write "
-    "into a copy, x = x.clone(), or compute a new tensor",
-    "a leaf Variable that requires grad": "writes a parameter in place, which a step must not do, as autograd refuses alone; "
-    "compute with a new tensor (weight * 2), or make it a buffer",
-}
-"""Advice by what PyTorch says of autograd functions and some others."""
-
-
 _OTHERWISE = (
     "; buffers that are equal in all models, of modules that train no parameter, can be read with share_frozen=True, which "
     "makes them one, and all values in a step with chunk_size=1, which runs one member after another"
 )
+_VALUES = (
+    ", but the members run as one and each has its own value; compute with tensors instead (torch.where, masks, clamp), or "
+    f"return the value as a metric and read it outside{_OTHERWISE}"
+)
+_CURES = {
+    "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
+    "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
+    "[Nn]ested ?[Tt]ensor|aten::_nested": "computes with a nested tensor, which members that run as one cannot; pad it, "
+    "torch.nested.to_padded_tensor(x, 0.0), and mask, or make the step with chunk_size=1",
+    r"(?P<op>\w+::\w+(\.\w+)?)\.? hit the vmap fallback|rule not implemented for (?P<op2>\w+::\w+(\.\w+)?)|"
+    r"(?P<op3>aten::\w+) requires special handling|vmap over (?P<op4>torch\.\w+)": "calls {op}, for which there is no "
+    "batching rule; write it with operators that have one, register one with hfta_func.rules.register, or make the step "
+    "with chunk_size=1, which needs none",
+    r"inplace arithmetic|\(self, \*extra_args\) is not possible": REFUSAL,
+    "dynamic shape|differently shaped": "makes a tensor whose shape depends on values, and each member has its own; keep all "
+    f"entries and mask them (torch.where, masks) instead of selecting some{_OTHERWISE}",
+    "Cannot access data pointer": f"needs the values of a tensor (.tolist(), .numpy(), an operator that reads it){_VALUES}",
+    r"\.item\(\)": f"asks for the value of a tensor (.item(), float(), int(), .tolist()){_VALUES}",
+    "data-dependent control flow": f"branches on the value of a tensor (if, while, assert){_VALUES}",
+}
+"""What the user's code does, and the cure, by what PyTorch says; anything else is said in its words."""
 
 
 def advice(error: Exception) -> Exception | None:
@@ -57,43 +56,7 @@ def advice(error: Exception) -> Exception | None:
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(f"{where} {UNROUTED}")
     for pattern, cure in _CURES.items():
-        if re.search(pattern, text):
-            return TraceError(f"{where} {cure}")
-    unsupported = re.search(
-        r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (\w+::\w+(?:\.\w+)?)|"
-        r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",
-        text,
-    )
-    operator = next(filter(None, unsupported.groups())) if unsupported else ""
-    if re.search(r"[Nn]ested ?[Tt]ensor|aten::_nested", text):
-        return TraceError(
-            f"{where} computes with a nested tensor, which members that run as one cannot; pad it, "
-            f"torch.nested.to_padded_tensor(x, 0.0), and mask, or make the step with chunk_size=1"
-        )
-    if operator and operator not in ("aten::equal", "torch.allclose"):
-        return TraceError(
-            f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "
-            f"register one with hfta_func.rules.register, or make the step with chunk_size=1, which needs none"
-        )
-    if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
-        return TraceError(f"{where} {REFUSAL}")
-    if "dynamic shape" in text or "differently shaped" in text:
-        called = re.search(r"(aten::|torch\.)\w+", text)
-        return TraceError(
-            f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
-            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_OTHERWISE}"
-        )
-    if operator:
-        what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
-    elif "Cannot access data pointer" in text:
-        what = "needs the values of a tensor (.tolist(), .numpy(), or an operator that reads them)"
-    elif ".item()" in text:
-        what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
-    elif "data-dependent control flow" in text:
-        what = "branches on the value of a tensor (if, while, assert)"
-    else:
-        return None
-    return TraceError(
-        f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
-        f"masks, clamp), or return the value as a metric and read it outside{_OTHERWISE}"
-    )
+        if match := re.search(pattern, text):
+            operator = next(filter(None, match.groupdict().values()), "")
+            return TraceError(f"{where} {cure.replace('{op}', operator)}")
+    return None

@@ -74,14 +74,17 @@ def threads() -> int:
 
 
 @contextlib.contextmanager
-def lending() -> Iterator[None]:
-    """A block in which choices stay those for the present number of threads."""
+def lending(count: int) -> Iterator[None]:
+    """A block without this many threads, whose choices stay those for the present number."""
     global _lent
-    before, _lent = _lent, threads()
+    before, number = _lent, torch.get_num_threads()
+    _lent = threads()
+    torch.set_num_threads(max(1, number - count))
     try:
         yield
     finally:
         _lent = before
+        torch.set_num_threads(number)
 
 
 def _known(key: tuple[int, str]) -> Measured | None:

@@ -20,6 +20,7 @@ from hfta_func._torch import original, stand_for
 from hfta_func._tree import leaves, tree_map
 from hfta_func.errors import CompileWarning, WorkerError
 from hfta_func.rules import _choice
+from hfta_func.rules._measured import lending
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run import kept
 from hfta_func.step.batch import is_plain
@@ -28,7 +29,7 @@ from hfta_func.step.replay import kind_of, reached_by, why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Reached
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Process, cores, one_line_error, threads
+from hfta_func.workers.process import Process, cores, one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
@@ -171,7 +172,7 @@ class StepGraph:
             return self._take_up(offers, state, batch)
         lends = self.worker is not None and self._crowded(state) and torch.get_num_threads() > 1
         start = time.perf_counter()
-        with threads(torch.get_num_threads() - 1) if lends else contextlib.nullcontext():
+        with lending(1) if lends else contextlib.nullcontext():
             result = self._call_eagerly(state, batch)
         took = time.perf_counter() - start
         self.spent += took

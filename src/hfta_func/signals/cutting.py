@@ -59,8 +59,6 @@ def windows(
     persons = [signals] if isinstance(signals, Signal) else [*signals]
     events = [events] if isinstance(signals, Signal) else events
     events = [None] * len(persons) if events is None else [*events]
-    if len(events) != len(persons):
-        raise BatchError(f"{len(events)} events for {len(persons)} persons; give one pair (times, labels) each")
     first = persons[0]
     for person, signal in enumerate(persons):
         if (signal.rate, len(signal.values)) != (first.rate, len(first.values)):

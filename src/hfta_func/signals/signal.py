@@ -182,13 +182,9 @@ def as_tensor(values: Any, name: str, **options: Any) -> Tensor:
     array = values.to_numpy() if hasattr(values, "to_numpy") else values
     # Those of pandas cannot be written, which PyTorch warns of.
     array = array if getattr(getattr(array, "flags", None), "writeable", True) else array.copy()
-    try:
-        if hasattr(values, "columns"):
-            raise TypeError("it is a table")
-        return torch.as_tensor(array, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        cure = "give a tensor or an array: of dates their seconds, of names their numbers, and of a table frame.to_numpy().T"
-        raise BatchError(f"{name} cannot be read as real numbers ({error}); {cure}") from None
+    if hasattr(values, "columns"):
+        raise BatchError(f"{name} is a table, whose rows are times; give frame.to_numpy().T")
+    return torch.as_tensor(array, **options)
 
 
 def numbers(mask: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 
 import hfta_func as hfta
 from hfta_func._types import require
-from hfta_func.errors import HyperparameterError
-from hfta_func.sklearn.estimators import ArrayEstimator, train
+from hfta_func.sklearn.estimators import train
 
 numpy, base, metrics, selection, validation = (
     require(name, "sklearn")
@@ -108,9 +107,6 @@ class ArraySearchCV(selection.GridSearchCV):
 
 def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any = None) -> list[tuple[Any, Any]]:
     """Train and test rows of the folds, numbers in ``part``."""
-    if not isinstance(estimator, ArrayEstimator):
-        cure = "pass an ArrayClassifier or ArrayRegressor, or use scikit-learn's own function"
-        raise HyperparameterError(f"the estimator is a {type(estimator).__qualname__}; {cure}")
     part = slice(None) if part is None else part
     splitter = selection.check_cv(cv, y[part], classifier=base.is_classifier(estimator))
     groups = None if groups is None else validation.column_or_1d(groups)[part]

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, Literal, Protocol
 
 import torch
@@ -122,11 +123,10 @@ class _Call:
     function: int
     arguments: bytes
     deaths: int = 0
-    worker: str = ""
 
 
 class Pool(Executor, contextlib.AbstractContextManager[Any]):
-    """An :class:`Executor` of workers, which are started at once.
+    """An :class:`Executor` of workers, which are started at once, each by a thread of its own that makes its calls.
 
     With ``share`` functions are in memory that the workers share. A call whose workers have died ``tries`` times in a row is
     given up.
@@ -137,16 +137,21 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
         self._workers, self._tries = workers, tries
         # By its id, the number, object and content of each function; the object is kept so that no other one gets its id.
         self._functions: dict[int, tuple[int, Callable[..., Any], bytes | Shared]] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._deaths = itertools.count(), itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        # Those without a call; None once the pool is closed.
-        self._free: queue.Queue[Worker | None] = queue.Queue()
+        # Calls that wait for a worker; None once the pool is closed.
+        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._alive, self._closed, self._failed = 0, False, None
-        self._threads: list[threading.Thread] = []
-        for worker in workers:
-            self._begin(self._start, worker)
+        self._closed = False
+        # Whether each worker has started, or the error.
+        self._started: list[futures.Future[None]] = [futures.Future() for _ in workers]
+        # Not those of concurrent.futures, which Python waits for when it ends.
+        self._threads = [
+            threading.Thread(target=self._run, args=pair, daemon=True)
+            for pair in zip(workers, self._started, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -154,7 +159,7 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
     def close(self) -> None:
         """End all workers."""
         self._closed = True
-        self._free.put(None)
+        self._waiting.put(None)
         for worker in self._workers:
             worker.kill()
         for thread in self._threads:
@@ -165,12 +170,11 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
         """Wait until one worker is ready, or ``everyone``; returns whether they are, and raises what failed."""
-        least = self.count if everyone else 1
-        with self._changed:
-            is_known = self._changed.wait_for(lambda: self._failed is not None or self._alive >= least, timeout)
-        if self._failed is not None:
-            raise self._failed
-        return is_known
+        until = futures.FIRST_EXCEPTION if everyone else futures.FIRST_COMPLETED
+        done, rest = futures.wait(self._started, timeout, until)
+        for one in done:
+            one.result()
+        return not rest if everyone else bool(done)
 
     def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
         """See :class:`Executor`.
@@ -191,7 +195,7 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
             self._functions[id(function)] = next(self._numbers), function, content
         number = next(self._numbers)
         self._calls[number] = _Call(number, self._functions[id(function)][0], dumps(arguments))
-        self._begin(self._make, self._calls[number])
+        self._waiting.put(self._calls[number])
         return number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
@@ -211,64 +215,52 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
             self._calls.clear()
             self._functions.clear()
 
-    def _begin(self, program: Callable[[Any], None], given: Any) -> None:
-        # Not those of concurrent.futures, which Python waits for when it ends.
-        thread = threading.Thread(target=program, args=(given,), daemon=True)
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-        thread.start()
-
-    def _count(self, alive: int, deaths: int = 0) -> None:
-        with self._changed:
-            self._alive, self.deaths = self._alive + alive, self.deaths + deaths
-            self._changed.notify_all()
-
-    def _start(self, worker: Worker) -> None:
-        """Start a worker, in a thread."""
+    def _run(self, worker: Worker, started: futures.Future[None]) -> None:
+        """Start a worker, have it make one call after another, and start it anew when it dies, in a thread."""
         try:
-            worker.start()
+            while not self._closed:
+                worker.start()
+                if not started.done():
+                    started.set_result(None)
+                while (call := self._waiting.get()) is not None and self._is_answered(call, worker):
+                    pass
+                if call is None:
+                    # For the other threads.
+                    self._waiting.put(None)
         except Exception as error:
             # Even if other workers can go on: the cause, such as another version, is one to be mended.
             failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {one_line_error(error)}")
             if not self._closed:
                 _log.error("%s cannot go on: %s", worker.name, failed)
-                self._failed = failed
                 self._answers.put((-1, failed))
-                self._count(0)
-            return
-        self._count(1)
-        self._free.put(worker)
+                if not started.done():
+                    started.set_exception(failed)
 
-    def _make(self, call: _Call) -> None:
-        """Have the next free worker make a call, in a thread; another one if that dies."""
-        cause = ""
-        while call.deaths < self._tries:
-            if (worker := self._free.get()) is None or call.number not in self._calls:
-                # For the other calls that wait.
-                self._free.put(worker)
-                return
-            contents = {number: getattr(one, "path", one) for number, _, one in [*self._functions.values()]}
-            call.worker = worker.name
-            try:
-                content = contents.get(call.function)
-                answer = loads(worker.call(call.function, frozenset(contents), content, call.arguments))
-            except Exception as error:
-                # The worker's state is unknown: fail the call so that its caller does not hang.
-                cause = f"{worker.name} {error if isinstance(error, Died) else one_line_error(error)}"
-                if self._closed:
-                    return
-                call.deaths, call.worker = call.deaths + 1, ""
-                self._count(-1, 1)
-                _log.warning("%s: it died, and is started again", cause)
-                self._begin(self._start, worker)
-            else:
-                call.worker = ""
-                self._free.put(worker)
-                self._answers.put((call.number, answer))
-                return
-        often = "once" if self._tries == 1 else f"{self._tries} times in a row"
-        text = f"its workers died {often}, last {cause}; what it printed says why"
-        text += ", or the system's log if the system has ended it: use fewer workers, or smaller arrays"
-        self._answers.put((call.number, WorkerError(text)))
+    def _is_answered(self, call: _Call, worker: Worker) -> bool:
+        """Have a worker make a call; if it dies, another one makes the call."""
+        if call.number not in self._calls:
+            return True
+        contents = {number: getattr(one, "path", one) for number, _, one in [*self._functions.values()]}
+        try:
+            answer = worker.call(call.function, frozenset(contents), contents.get(call.function), call.arguments)
+            self._answers.put((call.number, loads(answer)))
+            return True
+        except Exception as error:
+            # The worker's state is unknown: fail the call so that its caller does not hang.
+            cause = f"{worker.name} {error if isinstance(error, Died) else one_line_error(error)}"
+        if self._closed:
+            return False
+        call.deaths += 1
+        self.deaths = next(self._deaths)
+        if call.deaths < self._tries:
+            self._waiting.put(call)
+        else:
+            often = "once" if self._tries == 1 else f"{self._tries} times in a row"
+            text = f"its workers died {often}, last {cause}; what it printed says why"
+            text += ", or the system's log if the system has ended it: use fewer workers, or smaller arrays"
+            self._answers.put((call.number, WorkerError(text)))
+        _log.warning("%s: it died, and is started again", cause)
+        return False
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import io
 import multiprocessing
 import os
@@ -13,9 +12,10 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing import connection, forkserver, popen_forkserver, spawn
 from typing import IO, Any
+from unittest import mock
 
 import cloudpickle
 import torch
@@ -26,7 +26,7 @@ from hfta_func._torch import parametrized, replaced, writes
 from hfta_func.errors import WorkerError
 from hfta_func.rules import _choice
 from hfta_func.rules._extend import adopt, outside_rules
-from hfta_func.rules._measured import choices, lending
+from hfta_func.rules._measured import choices
 
 TRIES = 3
 """Number of deaths of a worker in a row after which a call, or starting a worker, is given up."""
@@ -67,18 +67,6 @@ def settle(wanted: Mapping[str, Any]) -> None:
             put(wanted[get.__name__])
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """A block in which PyTorch computes with this number of threads, at least one."""
-    before = torch.get_num_threads()
-    with lending():
-        torch.set_num_threads(max(1, count))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
 def settings() -> dict[str, Any]:
     """The settings of this process by name, without its number of threads."""
     return {get.__name__: get() for get, _ in SETTINGS[1:]}
@@ -116,12 +104,10 @@ class _Fingerprint(Pickler):
 def fingerprint(value: Any) -> tuple[bytes, list[Tensor]]:
     """Bytes that change if anything does that is sent with a value, but for entries of NumPy's arrays, and its tensors."""
     pickler = _Fingerprint(file := io.BytesIO())
-    try:
+    # Sending what cannot be pickled raises an error that names the cure.
+    with contextlib.suppress(Exception):
         pickler.dump(value)
-    except Exception:
-        # Sending it raises an error that names the cure.
-        return b"", []
-    return hashlib.sha256(file.getbuffer()).digest(), pickler.tensors
+    return file.getvalue(), pickler.tensors
 
 
 def dumps(value: Any) -> bytes:
@@ -142,9 +128,8 @@ class Shared:
 
 def loads(message: bytes | str) -> Any:
     """The value that :func:`dumps` has made bytes of, or that :class:`Shared` has in a path."""
-    if isinstance(message, str):
-        return torch.load(message, _placed, weights_only=False, mmap=True)
-    return torch.load(io.BytesIO(message), _placed, weights_only=False)
+    is_path = isinstance(message, str)
+    return torch.load(message if is_path else io.BytesIO(message), _placed, weights_only=False, mmap=is_path)
 
 
 def _placed(storage: Any, device: str) -> Any:
@@ -194,19 +179,13 @@ def _without_main(name: str) -> dict[str, Any]:
     return {key: value for key, value in _prepare(name).items() if not key.startswith("init_main")}
 
 
-def _forked(connection: Any, environment: Mapping[str, str], *arguments: Any) -> popen_forkserver.Popen:
-    """A process forked from a server that has imported PyTorch once."""
-    with _starting, replaced(spawn, "get_preparation_data", _without_main):
-        before = {**os.environ}
-        forkserver.set_forkserver_preload(["torch", "hfta_func"])
-        # Threads do not survive a fork, so the server must have none; the processes that it forks start theirs.
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            given = connection, {**before, **environment}, *arguments
-            return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=given, daemon=False))
-        finally:
-            del os.environ["OMP_NUM_THREADS"]
-            os.environ.update(before)
+def _forked(*arguments: Any) -> popen_forkserver.Popen:
+    """A process that calls :func:`serve`, forked from a server that has imported PyTorch once."""
+    forkserver.set_forkserver_preload(["torch", "hfta_func"])
+    # Threads do not survive a fork, so the server must have none; the processes that it forks start theirs.
+    one_thread = mock.patch.dict(os.environ, OMP_NUM_THREADS="1")
+    with _starting, replaced(spawn, "get_preparation_data", _without_main), one_thread:
+        return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
 
 
 class Worker:
@@ -244,9 +223,9 @@ class Process(Worker):
 
     def start(self) -> None:
         """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
-        environment = {"OMP_NUM_THREADS": str(len(self._order[0]))}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._order[0]))}
         environment |= {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
-        cause = ""
+        cause: BaseException | None = None
         for _ in range(TRIES):
             self.close()
             self._connection, other = multiprocessing.Pipe()
@@ -257,7 +236,7 @@ class Process(Worker):
                 self.call()
                 return
             except (Died, EOFError, OSError) as error:
-                cause = str(error) if isinstance(error, Died) else one_line_error(error)
+                cause = error
         text = f"{self.name} died {TRIES} times in a row while it started, last {cause}"
         raise WorkerError(f"{text}; what it printed says why, or the system's log if the system has ended it")
 
