@@ -1,22 +1,23 @@
-"""What a call may change besides tensors: generators of random numbers, and Python values that functions hold."""
+"""What calls may change besides their results: Python values that functions hold, small tensors, and generators."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
-import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._torch import default_generators, is_wrapped, pytree
+from hfta_func._torch import is_wrapped, pytree, writes
 from hfta_func._tree import leaves
 from hfta_func.calls.body import put, running_body
 from hfta_func.errors import StateError
-from hfta_func.models.attributes import Snapshot
+from hfta_func.models.attributes import is_changed, undo
 
 _CURE = (
     ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
@@ -35,48 +36,76 @@ class MemberValues(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class Held(Snapshot):
-    """Generators, and the numbers, lists and dicts that functions and modules hold, as they are when this is made.
+@dataclasses.dataclass(eq=False)
+class Held:
+    """Places where Python holds values, and what is there when this is made.
 
     Args:
-        roots: Functions, objects and modules: of what they hold in attributes, closures and globals that they name.
-        device: Whose generator is looked at, too, beside those of Python and NumPy.
+        contents: Lists, dicts, sets and deques, each with a copy.
+        names: Dicts or cells of closures, keys there, and the values.
+        tensors: Tensors, how often each has been written, and copies of small ones.
+        generators: Names of generators, how to read and to set the state of each, and the state.
     """
 
-    def __init__(self, roots: Sequence[Any], device: torch.device | None = None):
-        self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any], Any]] = []
-        if device is not None:
-            for generator in default_generators(device):
-                self._add("PyTorch", generator.get_state, generator.set_state)
-            self._add("Python's random", random.getstate, random.setstate)
-            if "numpy" in sys.modules:
-                numpy: Any = sys.modules["numpy"].random
-                self._add("NumPy (np.random)", numpy.get_state, numpy.set_state)
-        super().__init__(*roots, functions=True)
+    contents: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    names: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[tuple[Tensor, int, Tensor | None]] = dataclasses.field(default_factory=list)
+    generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any], Any]] = dataclasses.field(default_factory=list)
 
-    def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._generators.append((name, get, put, get()))
-
-    def _hold(self, path: str, value: Any, depth: int) -> None:
-        if (kind := _generator(value)) is not None:
-            self._add(f"a {type(value).__name__} of its own", *kind)
-        else:
-            super()._hold(path, value, depth)
+    def add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        """Hold a generator."""
+        self.generators.append((name, get, put, get()))
 
     def restore(self) -> str:
         """Put everything back; returns the name of a generator that has drawn, empty if none has."""
-        moved = super().restore()
-        for name, get, set_state, state in self._generators:
+        undo((content, None, before) for content, before in self.contents if is_changed(content, before))
+        for tensor, count, values in self.tensors:
+            if values is not None and writes(tensor) != count:
+                tensor.detach().copy_(values)
+        for holder, key, value in self.names:
+            put(holder, key, value)
+        moved = ""
+        for name, get, set_state, state in self.generators:
             if not _same(get(), state):
                 set_state(state)
                 moved = moved or name
         return moved
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
-        modules = [each for each in self._seen.values() if isinstance(each, nn.Module)]
-        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
-        return next((name for name, x in named if x is parameter), None)
+    def changed(self) -> Held | None:
+        """The same of the places that are not as they were, but for generators; None if all are."""
+        contents = [x for x in self.contents if is_changed(*x)]
+        names = [x for x in self.names if _get(x[0], x[1]) is not x[2]]
+        tensors = [x for x in self.tensors if writes(x[0]) != x[1]]
+        return Held(contents, names, tensors) if contents or names or tensors else None
+
+    def again(self) -> Held:
+        """The same places as they are now."""
+        contents = [(content, content.copy()) for content, _ in self.contents]
+        names = [(holder, key, _get(holder, key)) for holder, key, _ in self.names]
+        tensors = [(x, writes(x), x.detach().clone()) for x, _, values in self.tensors if values is not None]
+        return Held(contents, names, tensors, [(name, get, put, get()) for name, get, put, _ in self.generators])
+
+    def written(self) -> list[Tensor]:
+        """The values now of all small tensors, of those that were not written those before."""
+        held = [(x, count, before) for x, count, before in self.tensors if before is not None]
+        return [before if writes(x) == count else x.detach().clone() for x, count, before in held]
+
+    def new(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What calls have put there since: who holds it, its key there, and the value."""
+        for content, before in self.contents:
+            old = dict(_entries(before))
+            yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
+        yield from [(x, key, _get(x, key)) for x, key, before in self.names if _get(x, key) is not before]
+
+
+def _entries(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, set):
+        return []
+    return [*(content.items() if isinstance(content, dict) else enumerate(content))]
+
+
+def _get(holder: Any, key: Any) -> Any:
+    return holder.cell_contents if isinstance(holder, types.CellType) else holder.get(key)
 
 
 class OneCall:
@@ -85,7 +114,7 @@ class OneCall:
     :meth:`end` makes ``[M, ...]`` of members' tensors that were left there, and of numbers that differ between groups.
     """
 
-    def __init__(self, run: Callable[..., Any], held: Snapshot, count: int):
+    def __init__(self, run: Callable[..., Any], held: Held, count: int):
         self._run, self._held, self._count = run, held, count
         self._sizes: list[int] = []
         self._left: list[dict[Any, Any]] = []
@@ -141,7 +170,7 @@ def _joined(sizes: list[int], *parts: Any) -> Any:
     return torch.cat(rows).as_subclass(MemberValues)
 
 
-def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+def generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """How to read and to set the state of a generator of PyTorch, Python or NumPy; None for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state

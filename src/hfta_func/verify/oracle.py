@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from hfta_func._torch import inside_transform, num_dispatch_modes
 from hfta_func._tree import leaves
 from hfta_func.errors import HFTAError, RandomnessError, VerifyError
-from hfta_func.models.attributes import Snapshot
 from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
 from hfta_func.verify.compare import Difference, difference, has_failed, origin
 from hfta_func.verify.held import Held, OneCall
+from hfta_func.verify.reached import Reached
 
 Verify = Literal["first"] | bool
 
@@ -47,7 +47,7 @@ class Oracle:
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
         # What calls change in Python; all that functions hold, until the first call is compared.
-        self.changing: Snapshot | None = None
+        self.changing: Held | None = None
         self.has_warned = False
 
     def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
@@ -66,7 +66,7 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, (self._func, self._model()), keys.device)
+        trial = Trial(self, Reached(self._func, self._model(), device=keys.device))
         self.changing = self.changing or trial.before
         return trial
 
@@ -102,9 +102,8 @@ def _can_compare(keys: Tensor) -> bool:
 class Trial:
     """A call that is compared; made before it, and called behind it with its results."""
 
-    def __init__(self, oracle: Oracle, func: Any, device: torch.device):
-        self._oracle, self._func, self._device = oracle, func, device
-        self.before = Held([func], device)
+    def __init__(self, oracle: Oracle, reached: Reached):
+        self._oracle, self._reached, self.before = oracle, reached, reached.held
 
     def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
         """Compare; raises a VerifyError that names what differs, and the first module that does.
@@ -115,8 +114,8 @@ class Trial:
             members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
         """
         if self._oracle.changing is self.before:
-            self._oracle.changing = self.before.part_changed()
-        after = Held([self._func], self._device)
+            self._oracle.changing = self.before.changed()
+        after = self.before.again()
         self.before.restore()
         left = self.before
         try:
@@ -180,7 +179,7 @@ class Trial:
 
         def start(model: Any) -> None:
             # With generators of the model's own.
-            held.append(Held([model]))
+            held.append(Held(generators=Reached(model).held.generators))
             if watch is not None:
                 watch(model)
 
@@ -197,7 +196,7 @@ class Trial:
             self._oracle.has_warned = True
             why = f"the model writes its buffer '{dropped[0]}' in eval mode, where an array drops it"
             warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)
-        names = sorted(filter(None, map(self.before.name_of, alone.pop("outside", {}).values())))
+        names = sorted(filter(None, map(self._reached.name_of, alone.pop("outside", {}).values())))
         if names and not self._oracle.has_warned:
             self._oracle.has_warned = True
             first, *others = names

@@ -1,4 +1,4 @@
-"""What functions can read of Python's values: a digest for a file's name, and a look whether it is as it was."""
+"""What functions can reach of Python's values: a digest for a file's name, whether it is as it was, and what to put back."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import itertools
 import opcode
 import operator
 import os
+import random
 import re
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hfta_func._torch import has_global_hooks
-from hfta_func.models.attributes import names_in
+from hfta_func._torch import default_generators, has_global_hooks, is_wrapped, writes
+from hfta_func.calls.body import contents
+from hfta_func.models.attributes import CONTAINERS
 from hfta_func.models.padding import Padding
+from hfta_func.verify.held import Held, generator
 
 _IMPORTS = opcode.opmap["IMPORT_NAME"]
 _CONTENT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
@@ -34,6 +37,10 @@ _HEAP_TYPE = 1 << 9
 
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
+_DEPTH = 10
+"""How far from the roots calls may change something."""
+_FEW = 4096
+"""Entries of a tensor that may count something; larger ones are data."""
 _PLAIN = (
     type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, re.Pattern,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -64,30 +71,44 @@ _ASIDE = frozenset(
 class Reached:
     """Values that ``roots`` can reach, followed through functions, classes, containers and attributes.
 
-    The attributes of ``model``, which nobody else holds, do not change. What a function of PyTorch, Python or this package
-    reads is not followed.
+    What a function of PyTorch, Python or this package reads is not followed.
+
+    Args:
+        roots: Functions and other objects, the nearest of whose values come first.
+        model: A module that nobody else holds, whose attributes do not change.
+        device: Whose generator is held, too, with those of Python and NumPy.
     """
 
-    def __init__(self, *roots: Any, model: torch.nn.Module):
+    def __init__(self, *roots: Any, model: nn.Module | None = None, device: torch.device | None = None):
         self.tensors: list[Tensor] = []
         """The tensors among the values, in an order that is the same in another process."""
         self.why_not: str | None = None
         """What cannot be followed, if anything."""
+        self.held = Held()
+        """What calls may change: what is near to the roots, and not of a class or another module of Python."""
         self._facts: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []
+        self._seen: dict[int, tuple[int, Any]] = {}
         self._watched: list[Any] = []
         self._functions: list[types.FunctionType] = []
         self._dicts: list[dict[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._parts = {*map(id, model.modules())}
-        left = [model, *reversed(roots)]
-        try:
-            while left:
-                left.extend(reversed([*self._visit(left.pop())]))
-        except _UnknownError as error:
-            self.why_not = str(error)
-        self._seen, self._keys = self._look(), [*map(list, self._dicts)]
+        self._parts = set() if model is None else {*map(id, model.modules())}
+        for one in () if device is None else default_generators(device):
+            self.held.add("PyTorch", one.get_state, one.set_state)
+        if device is not None:
+            self.held.add("Python's random", random.getstate, random.setstate)
+        if device is not None and "numpy" in sys.modules:
+            numpy: Any = sys.modules["numpy"].random
+            self.held.add("NumPy (np.random)", numpy.get_state, numpy.set_state)
+        left = collections.deque((root, 0) for root in (*roots, model))
+        while left and len(self._seen) <= _MOST:
+            value, depth = left.popleft()
+            near, far = self._visit(value, depth < _DEPTH)
+            self._note(len(near), len(far))
+            left += [(part, depth + 1) for part in near] + [(part, _DEPTH) for part in far]
+        if left or has_global_hooks():
+            self._cannot(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
+        self._before, self._keys = self._look(), [*map(list, self._dicts)]
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -99,11 +120,17 @@ class Reached:
         now = self._look()
         return (
             not has_global_hooks()
-            and len(now) == len(self._seen)
-            and all(map(operator.is_, now, self._seen))
+            and len(now) == len(self._before)
+            and all(map(operator.is_, now, self._before))
             and all([space.get(name) is value for space, name, value in self._names])
             and [*map(list, self._dicts)] == self._keys
         )
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
+        modules = [each for _, each in self._seen.values() if isinstance(each, nn.Module)]
+        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
+        return next((name for name, x in named if x is parameter), None)
 
     def _look(self) -> list[Any]:
         """Everything that is to be the same object later."""
@@ -112,64 +139,80 @@ class Reached:
     def _note(self, *facts: Any) -> None:
         self._facts.append(facts)
 
+    def _cannot(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
     def _watch(self, value: Any) -> list[Any]:
         """What a value refers to, which is to be the same later."""
         self._watched.append(value)
         return gc.get_referents(value)
 
-    def _visit(self, value: Any) -> Iterable[Any]:
-        """Note a value; returns what it refers to."""
+    def _visit(self, value: Any, is_held: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Note a value; returns what it refers to, and what lies in classes and modules of Python."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, enum.Enum):
             self._note(kind.__qualname__, value)
-            return ()
-        if id(value) in self._numbers:
-            self._note("again", self._numbers[id(value)])
-            return ()
-        self._numbers[id(value)] = len(self._numbers)
-        self._kept.append(value)
-        if len(self._kept) > _MOST or has_global_hooks():
-            raise _UnknownError(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
+            return (), ()
+        if id(value) in self._seen:
+            self._note("again", self._seen[id(value)][0])
+            return (), ()
+        self._seen[id(value)] = len(self._seen), value
         self._note(kind.__module__, kind.__qualname__)
         if isinstance(value, Tensor):
-            if kind not in (Tensor, torch.nn.Parameter) and not isinstance(value, torch.nn.Buffer):
-                raise _UnknownError(f"a {kind.__qualname__}")
-            self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-            self.tensors += [] if value.is_meta else [value]
-            return [vars(value)] if vars(value) else ()
+            return self._visit_tensor(value, is_held), ()
         if isinstance(value, weakref.ref):
-            return (value(),)
+            return (), (value(),)
         if isinstance(value, _NATIVE) or kind.__name__ in _OF_NUMPY:
             self._note(getattr(value, "__qualname__", str(value)))
-            return ()
+            return (), ()
         if isinstance(value, types.FunctionType):
-            return self._visit_function(value)
+            return self._visit_function(value, is_held)
         if isinstance(value, type):
-            return self._visit_class(value)
-        if isinstance(value, (set, frozenset)):
-            if not all(isinstance(one, (str, int, float)) for one in value):
-                raise _UnknownError("a set of objects")
-            self._note(sorted(value, key=repr))
-            self._watch(value)
-            return ()
+            return (), self._visit_class(value)
         if isinstance(value, Padding):
             # It holds a model of every size, which nobody writes.
             self._note(value.signatures)
-            return (value.masks,)
+            return (value.masks,), ()
         if id(value) in self._parts:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())
-            return (kind, *(one for each in attributes for one in each))
+            return [one for each in attributes for one in each], (kind,)
+        if is_held and (state := generator(value)) is not None:
+            self.held.add(f"a {kind.__name__} of its own", *state)
+        if is_held and isinstance(value, CONTAINERS):
+            self.held.contents.append((value, value.copy()))
+        if is_held and isinstance(value, types.CellType):
+            self.held.names += [(value, "", content) for content in contents(value)]
+        if isinstance(value, (set, frozenset)):
+            if not all(isinstance(one, (str, int, float)) for one in value):
+                self._cannot("a set of objects")
+            self._note(sorted(value, key=repr))
+            return [x for x in self._watch(value) if type(x) not in _PLAIN], ()
         if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
-            raise _UnknownError(f"a {kind.__qualname__}")
+            self._cannot(f"a {kind.__qualname__}")
+            return ((vars(value),) if hasattr(value, "__dict__") else ()), ()
         if isinstance(value, dict):
             self._dicts.append(value)
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
         # Where attributes are kept without a dict, asking for it makes one.
         getattr(value, "__dict__", None)
-        return self._watch(value)
+        return self._watch(value), ()
 
-    def _visit_class(self, kind: type) -> Iterable[Any]:
+    def _visit_tensor(self, value: Tensor, is_held: bool) -> Sequence[Any]:
+        if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, nn.Buffer):
+            self._cannot(f"a {type(value).__qualname__}")
+        elif value.layout == torch.strided:
+            self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            self.tensors += [] if value.is_meta else [value]
+        else:
+            self._cannot("a sparse tensor")
+        # Tensors made in inference mode count no writes.
+        if is_held and not (value.is_inference() or value.is_meta or is_wrapped(value)):
+            is_few = value.layout == torch.strided and value.numel() <= _FEW
+            self.held.tensors.append((value, writes(value), value.detach().clone() if is_few else None))
+        return [vars(value)] if vars(value) else ()
+
+    def _visit_class(self, kind: type) -> Sequence[Any]:
         self._note(kind.__qualname__)
         parts: list[Any] = []
         for base in kind.__mro__:
@@ -179,21 +222,20 @@ class Reached:
                 parts += [one for pair in vars(base).items() if pair[0] not in _ASIDE for one in pair]
         return parts
 
-    def _visit_function(self, function: types.FunctionType) -> Iterable[Any]:
+    def _visit_function(self, function: types.FunctionType, is_held: bool) -> tuple[Sequence[Any], Sequence[Any]]:
         self._note(function.__module__, function.__qualname__)
         self._functions.append(function)
-        parts = function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())
+        parts = [function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())]
         if _is_definition(function.__code__.co_filename):
-            return parts
+            return parts, ()
         self._note(_of_code(function.__code__))
-        code = function.__code__
-        named = [*_named(function.__globals__, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
+        code, space = function.__code__, function.__globals__
+        named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
         self._names += named
-        return *parts, vars(function), *(value for *_, value in named)
-
-
-class _UnknownError(Exception):
-    """Something cannot be followed."""
+        near = [x for x in named if x[0] is space and x[1] in space]
+        self.held.names += near if is_held else []
+        far = [value for where, _, value in named if where is not space]
+        return [*parts, vars(function), *(value for *_, value in near)], far
 
 
 def _named(
@@ -235,3 +277,10 @@ def _of_code(code: types.CodeType) -> Any:
     shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return shape, code.co_code, names, [*map(constant, code.co_consts)]
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names in code, and its texts, which may be names."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    texts = (part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+    return {*code.co_names}.union(texts, *inner)
