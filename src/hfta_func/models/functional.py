@@ -103,7 +103,7 @@ class Bound:
         self._is_counted = False
         self._undoing: list[Undoing] = []
         padding = padding_of(inner)
-        self._events = None if padding is None else Events(padding, numbers, self._func, self._watched)
+        self._events = None if padding is None else Events(padding, numbers, self._func, self._recorded)
 
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
@@ -164,21 +164,11 @@ class Bound:
             count(template, self._left)
             self._left.clear()
 
-    def _watched(
-        self,
-        watch: Callable[[nn.Module], None],
-        params: Params,
-        buffers: Params,
-        inputs: tuple[Any, Any],
-        key: Tensor,
-        padded: Any,
-    ) -> tuple[Any, Params]:
-        """Call the function with a new copy of the model after ``watch(copy)``."""
+    def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:
+        """Call the function with a new copy of the model, for a recorder of its events."""
         body = self._make(False)
-        watch(body.model)
-        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         with checkpoints_of(body.model, body.fixed), self._base.reading(params) as shared:
-            return self._call(body, shared, params, buffers, args, kwargs, key, padded)
+            self._call(body, shared, params, buffers, *inputs, key, recorder)
 
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:

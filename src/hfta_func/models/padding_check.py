@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +25,11 @@ class Events:
         padding: What the model knows of its sizes.
         numbers: The paths of the numbers that calls take as buffers.
         func: What calls a model.
-        watched: ``watched(watch, params, buffers, inputs, key, recorder)`` calls the padded one after ``watch(model)``.
+        call: ``call(params, buffers, inputs, key, recorder)`` calls the padded one.
     """
 
-    def __init__(self, padding: Padding, numbers: Sequence[str], func: Callable[..., Any], watched: Callable[..., Any]):
-        self.padding, self._numbers, self._func, self._watched = padding, numbers, func, watched
+    def __init__(self, padding: Padding, numbers: Sequence[str], func: Callable[..., Any], call: Callable[..., Any]):
+        self.padding, self._numbers, self._func, self._call = padding, numbers, func, call
         self._known: dict[Any, list[Sizes]] = {}
         # Those of the latest call, while a compiler traces, which knows no values.
         self.latest: list[Sizes] = []
@@ -53,19 +52,15 @@ class Events:
                 ]
                 given = [first_member(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 noise = torch.zeros_like(parts[1][SIZE]) if key is None else first_member(key)
-                known = self._learn(model, parts, pytree.tree_unflatten(given, spec), noise)
+                inputs, whole = pytree.tree_unflatten(given, spec), Recorder()
+                self._call(*parts, pytree.tree_map(_copied, inputs), noise, whole)
+                alone = [self._alone(model, size, inputs, noise) for size in self.padding.sizes]
+                known = _joined(self.padding, whole.events, alone)
             # Without a key nothing draws from one.
             known = [event for event in known if key is not None or event.name not in ("site", "draw")]
             self._known[shapes, str(spec), key is None] = known
         self.latest = known
         return Padded(buffers[SIZE], known)
-
-    def _learn(self, model: nn.Module, trees: list[Params], inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
-        whole = Recorder()
-        self._watched(functools.partial(_tracked, whole), *trees, inputs, key, whole)
-        return _joined(
-            self.padding, whole.events, [self._alone(model, size, inputs, key) for size in self.padding.sizes]
-        )
 
     def _alone(self, model: nn.Module, size: Size, inputs: tuple[Any, Any], key: Tensor) -> list[Event]:
         """The events of a model of a true size, in the modes of the padded one."""
@@ -77,8 +72,7 @@ class Events:
                 # At a rate of 0 nothing is drawn, but members' rates differ.
                 module = alone.get_submodule(size.modules[owner])
                 setattr(module, name, getattr(module, name) or 0.5)
-        _tracked(recorder, alone)
-        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        args, kwargs = pytree.tree_map(_copied, inputs)
         mode = routed(key)
         mode.padding = recorder
         with mode, torch.no_grad():
@@ -117,18 +111,5 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
     return joined
 
 
-def _tracked(recorder: Recorder, model: nn.Module) -> None:
-    """Make a recorder know the path of the module whose code runs."""
-    paths: list[str] = []
-
-    def leave(*_: Any) -> None:
-        recorder.path = paths.pop()
-
-    for path, module in model.named_modules():
-
-        def enter(*_: Any, path: str = path) -> None:
-            paths.append(recorder.path)
-            recorder.path = path
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
