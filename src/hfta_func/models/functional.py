@@ -83,6 +83,8 @@ class Bound:
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
+        self.assigned: list[dict[str, Any]] | None = None
+        """What each call leaves in attributes, by path, where that is to be compared."""
         self.ends_calls = True
         """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
         self._skeleton = inner
@@ -137,11 +139,14 @@ class Bound:
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
-        self.counts |= {path: _attribute(template, path) for path in self._counters}
+        # A first call may have made some, and set them only after those of all groups.
+        self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
         count(body.model, self.counts)
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
+        if self.assigned is not None:
+            self.assigned.append(changed)
         if not self._examined.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
             self._examined.update(changed)
@@ -258,9 +263,9 @@ class Bound:
         self._is_counted |= is_counted
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
+def _attribute(model: nn.Module, path: str) -> list[Any]:
     owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
+    return [x for key, x in vars(model.get_submodule(owner)).items() if key == name]
 
 
 bind = Bound
