@@ -44,17 +44,17 @@ class Held:
         contents: Lists, dicts, sets and deques, each with a copy.
         names: Dicts or cells of closures, keys there, and the values.
         tensors: Tensors, how often each has been written, and copies of small ones.
-        generators: Names of generators, how to read and to set the state of each, and the state.
+        generators: Names of generators, each with what has its state, and the state.
     """
 
     contents: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     names: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
     tensors: list[tuple[Tensor, int, Tensor | None]] = dataclasses.field(default_factory=list)
-    generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any], Any]] = dataclasses.field(default_factory=list)
+    generators: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
 
-    def add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        """Hold a generator."""
-        self.generators.append((name, get, put, get()))
+    def add(self, name: str, generator: Any) -> None:
+        """Hold a generator, or the one of a module."""
+        self.generators.append((name, generator, _state(generator)))
 
     def restore(self) -> str:
         """Put everything back; returns the name of a generator that has drawn, empty if none has."""
@@ -65,9 +65,9 @@ class Held:
         for holder, key, value in self.names:
             put(holder, key, value)
         moved = ""
-        for name, get, set_state, state in self.generators:
-            if not _same(get(), state):
-                set_state(state)
+        for name, generator, state in self.generators:
+            if not _same(_state(generator), state):
+                _state(generator, state)
                 moved = moved or name
         return moved
 
@@ -83,7 +83,7 @@ class Held:
         contents = [(content, content.copy()) for content, _ in self.contents]
         names = [(holder, key, _get(holder, key)) for holder, key, _ in self.names]
         tensors = [(x, writes(x), x.detach().clone()) for x, _, values in self.tensors if values is not None]
-        return Held(contents, names, tensors, [(name, get, put, get()) for name, get, put, _ in self.generators])
+        return Held(contents, names, tensors, [(name, each, _state(each)) for name, each, _ in self.generators])
 
     def written(self) -> list[Tensor]:
         """The values now of all small tensors, of those that were not written those before."""
@@ -170,18 +170,23 @@ def _joined(sizes: list[int], *parts: Any) -> Any:
     return torch.cat(rows).as_subclass(MemberValues)
 
 
-def generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to read and to set the state of a generator of PyTorch, Python or NumPy; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if type(value).__module__.startswith("numpy.random"):
-        if hasattr(value, "get_state"):
-            return value.get_state, value.set_state
-        if (bits := getattr(value, "bit_generator", None)) is not None:
-            return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
+def is_generator(value: Any) -> bool:
+    """Whether this is a generator of random numbers, of PyTorch, Python or NumPy."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    of_numpy = type(value).__module__.startswith("numpy.random")
+    return of_numpy and (hasattr(value, "get_state") or hasattr(value, "bit_generator"))
+
+
+def _state(holder: Any, *new: Any) -> Any:
+    """The state of a generator, or of a module that has one; what is ``new`` is put there."""
+    names = ("set_state", "setstate") if new else ("get_state", "getstate")
+    for name in names:
+        if hasattr(holder, name):
+            return getattr(holder, name)(*new)
+    if new:
+        holder.bit_generator.state = new[0]
+    return holder.bit_generator.state
 
 
 def _same(state: Any, other: Any) -> bool:

@@ -8,7 +8,6 @@ import functools
 import gc
 import hashlib
 import inspect
-import itertools
 import opcode
 import operator
 import os
@@ -28,10 +27,14 @@ from hfta_func._torch import default_generators, has_global_hooks, is_wrapped, w
 from hfta_func.calls.body import contents
 from hfta_func.models.attributes import CONTAINERS
 from hfta_func.models.padding import Padding
-from hfta_func.verify.held import Held, generator
+from hfta_func.verify.held import Held, is_generator
 
 _IMPORTS = opcode.opmap["IMPORT_NAME"]
-_CONTENT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_SHAPE = operator.attrgetter(
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars"),
+)
+"""What tells code from other code, besides its constants."""
 _HEAP_TYPE = 1 << 9
 """The flag of CPython's classes that are made at run time."""
 
@@ -89,17 +92,14 @@ class Reached:
         self._facts: list[Any] = []
         self._seen: dict[int, tuple[int, Any]] = {}
         self._watched: list[Any] = []
-        self._functions: list[types.FunctionType] = []
-        self._dicts: list[dict[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._parts = set() if model is None else {*map(id, model.modules())}
-        for one in () if device is None else default_generators(device):
-            self.held.add("PyTorch", one.get_state, one.set_state)
         if device is not None:
-            self.held.add("Python's random", random.getstate, random.setstate)
-        if device is not None and "numpy" in sys.modules:
-            numpy: Any = sys.modules["numpy"].random
-            self.held.add("NumPy (np.random)", numpy.get_state, numpy.set_state)
+            for one in default_generators(device):
+                self.held.add("PyTorch", one)
+            self.held.add("Python's random", random)
+            if "numpy" in sys.modules:
+                self.held.add("NumPy (np.random)", sys.modules["numpy"].random)
         left = collections.deque((root, 0) for root in (*roots, model))
         while left and len(self._seen) <= _MOST:
             value, depth = left.popleft()
@@ -108,7 +108,7 @@ class Reached:
             left += [(part, depth + 1) for part in near] + [(part, _DEPTH) for part in far]
         if left or has_global_hooks():
             self._cannot(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
-        self._before, self._keys = self._look(), [*map(list, self._dicts)]
+        self._before = gc.get_referents(*self._watched)
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -117,13 +117,12 @@ class Reached:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        now = self._look()
+        now = gc.get_referents(*self._watched)
         return (
             not has_global_hooks()
             and len(now) == len(self._before)
             and all(map(operator.is_, now, self._before))
             and all([space.get(name) is value for space, name, value in self._names])
-            and [*map(list, self._dicts)] == self._keys
         )
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -131,10 +130,6 @@ class Reached:
         modules = [each for _, each in self._seen.values() if isinstance(each, nn.Module)]
         named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
         return next((name for name, x in named if x is parameter), None)
-
-    def _look(self) -> list[Any]:
-        """Everything that is to be the same object later."""
-        return [*gc.get_referents(*self._watched), *itertools.chain.from_iterable(map(_CONTENT, self._functions))]
 
     def _note(self, *facts: Any) -> None:
         self._facts.append(facts)
@@ -167,6 +162,9 @@ class Reached:
             return (), ()
         if isinstance(value, types.FunctionType):
             return self._visit_function(value, is_held)
+        if isinstance(value, types.CodeType):
+            self._note(_SHAPE(value))
+            return value.co_consts, ()
         if isinstance(value, type):
             return (), self._visit_class(value)
         if isinstance(value, Padding):
@@ -177,8 +175,8 @@ class Reached:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())
             return [one for each in attributes for one in each], (kind,)
-        if is_held and (state := generator(value)) is not None:
-            self.held.add(f"a {kind.__name__} of its own", *state)
+        if is_held and is_generator(value):
+            self.held.add(f"a {kind.__name__} of its own", value)
         if is_held and isinstance(value, CONTAINERS):
             self.held.contents.append((value, value.copy()))
         if is_held and isinstance(value, types.CellType):
@@ -192,7 +190,6 @@ class Reached:
             self._cannot(f"a {kind.__qualname__}")
             return ((vars(value),) if hasattr(value, "__dict__") else ()), ()
         if isinstance(value, dict):
-            self._dicts.append(value)
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
         # Where attributes are kept without a dict, asking for it makes one.
         getattr(value, "__dict__", None)
@@ -223,19 +220,18 @@ class Reached:
         return parts
 
     def _visit_function(self, function: types.FunctionType, is_held: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-        self._note(function.__module__, function.__qualname__)
-        self._functions.append(function)
-        parts = [function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())]
-        if _is_definition(function.__code__.co_filename):
-            return parts, ()
-        self._note(_of_code(function.__code__))
         code, space = function.__code__, function.__globals__
+        parts = [vars(function), function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())]
+        self._note(function.__module__, function.__qualname__)
+        self._watch(function)
+        if _is_definition(code.co_filename):
+            return parts[1:], ()
         named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
         self._names += named
         near = [x for x in named if x[0] is space and x[1] in space]
         self.held.names += near if is_held else []
         far = [value for where, _, value in named if where is not space]
-        return [*parts, vars(function), *(value for *_, value in near)], far
+        return [code, *parts, *(value for *_, value in near)], far
 
 
 def _named(
@@ -266,17 +262,6 @@ def _is_followed(kind: type) -> bool:
     """Whether a class was made in Python, or what objects of it refer to is all that they hold."""
     is_of_c = not kind.__flags__ & _HEAP_TYPE or isinstance(vars(kind).get("__new__"), types.BuiltinFunctionType)
     return kind in _FOLLOWED or not is_of_c
-
-
-def _of_code(code: types.CodeType) -> Any:
-    def constant(one: Any) -> Any:
-        if isinstance(one, types.CodeType):
-            return _of_code(one)
-        return sorted(map(repr, one)) if type(one) is frozenset else repr(one)
-
-    shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return shape, code.co_code, names, [*map(constant, code.co_consts)]
 
 
 def names_in(code: types.CodeType) -> set[str]:
