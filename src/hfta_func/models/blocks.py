@@ -74,48 +74,36 @@ class _Some:
     """Some members of the level of ``vmap`` that is running; where none are chosen, the first stands for all."""
 
     def __init__(self, has: list[bool]):
-        self._members = [member for member, one in enumerate(has) if one]
-        self._others = [member for member, one in enumerate(has) if not one]
-        self._order = [*self._members, *self._others]
-        self._are_first = bool(self._members) and self._order == [*range(len(has))]
-        # What the others have of tensors with a gradient, whose parts are then views: one derivative joins those of both.
-        self._rests: dict[int, Tensor] = {}
+        members = [member for member, one in enumerate(has) if one]
+        self._count, self._members, self._chosen = len(has), torch.tensor(members).long(), torch.tensor(members or [0])
 
     def __call__(self, run: Callable[..., Any], leaves: tuple[Any, ...], before: Callable[[], list[Any]]) -> list[Any]:
         """``run(*leaves)`` in a level over these members, in the place of that over all; others have what was before."""
-        interpreter, count = _torch.current_interpreter(), len(self._members or [0])
+        interpreter = _torch.current_interpreter()
         level = interpreter.level()
         plain, dims = _torch.unwrap_leaves(leaves, level)
         fronts = tuple(None if dim is None else 0 for dim in dims)
-        mapped = _torch.restore_vmap(run, fronts, count, interpreter.randomness())
+        mapped = _torch.restore_vmap(run, fronts, len(self._chosen), interpreter.randomness())
         with interpreter.lower():
             new, new_dims = mapped(*(self._part(x, dim) for x, dim in zip(plain, dims, strict=True)))
         old, old_dims = _torch.unwrap_leaves(before(), level)
         with interpreter.lower():
-            joined = [self._joined(*each, count) for each in zip(new, new_dims, old, old_dims, strict=True)]
+            joined = [self._joined(*each) for each in zip(new, new_dims, old, old_dims, strict=True)]
         return [_torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x for x in joined]
 
     def _part(self, x: Any, dim: int | None) -> Any:
         """``[M, ...] -> [members, ...]``."""
-        if dim is None:
-            return x
-        if not (self._are_first and x.requires_grad):
-            return x.movedim(dim, 0).index_select(0, torch.tensor(self._members or [0]))
-        part, self._rests[id(x)] = x.movedim(dim, 0).split([len(self._members), len(self._others)])
-        return part
+        return x if dim is None else x.movedim(dim, 0).index_select(0, self._chosen)
 
-    def _joined(self, new: Any, dim: int | None, old: Any, old_dim: int | None, count: int) -> Any:
+    def _joined(self, new: Any, dim: int | None, old: Any, old_dim: int | None) -> Any:
         """``[members, ...], [M, ...] -> [M, ...]``: the results of these members beside what the others have."""
         if not isinstance(old, Tensor):
             return new
-        new = _in_front(torch.zeros_like(old) if new is None else new, dim, count)
-        if len(new) != count:
+        new = _in_front(torch.zeros_like(old) if new is None else new, dim, len(self._chosen))
+        if len(new) != len(self._chosen):
             raise RuntimeError("the result has parts of all members")
-        if (others := self._rests.get(id(old))) is None:
-            others = _in_front(old, old_dim, len(self._order)).index_select(0, torch.tensor(self._others))
-        others = _fitted(others, (len(others), *new.shape[1:]))
-        both = torch.cat([new, others]) if self._members else others
-        return both if self._are_first else both.index_select(0, torch.tensor(self._order).argsort())
+        every = _fitted(_in_front(old, old_dim, self._count), (self._count, *new.shape[1:]))
+        return every.index_copy(0, self._members, new[: len(self._members)])
 
 
 def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
