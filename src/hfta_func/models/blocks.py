@@ -74,8 +74,8 @@ class _Some:
     """Some members of the level of ``vmap`` that is running; where none are chosen, the first stands for all."""
 
     def __init__(self, has: list[bool]):
-        members = [member for member, one in enumerate(has) if one]
-        self._count, self._members, self._chosen = len(has), torch.tensor(members).long(), torch.tensor(members or [0])
+        self._count, self._members = len(has), [member for member, one in enumerate(has) if one]
+        self._chosen = self._members or [0]
 
     def __call__(self, run: Callable[..., Any], leaves: tuple[Any, ...], before: Callable[[], list[Any]]) -> list[Any]:
         """``run(*leaves)`` in a level over these members, in the place of that over all; others have what was before."""
@@ -93,7 +93,7 @@ class _Some:
 
     def _part(self, x: Any, dim: int | None) -> Any:
         """``[M, ...] -> [members, ...]``."""
-        return x if dim is None else x.movedim(dim, 0).index_select(0, self._chosen)
+        return x if dim is None else x.movedim(dim, 0).index_select(0, torch.tensor(self._chosen))
 
     def _joined(self, new: Any, dim: int | None, old: Any, old_dim: int | None) -> Any:
         """``[members, ...], [M, ...] -> [M, ...]``: the results of these members beside what the others have."""
@@ -103,7 +103,7 @@ class _Some:
         if len(new) != len(self._chosen):
             raise RuntimeError("the result has parts of all members")
         every = _fitted(_in_front(old, old_dim, self._count), (self._count, *new.shape[1:]))
-        return every.index_copy(0, self._members, new[: len(self._members)])
+        return every.index_copy(0, torch.tensor(self._members).long(), new[: len(self._members)])
 
 
 def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
