@@ -14,7 +14,7 @@ from hfta_func.models.blocks import pass_over_blocks
 from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
-from hfta_func.models.structure import check_module, check_no_backward_hooks, computed
+from hfta_func.models.structure import check_module, check_no_hooks_of_parameters, computed
 
 
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
@@ -49,7 +49,7 @@ def _without_storage(tensor: Tensor) -> Tensor:
 def skeleton(model: nn.Module) -> nn.Module:
     """An outline of the model that can be called with other tensors."""
     copied = outline(model)
-    check_no_backward_hooks(model)
+    check_no_hooks_of_parameters(model)
     numbers_of_python(copied)
     for path, module in copied.named_modules():
         pass_over_blocks(module, copied.get_submodule(path.rpartition(".")[0]))

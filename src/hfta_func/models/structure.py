@@ -10,8 +10,6 @@ import dataclasses
 import dis
 import enum
 import functools
-import sys
-import sysconfig
 import textwrap
 import types
 from argparse import Namespace
@@ -29,8 +27,6 @@ from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
-_BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
@@ -112,22 +108,9 @@ def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str,
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
         yield name, vars(module)[name], vars(other)[name]
     for name in _FORWARD_HOOKS:
-        hooks, others = ([_held(x) for x in vars(each)[name].values() if _is_users(x)] for each in (module, other))
+        hooks, others = ([*vars(each)[name].values()] for each in (module, other))
         same = len(hooks) == len(others)
         yield name, hooks if same else len(hooks), others if same else len(others)
-
-
-def _is_users(hook: Any) -> bool:
-    # Those of libraries, such as PyTorch's for pruning, work on buffers, which are each member's own.
-    hook = hook.func if isinstance(hook, functools.partial) else hook
-    return not (getattr(sys.modules.get(hook.__module__), "__file__", None) or "").startswith(_LIBRARIES)
-
-
-def _held(hook: Any) -> Any:
-    """A hook, or what one that is an object holds, but for lists and dicts, where hooks leave what they meet."""
-    if isinstance(hook, types.FunctionType | types.MethodType | functools.partial):
-        return hook
-    return {name: value for name, value in vars(hook).items() if not isinstance(value, list | dict)}
 
 
 @functools.lru_cache
@@ -246,14 +229,10 @@ def computed(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if value.grad_fn is not None or name in weight_hooks(module)}
 
 
-def check_no_backward_hooks(model: nn.Module) -> None:
-    """Raise a StackError if the model has hooks for the backward pass, which an array cannot call for each member."""
-    hooked = {f"parameter '{path}'": has_hooks(parameter) for path, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
-        where = f"module '{path}'" if path else "the model"
-        hooked[where] = any(getattr(module, name, None) for name in _BACKWARD_HOOKS)
-    for where in [where for where, is_hooked in hooked.items() if is_hooked]:
+def check_no_hooks_of_parameters(model: nn.Module) -> None:
+    """Raise a StackError if parameters have hooks for the backward pass, which an array cannot call for each member."""
+    for path in [path for path, parameter in model.named_parameters() if has_hooks(parameter)]:
         raise StackError(
-            f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
-            f"and change gradients in the optimizer: chain(...)"
+            f"parameter '{path}' has a hook for the backward pass, which members that run as one do not have one by one; "
+            f"remove it, and change gradients in the optimizer: chain(...)"
         )
