@@ -20,8 +20,8 @@ from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padded_calls import Events
 from hfta_func.models.padding import padding_of
-from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, hold
 from hfta_func.models.sharing import Base
