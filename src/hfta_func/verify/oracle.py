@@ -184,7 +184,7 @@ class Trial:
 
         def start(model: Any) -> None:
             # With generators of the model's own.
-            held.append(Held(generators=Reached(model).held.generators))
+            held.append(Held(generators=Reached(model, device=case.keys.device).held.generators))
             if watch is not None:
                 watch(model)
 

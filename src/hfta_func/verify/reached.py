@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import default_generators, has_global_hooks, is_wrapped, writes
+from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, has_global_hooks, is_wrapped, writes
 from hfta_func.calls.body import contents
 from hfta_func.models.attributes import CONTAINERS
 from hfta_func.models.padding import Padding
@@ -38,10 +38,9 @@ _SHAPE = operator.attrgetter(
 _HEAP_TYPE = 1 << 9
 """The flag of CPython's classes that are made at run time."""
 
+_TABLES = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
-_DEPTH = 10
-"""How far from the roots calls may change something."""
 _FEW = 4096
 """Entries of a tensor that may count something; larger ones are data."""
 _PLAIN = (
@@ -79,7 +78,8 @@ class Reached:
     Args:
         roots: Functions and other objects, the nearest of whose values come first.
         model: A module that nobody else holds, whose attributes do not change.
-        device: Whose generator is held, too, with those of Python and NumPy.
+        device: Where calls run whose changes are to be put back. Nothing is followed into classes and other modules then, and
+            the generators of PyTorch, Python and NumPy are held.
     """
 
     def __init__(self, *roots: Any, model: nn.Module | None = None, device: torch.device | None = None):
@@ -88,7 +88,8 @@ class Reached:
         self.why_not: str | None = None
         """What cannot be followed, if anything."""
         self.held = Held()
-        """What calls may change: what is near to the roots, and not of a class or another module of Python."""
+        """What calls may change, for a device."""
+        self._changes = device is not None
         self._facts: list[Any] = []
         self._seen: dict[int, tuple[int, Any]] = {}
         self._watched: list[Any] = []
@@ -100,12 +101,11 @@ class Reached:
             self.held.add("Python's random", random)
             if "numpy" in sys.modules:
                 self.held.add("NumPy (np.random)", sys.modules["numpy"].random)
-        left = collections.deque((root, 0) for root in (*roots, model))
-        while left and len(self._seen) <= _MOST:
-            value, depth = left.popleft()
-            near, far = self._visit(value, depth < _DEPTH)
-            self._note(len(near), len(far))
-            left += [(part, depth + 1) for part in near] + [(part, _DEPTH) for part in far]
+        left = collections.deque((*roots, model))
+        while left and len(self._seen) <= _MOST and (self._changes or self.why_not is None):
+            parts = self._visit(left.popleft())
+            self._note(len(parts))
+            left += parts
         if left or has_global_hooks():
             self._cannot(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
         self._before = gc.get_referents(*self._watched)
@@ -142,60 +142,65 @@ class Reached:
         self._watched.append(value)
         return gc.get_referents(value)
 
-    def _visit(self, value: Any, is_held: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Note a value; returns what it refers to, and what lies in classes and modules of Python."""
+    def _visit(self, value: Any) -> Sequence[Any]:
+        """Note a value; returns what it refers to."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, enum.Enum):
             self._note(kind.__qualname__, value)
-            return (), ()
+            return ()
         if id(value) in self._seen:
             self._note("again", self._seen[id(value)][0])
-            return (), ()
+            return ()
         self._seen[id(value)] = len(self._seen), value
         self._note(kind.__module__, kind.__qualname__)
         if isinstance(value, Tensor):
-            return self._visit_tensor(value, is_held), ()
+            return self._visit_tensor(value)
         if isinstance(value, weakref.ref):
-            return (), (value(),)
+            return () if self._changes else (value(),)
         if isinstance(value, _NATIVE) or kind.__name__ in _OF_NUMPY:
             self._note(getattr(value, "__qualname__", str(value)))
-            return (), ()
+            return ()
         if isinstance(value, types.FunctionType):
-            return self._visit_function(value, is_held)
+            return self._visit_function(value)
         if isinstance(value, types.CodeType):
             self._note(_SHAPE(value))
-            return value.co_consts, ()
+            return value.co_consts
         if isinstance(value, type):
-            return (), self._visit_class(value)
+            return () if self._changes else self._visit_class(value)
         if isinstance(value, Padding):
             # It holds a model of every size, which nobody writes.
             self._note(value.signatures)
-            return (value.masks,), ()
+            return (value.masks,)
         if id(value) in self._parts:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())
-            return [one for each in attributes for one in each], (kind,)
-        if is_held and is_generator(value):
+            return [kind, *(one for each in attributes for one in each)]
+        if self._changes and isinstance(value, nn.Module):
+            tables = [vars(value), *(vars(value)[name] for name in _TABLES)]
+            self.held.contents += [(table, table.copy()) for table in tables]
+            plain = [x for name, x in vars(value).items() if name not in MODULE_ATTRIBUTES]
+            return [*plain, *(x for table in tables[2:] for x in table.values())]
+        if self._changes and is_generator(value):
             self.held.add(f"a {kind.__name__} of its own", value)
-        if is_held and isinstance(value, CONTAINERS):
+        if self._changes and isinstance(value, CONTAINERS):
             self.held.contents.append((value, value.copy()))
-        if is_held and isinstance(value, types.CellType):
+        if self._changes and isinstance(value, types.CellType):
             self.held.names += [(value, "", content) for content in contents(value)]
         if isinstance(value, (set, frozenset)):
             if not all(isinstance(one, (str, int, float)) for one in value):
                 self._cannot("a set of objects")
             self._note(sorted(value, key=repr))
-            return [x for x in self._watch(value) if type(x) not in _PLAIN], ()
+            return [x for x in self._watch(value) if type(x) not in _PLAIN]
         if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
             self._cannot(f"a {kind.__qualname__}")
-            return ((vars(value),) if hasattr(value, "__dict__") else ()), ()
+            return (vars(value),) if hasattr(value, "__dict__") else ()
         if isinstance(value, dict):
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
         # Where attributes are kept without a dict, asking for it makes one.
         getattr(value, "__dict__", None)
-        return self._watch(value), ()
+        return self._watch(value)
 
-    def _visit_tensor(self, value: Tensor, is_held: bool) -> Sequence[Any]:
+    def _visit_tensor(self, value: Tensor) -> Sequence[Any]:
         if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, nn.Buffer):
             self._cannot(f"a {type(value).__qualname__}")
         elif value.layout == torch.strided:
@@ -204,7 +209,7 @@ class Reached:
         else:
             self._cannot("a sparse tensor")
         # Tensors made in inference mode count no writes.
-        if is_held and not (value.is_inference() or value.is_meta or is_wrapped(value)):
+        if self._changes and not (value.is_inference() or value.is_meta or is_wrapped(value)):
             is_few = value.layout == torch.strided and value.numel() <= _FEW
             self.held.tensors.append((value, writes(value), value.detach().clone() if is_few else None))
         return [vars(value)] if vars(value) else ()
@@ -219,19 +224,19 @@ class Reached:
                 parts += [one for pair in vars(base).items() if pair[0] not in _ASIDE for one in pair]
         return parts
 
-    def _visit_function(self, function: types.FunctionType, is_held: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _visit_function(self, function: types.FunctionType) -> Sequence[Any]:
         code, space = function.__code__, function.__globals__
         parts = [vars(function), function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())]
         self._note(function.__module__, function.__qualname__)
         self._watch(function)
         if _is_definition(code.co_filename):
-            return parts[1:], ()
+            return parts[1:]
         named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
         self._names += named
-        near = [x for x in named if x[0] is space and x[1] in space]
-        self.held.names += near if is_held else []
-        far = [value for where, _, value in named if where is not space]
-        return [code, *parts, *(value for *_, value in near)], far
+        if self._changes:
+            named = [x for x in named if x[0] is space and x[1] in space]
+            self.held.names += named
+        return [code, *parts, *(value for *_, value in named)]
 
 
 def _named(
