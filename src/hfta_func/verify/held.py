@@ -82,7 +82,7 @@ class Held:
         """The same places as they are now."""
         contents = [(content, content.copy()) for content, _ in self.contents]
         names = [(holder, key, _get(holder, key)) for holder, key, _ in self.names]
-        tensors = [(x, writes(x), x.detach().clone()) for x, _, values in self.tensors if values is not None]
+        tensors: Any = [(x, writes(x), x.detach().clone()) for x, _, values in self.tensors if values is not None]
         return Held(contents, names, tensors, [(name, each, _state(each)) for name, each, _ in self.generators])
 
     def written(self) -> list[Tensor]:
@@ -116,33 +116,31 @@ class OneCall:
 
     def __init__(self, run: Callable[..., Any], held: Held, count: int):
         self._run, self._held, self._count = run, held, count
-        self._sizes: list[int] = []
-        self._left: list[dict[Any, Any]] = []
-        self._written: list[list[Tensor]] = []
+        # How many members, what they have left by place, and the tensors then.
+        self._groups: list[tuple[int, dict[Any, Any], list[Tensor]]] = []
 
     def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
         """The results of a group."""
-        if sum(self._sizes) == self._count:
+        if sum(size for size, *_ in self._groups) == self._count:
             # Earlier groups were to find the fastest size.
-            self._sizes, self._left, self._written = [], [], []
+            self._groups = []
         self._held.restore()
         result = self._run(members, *args, **kwargs)
-        self._sizes.append(len(members[0]))
-        self._written.append(self._held.written())
-        self._left.append({(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()})
+        left = {(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()}
+        self._groups.append((len(members[0]), left, self._held.written()))
         return result
 
     def end(self) -> None:
         """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
-        if any(not torch.equal(a, b) for one in self._written for a, b in zip(one, self._written[0], strict=True)):
+        tensors = zip(*(written for *_, written in self._groups), strict=True)
+        if any(not torch.equal(x, each[0]) for each in tensors for x in each):
             why = f"the loss or a hook writes a tensor in place for a later call{_CURE}"
             raise StateError(f"{why}, or append what is only read later to a list")
-        groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key
             # Counters of the model are set after all groups.
-            sizes = [size for size, left in groups if place in left]
-            parts = [left[place] for _, left in groups if place in left]
+            sizes = [size for size, left, _ in self._groups if place in left]
+            parts = [left[place] for _, left, _ in self._groups if place in left]
             if len({*map(pytree.tree_structure, parts)}) == 1:
                 put(holder, key, pytree.tree_map(functools.partial(_joined, sizes), *parts))
 
