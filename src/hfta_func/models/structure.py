@@ -10,6 +10,8 @@ import dataclasses
 import dis
 import enum
 import functools
+import sys
+import sysconfig
 import textwrap
 import types
 from argparse import Namespace
@@ -27,6 +29,7 @@ from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, enum.Enum, type, type(None)),
@@ -108,9 +111,22 @@ def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str,
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
         yield name, vars(module)[name], vars(other)[name]
     for name in _FORWARD_HOOKS:
-        hooks, others = ([*vars(each)[name].values()] for each in (module, other))
+        hooks, others = ([_held(x) for x in vars(each)[name].values() if _is_users(x)] for each in (module, other))
         same = len(hooks) == len(others)
         yield name, hooks if same else len(hooks), others if same else len(others)
+
+
+def _is_users(hook: Any) -> bool:
+    # Those of libraries, such as PyTorch's for pruning, work on buffers, which are each member's own.
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return not (getattr(sys.modules.get(hook.__module__), "__file__", None) or "").startswith(_LIBRARIES)
+
+
+def _held(hook: Any) -> Any:
+    """A hook, or what one that is an object holds, but for lists and dicts, where hooks leave what they meet."""
+    if isinstance(hook, types.FunctionType | types.MethodType | functools.partial):
+        return hook
+    return {name: value for name, value in vars(hook).items() if not isinstance(value, list | dict)}
 
 
 @functools.lru_cache
