@@ -38,6 +38,7 @@ _SHAPE = operator.attrgetter(
 _HEAP_TYPE = 1 << 9
 """The flag of CPython's classes that are made at run time."""
 
+_HOLDING = *CONTAINERS, tuple, types.CellType, types.MethodType, functools.partial
 _TABLES = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
@@ -191,9 +192,11 @@ class Reached:
                 self._cannot("a set of objects")
             self._note(sorted(value, key=repr))
             return [x for x in self._watch(value) if type(x) not in _PLAIN]
+        if self._changes and not isinstance(value, _HOLDING):
+            return (vars(value),) if hasattr(value, "__dict__") else ()
         if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
             self._cannot(f"a {kind.__qualname__}")
-            return (vars(value),) if hasattr(value, "__dict__") else ()
+            return ()
         if isinstance(value, dict):
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
         # Where attributes are kept without a dict, asking for it makes one.
