@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import random
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -275,11 +274,6 @@ def functions_that_objects_hold(model):
     model.call = lambda x: model.first.call(x) + model.second[0](x) + model.second[1](x)
 
 
-def weak_parent(model):
-    model.layer.parent = weakref.ref(model)
-    model.call = lambda x: model.layer(x) * model.layer.parent().layer.weight.sum()
-
-
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
@@ -287,7 +281,7 @@ def weak_parent(model):
     "build",
     [
         *(penalised_list, mixed_containers, buffer_list, through_an_optimizer, named_tuple, object_of_its_own),
-        *(plain_attribute, closure, closure_of_a_hook, partial, functions_that_objects_hold, weak_parent),
+        *(plain_attribute, closure, closure_of_a_hook, partial, functions_that_objects_hold),
     ],
 )
 def test_what_refers_to_parameters_and_modules(build, way, count):

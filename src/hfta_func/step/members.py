@@ -244,8 +244,7 @@ class ArrayFunction:
 
     def verify(self, given: Tensors, batch: Tree, common: Params, members: Sequence[int]) -> None:
         """Compare a call with these members alone, once more; raises a VerifyError where it differs."""
-        model, func = self._source
-        if (trial := Oracle(True, func, model)(given.keys, plain(batch))) is not None:
+        if (trial := Oracle(True, self._source[1], self._source[0])(given.keys, plain(batch))) is not None:
             case = self._case(given, batch, common)
             trial(case, case.again(same, None, False), members)
 
