@@ -93,8 +93,7 @@ class Arrays:
     def __init__(self, chosen: list[Config], kind: Callable[[Config], Any], compile: bool, replay: bool):
         models, self.parts, padded = models_of(chosen), [], kind is not _size
         groups: dict[Any, list[int]] = {}
-        # With the deepest first, members that have a block are a view of all.
-        for member, config in sorted(enumerate(chosen), key=lambda pair: -pair[1].depth):
+        for member, config in enumerate(chosen):
             groups.setdefault(kind(config), []).append(member)
         for members in groups.values():
             own = [models[member] for member in members]

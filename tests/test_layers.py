@@ -33,11 +33,11 @@ FILES_IN = {
         "calls": "body control_flow autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "
         "_recurrence _autocast _functions _install _extend _advice vmap",
-        "models": "scalar_attributes copies structure sharing sizes padding stack remat blocks attributes padding_check "
+        "models": "scalar_attributes copies structure sharing sizes padding stack remat padded_calls attributes "
         "skeleton functional adapters",
         "step": "state allocator batch options chunks members gradients replay commit many train joint evaluate "
         "prediction layers ensemble exchange",
-        "verify": "reached held alone compare oracle",
+        "verify": "held reached alone compare oracle",
         "testing": "_laws",
         "files": "atomic storage checkpoint",
         "run": "memory recording profile history running compare row_sampling data dataset evaluation kept background "

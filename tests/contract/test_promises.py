@@ -132,11 +132,6 @@ PROMISES = [
     Promise(
         "a hook on a parameter", hooked(lambda m: m[0].weight.register_hook(lambda g: 2 * g)), refused="'0.weight'"
     ),
-    Promise(
-        "a hook after the backward pass",
-        hooked(lambda m: m.register_full_backward_hook(lambda *a: None)),
-        refused="hook",
-    ),
     Promise("writes through views", WritesThroughViews),
     Promise("a hook on the output", hooked(lambda m: m[0].register_forward_hook(lambda m, a, y: 2 * y))),
     Promise("a batch that is a NamedTuple", wrap=Pair),
@@ -144,6 +139,23 @@ PROMISES = [
     Promise("a batch that is a mapping", wrap=lambda x, y: collections.UserDict(inputs=x, targets=y)),
     Promise("a batch that is a dataclass", wrap=Record),
 ]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+def test_hooks_of_the_backward_pass_are_called_for_each_member(chunk_size: int | None) -> None:
+    models = [nn.Sequential(linear(), nn.Linear(2, 2)).double() for _ in range(M)]
+    for model in models:
+        model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] / grads[0].norm(),))
+    step = hfta.make_train_step(models[0], squares, hfta.sgd(lr=0.1), chunk_size=chunk_size)
+    state = step.init(*hfta.stack_params(models), seeds=range(M))
+    batch = torch.randn(M, N, FEATURES).double(), torch.randn(M, N, 2).double()
+    state, _ = step(state, batch)
+    for i, model in enumerate(models):
+        squares(model, (batch[0][i], batch[1][i])).backward()
+        torch.testing.assert_close(state.params["0.weight"][i], model[0].weight - 0.1 * model[0].weight.grad)
+
+
 PLACES = {"array": {}, "one by one": {"chunk_size": 1}, "in pairs": {"chunk_size": 2}}
 
 

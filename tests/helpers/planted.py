@@ -218,7 +218,7 @@ PLANTED = [
     ),
     Planted(
         "a graph goes on after a value has changed",
-        *("verify/reached.py", "and all(map(operator.is_, now, self._seen))", ""),
+        *("verify/reached.py", "and all(map(operator.is_, now, self._before))", ""),
         "test_kept.py::test_a_change_is_noticed_and_has_another_digest",
     ),
     Planted(

@@ -175,21 +175,17 @@ _ON_ATTENTION: dict[str, list[str]] = {"target_modules": ["q_proj", "v_proj"]}
 _ON_PROMPTS = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 KINDS = {
     "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=20, tinit=1, tfinal=2, **_ON_ATTENTION),
-    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=5, **_ON_ATTENTION),
     "IA3 of feed-forward layers": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
     "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
-    "LoHa": lambda: peft.LoHaConfig(r=2, **_ON_ATTENTION),
     "LoKr": lambda: peft.LoKrConfig(r=2, decompose_both=True, decompose_factor=4, **_ON_ATTENTION),
     "LoRA of embeddings": lambda: LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
     "LoRA and tokens": lambda: LoraConfig(r=2, trainable_token_indices=[1, 2], **_ON_ATTENTION),
     "OFT": lambda: peft.OFTConfig(oft_block_size=4, **_ON_ATTENTION),
     "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, encoder_dropout=0.0, **_ON_PROMPTS),
     "prefixes": lambda: peft.PrefixTuningConfig(**_ON_PROMPTS),
-    "RandLoRA": lambda: peft.RandLoraConfig(r=4, **_ON_ATTENTION),
     "Shadow": lambda: peft.ShadowConfig(shadow_dropout=0.0, task_type="CAUSAL_LM"),
-    "VB-LoRA": lambda: peft.VBLoRAConfig(r=2, num_vectors=6, vector_length=4, topk=2, **_ON_ATTENTION),
     "VeRA": lambda: peft.VeraConfig(r=4, **_ON_ATTENTION),
 }
 

@@ -35,7 +35,7 @@ class Block(nn.Module):
             nn.ReLU(inplace=True),
             nn.Dropout2d(dropout),
             nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width, momentum=None),
+            nn.BatchNorm2d(width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,15 +284,13 @@ def test_the_blocks_of_a_model() -> None:
     assert blocks(Parts()) == ["second.0.0", "second.1"]
 
 
-@pytest.mark.parametrize("path", ["layer3", "stem.weight"])
-def test_unknown_paths_are_named(path: str) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', which .* its blocks are 'layer1.0', 'layer1.1'"):
-        hfta.make_train_step(ResNet(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["layer1.0", path])
-
-
-def test_containers_that_are_never_called_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'blocks', which .* its blocks are 'blocks.0', 'blocks.1'"):
-        hfta.make_train_step(Exchanges(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["blocks"])
+@pytest.mark.parametrize(
+    ("make", "path", "first"),
+    [(ResNet, "layer3", "layer1.0"), (ResNet, "stem.weight", "layer1.0"), (Exchanges, "blocks", "blocks.0")],
+)
+def test_parts_that_are_not_called_are_named(make: Callable[[], nn.Module], path: str, first: str) -> None:
+    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', which .* its blocks are '{first}', "):
+        hfta.make_train_step(make(), loss_fn, hfta.sgd(lr=0.1), checkpoint=[first, path])
 
 
 def test_a_part_that_writes_its_input_is_refused() -> None:

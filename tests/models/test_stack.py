@@ -1,12 +1,9 @@
 """Ordinary modules to an array and back, and members taken, joined and trained within it."""
 
 import copy
-import functools
 import random
 import threading
-import types
 
-import numpy
 import optree
 import pytest
 import torch
@@ -349,34 +346,6 @@ def test_module_at_two_paths(compiled):
         assert model.first[0] is model.second[0]
         for path, tensor in tensors(own).items():
             torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
-
-
-class Settings(nn.Module):
-    """Holds one setting of any kind."""
-
-    def __init__(self, setting):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.setting = setting
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (numpy.zeros(2), numpy.zeros(3)),
-        (numpy.zeros(2), numpy.array([0.0, 1.0])),
-        (
-            [functools.partial(max, 1), functools.partial(max, 2)],
-            [functools.partial(max, 1), functools.partial(max, 3)],
-        ),
-        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}),
-        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
-    ],
-)
-def test_settings_of_any_kind_are_compared(first, second):
-    hfta.stack_params([Settings(first), Settings(copy.deepcopy(first))])
-    with pytest.raises(hfta.errors.StackError, match=r"model 1: 'setting\S*' .* model 0.*share every setting"):
-        hfta.stack_params([Settings(first), Settings(second)])
 
 
 class Helper:

@@ -52,7 +52,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "distilbert": ("DistilBertForMaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
-    "electra": ("ElectraForMaskedLM", {"embedding_size": 16}),
     "gemma": ("GemmaForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "loss_type": "ForCausalLM"}),
     "gpt_neo": (
@@ -70,11 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "experts_implementation": "batched_mm",
         },
     ),
-    "mpnet": ("MPNetForMaskedLM", {}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "phi": ("PhiForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 2}),
-    "roberta": ("RobertaForMaskedLM", {}),
     "t5": (
         "T5ForConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
@@ -85,7 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_HALVES, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32},
     ),
 }
-WITHOUT_CHECKPOINTING = {"albert", "mpnet"}
+WITHOUT_CHECKPOINTING = {"albert"}
 
 
 def make(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> list[Any]:

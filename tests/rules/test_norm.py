@@ -17,31 +17,6 @@ def _close(got: Any, expected: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.exhaustive(ids="True")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm])
-def test_cumulative_average_over_many_batches(make: Any, compiled: bool) -> None:
-    modules = [make(*(() if make is nn.LazyBatchNorm1d else (4,)), momentum=None).double() for _ in range(M)]
-    for i, module in enumerate(modules):
-        for _ in range(i + 1):
-            module(torch.randn(5, 4, dtype=torch.float64))
-    params, buffers = hfta.stack_params(modules)
-    apply = hfta.vmap(hfta.functional(modules[0]))
-    if compiled:
-        torch._dynamo.reset()
-        apply = torch.compile(apply, fullgraph=True, backend="aot_eager")
-    evaluate = hfta.vmap(hfta.functional(modules[0].eval()))
-    modules[0].train()
-    for _ in range(4):
-        x = torch.randn(M, 5, 4, dtype=torch.float64)
-        output, buffers = apply(params, buffers, x)
-        _close(output, torch.stack([module(one) for module, one in zip(modules, x, strict=True)]))
-    _close(buffers, dict(hfta.stack_params(modules).buffers))
-    output, unchanged = evaluate(params, buffers, x)
-    _close(output, torch.stack([module.eval()(one) for module, one in zip(modules, x, strict=True)]))
-    _close(unchanged, buffers, 0)
-
-
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("first", [0, 1])
 def test_cumulative_average_in_a_step(first: int) -> None:

@@ -250,26 +250,38 @@ def test_a_metric_that_mixes_members(count: int) -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps an average of its inputs, by a function that may lose it."""
+    """Keeps an average of its inputs in a buffer or an attribute, by a function that may lose it."""
 
     average: Tensor
 
-    def __init__(self, func: Callable[[Tensor], Tensor]):
+    def __init__(self, func: Callable[[Tensor], Tensor], as_buffer: bool):
         super().__init__()
         self.func, self.inner = func, nn.Linear(6, 2)
-        self.register_buffer("average", torch.zeros(6))
+        if as_buffer:
+            self.register_buffer("average", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.average = 0.9 * self.average + 0.1 * self.func(x.mean(0))
+        self.average = 0.9 * torch.zeros(6) + 0.1 * self.func(x.mean(0))
+        self.rows, self.clock = len(x), time.perf_counter()
         return self.inner(x)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
 @pytest.mark.parametrize("name", ["zeros", "the mean of members", "another factor"])
-def test_a_buffer_that_is_wrong(name: str) -> None:
+def test_a_buffer_or_an_attribute_that_is_wrong(name: str, kind: str) -> None:
     func = operator(lambda info, dims, x: (RULES[name](first(x, dims[0])), 0))
-    step, state = start(lambda: nn.Sequential(nn.Identity(), Averaging(func)))
-    with pytest.raises(VerifyError, match=r"buffer '1\.average' is .* at \[\d\] in the array"):
+    step, state = start(lambda: nn.Sequential(nn.Identity(), Averaging(func, kind == "buffer")))
+    with pytest.raises(VerifyError, match=rf"{kind} '1\.average' is .* at \[\d\] in the array"):
         step(state, batch())
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_attributes_that_are_right_and_a_clock_are_left_alone(chunk_size: int | None) -> None:
+    func = operator(lambda info, dims, x: (2 * x, dims[0]))
+    step, state = start(lambda: Averaging(func, False), chunk_size=chunk_size)
+    for _ in range(10):
+        state, _ = step(state, batch())
+    assert step.oracle.verified == [1, 10]
 
 
 LOWERED: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn, optim
 
@@ -13,11 +13,6 @@ from hfta_func._torch._release import private
 
 T = TypeVar("T")
 
-# The base class of all batch normalisations.
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-else:
-    BatchNorm = private("torch.nn.modules.batchnorm", "_BatchNorm")
 # What a module asks about each parameter when it changes dtype or device: whether to assign to its ``data``.
 takes_data = private("torch", "_has_compatible_shallow_copy_type")
 # What a transformer asks about its mask in evaluation: whether it can be replaced by nested tensors.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._torch import known_values
+from hfta_func.calls.body import module_path
 from hfta_func.calls.draws import affine, spellings
 from hfta_func.errors import StackError
 
@@ -43,11 +44,10 @@ class Sizes(NamedTuple):
 
 
 class Recorder:
-    """Notes the events of a call; ``path`` is that of the module whose code runs."""
+    """Notes the events of a call."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.path = ""
         self.size, self.position = None, 0
 
     def again(self, size: None, position: int) -> Recorder:
@@ -56,7 +56,7 @@ class Recorder:
 
     def draw(self, name: str, shape: Sequence[int]) -> None:
         """A draw of noise, or the beginning of one."""
-        self.events.append(Event(name, tuple(shape), self.path))
+        self.events.append(Event(name, tuple(shape), module_path()))
 
     def row(self, shape: Sequence[int]) -> None:
         """No draw is made by rows, so that each is noted."""
@@ -65,7 +65,7 @@ class Recorder:
         """Note a function and call it."""
         if func in WATCHED:
             name, _, sizes = WATCHED[func]
-            self.events.append(Event(name, sizes(*args, **kwargs), self.path))
+            self.events.append(Event(name, sizes(*args, **kwargs), module_path()))
         return call(*args, **kwargs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import functools
 import operator
 import os
 import re
@@ -20,6 +20,7 @@ from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.models.sharing import base_of
 
 _NAME = "default"
+_peft = functools.partial(require, "peft", "adapters")
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
 """Settings that do not affect a forward pass."""
 _OF_LORA = {"r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"}
@@ -109,7 +110,8 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
     _check_configs(configs)
     trained = [{path: p for path, p in member.named_parameters() if p.requires_grad} for member in members]
     layers = [_layers(member) for member in members]
-    kinds = [(_numbers(adapted), _shapes(params)) for adapted, params in zip(layers, trained, strict=True)]
+    shapes = [{path: param.shape for path, param in params.items()} for params in trained]
+    kinds = [*zip(map(_numbers, layers), shapes, strict=True)]
     same = all(kind == kinds[0] for kind in kinds)
     model, buffers = (members[0], {}) if same else _union(base, configs, layers)
     params: Params = {}
@@ -121,10 +123,6 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
         if path not in shared and path not in buffers:
             buffers[path] = torch.stack([member.get_buffer(path) for member in members])
     return Adapters(model, params, buffers, configs, base)
-
-
-def _peft() -> Any:
-    return require("peft", "adapters")
 
 
 def _over(model: nn.Module) -> Any:
@@ -191,7 +189,7 @@ def _check_configs(configs: Sequence[Any]) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    kind = importlib.import_module("peft.tuners.lora").LoraLayer
+    kind = _peft().tuners.lora.LoraLayer
     return {path: module for path, module in model.named_modules() if isinstance(module, kind)}
 
 
@@ -201,10 +199,6 @@ def _numbers(layers: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         path: (float(layer.scaling[_NAME]), float(getattr(layer.lora_dropout[_NAME], "p", 0.0)))
         for path, layer in layers.items()
     }
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {path: tensor.shape for path, tensor in tensors.items()}
 
 
 def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Any, Params]:

@@ -19,18 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, Places, is_wrapped, pytree, writes
-from hfta_func.calls.body import Body, Reference, contents, is_users_file, put
+from hfta_func.calls.body import Body, Reference, contents
 from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import is_number
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_CONTAINERS = (dict, list, set, collections.deque)
-_WHOLE = (str, int, float, type(None), type, types.ModuleType)
-_CALLED = (types.MethodType, functools.partial)
+CONTAINERS = (dict, list, set, collections.deque)
+_WHOLE = (str, int, float, type(None), type, types.ModuleType, nn.Module)
 _DEPTH = 8
-_FEW = 4096
-"""Entries of a tensor that may count something; larger ones are data."""
 _UNSET = object()
 
 Undoing = tuple[Any, "str | None", Any]
@@ -41,19 +38,25 @@ class Snapshot:
     """What modules hold in plain attributes, containers in these, and hooks, as it is when this is made.
 
     Args:
-        roots: Modules, containers and other objects.
-        functions: Whether to follow functions, too: their closures, defaults, and the globals that they name.
+        model: The model.
+        functions: Whether to follow functions, too, to the variables of their closures.
     """
 
-    def __init__(self, *roots: Any, functions: bool = False):
+    def __init__(self, model: nn.Module, functions: bool = False):
         self._functions = functions
         # The path of a container, or with a module that holds it, the prefix of paths; the container, and a copy.
         self._contents: list[tuple[str, nn.Module | None, Any, Any]] = []
-        self._names: list[tuple[Any, str, Any]] = []
-        self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
+        self._cells: list[types.CellType] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
         self._seen: dict[int, Any] = {}
-        for root in roots:
-            self._hold("", root, 0)
+        for path, module in model.named_modules():
+            prefix, names = f"{path}." if path else "", vars(module)
+            self._contents += [(prefix, module, x, x.copy()) for x in (names, *(names[kind] for kind in _CHILDREN))]
+            self._contents += [(prefix + name, None, names[name], names[name].copy()) for name in _HOOKS]
+            for name in names.keys() - MODULE_ATTRIBUTES:
+                self._hold(prefix + name, names[name], 1)
+            for hook in (hook for name in _HOOKS for hook in names[name].values() if functions):
+                self._hold(prefix, hook, 1)
 
     def _hold(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._seen or depth > _DEPTH or isinstance(value, _WHOLE):
@@ -63,18 +66,17 @@ class Snapshot:
         if isinstance(value, Tensor):
             # Tensors made in inference mode count no writes.
             if not (value.is_inference() or value.is_meta or is_wrapped(value)):
-                is_few = value.layout == torch.strided and value.numel() <= _FEW
-                before = value.detach().clone() if is_few else None
-                self._tensors.append((path, value, writes(value), before))
-        elif isinstance(value, nn.Module):
-            if self._functions or depth == 0:
-                self._hold_module(value, depth)
-        elif isinstance(value, _CONTAINERS):
+                self._tensors.append((path, value, writes(value)))
+        elif isinstance(value, CONTAINERS):
             self._contents.append((path, None, value, value.copy()))
             parts = [*(value.values() if isinstance(value, dict) else value)]
-        elif isinstance(value, types.FunctionType | _CALLED[0] | _CALLED[1]):
-            if self._functions:
-                parts = gc.get_referents(value) if isinstance(value, _CALLED) else [*self._parts_of_function(value)]
+        elif isinstance(value, types.FunctionType):
+            parts = value.__closure__ or () if self._functions else ()
+        elif isinstance(value, types.MethodType | functools.partial):
+            parts = gc.get_referents(value) if self._functions else ()
+        elif isinstance(value, types.CellType):
+            self._cells.append(value)
+            parts = contents(value)
         elif isinstance(value, tuple):
             parts = value
         elif hasattr(value, "__dict__"):
@@ -82,37 +84,13 @@ class Snapshot:
         for part in parts:
             self._hold(path, part, depth + 1)
 
-    def _hold_module(self, model: nn.Module, depth: int) -> None:
-        for path, module in model.named_modules():
-            prefix, names = f"{path}." if path else "", vars(module)
-            self._contents += [(prefix, module, x, x.copy()) for x in (names, *(names[kind] for kind in _CHILDREN))]
-            self._contents += [(prefix + name, None, names[name], names[name].copy()) for name in _HOOKS]
-            for name in names.keys() - MODULE_ATTRIBUTES:
-                self._hold(prefix + name, names[name], depth + 1)
-            for hook in (hook for name in _HOOKS for hook in names[name].values() if self._functions):
-                self._hold(prefix, hook, depth + 1)
-            # Those of a model alone are results of its call.
-            for buffer in module.buffers(recurse=False) if self._functions and depth else ():
-                self._hold(prefix, buffer, depth + 1)
-
-    def _parts_of_function(self, func: types.FunctionType) -> Iterator[Any]:
-        yield from (func.__defaults__, func.__kwdefaults__, vars(func))
-        self._names += [(cell, "", content) for cell in func.__closure__ or () for content in contents(cell)]
-        yield from (content for cell in func.__closure__ or () for content in contents(cell))
-        if is_users_file(func.__code__.co_filename):
-            for name in names_in(func.__code__) & func.__globals__.keys():
-                content = func.__globals__[name]
-                if not isinstance(content, types.ModuleType | type | types.BuiltinFunctionType):
-                    self._names.append((func.__globals__, name, content))
-                    yield content
-
     def changed(self) -> dict[str, Any]:
         """The current values at all paths that have been assigned, added, removed or written in place."""
-        changes: dict[str, Any] = {path: tensor for path, tensor, count, _ in self._tensors if writes(tensor) != count}
+        changes: dict[str, Any] = {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
         for path, module, held, before in self._contents:
-            if _differ(held, before) and module is None:
+            if is_changed(held, before) and module is None:
                 changes[path] = held
-            elif module is not None and _differ(held, before):
+            elif module is not None and is_changed(held, before):
                 names = [name for name in {**before, **held} if held.get(name, _UNSET) is not before.get(name, _UNSET)]
                 changes |= {path + name: held.get(name, _UNSET) for name in names}
         return changes
@@ -129,57 +107,13 @@ class Snapshot:
                     changes[path] = module, name, before.get(name, _UNSET)
         return [*changes.values()]
 
-    def written(self) -> list[Tensor]:
-        """The values now of all small tensors, of those that were not written those before."""
-        held = [(x, count, before) for _, x, count, before in self._tensors if before is not None]
-        return [before if writes(x) == count else x.detach().clone() for x, count, before in held]
-
-    def restore(self) -> str:
-        """Put everything back; returns what has drawn meanwhile, empty as generators are not held here."""
-        undo((content, None, before) for _, _, content, before in self._contents if _differ(content, before))
-        for _, tensor, count, values in self._tensors:
-            if values is not None and writes(tensor) != count:
-                tensor.detach().copy_(values)
-        for holder, key, value in self._names:
-            put(holder, key, value)
-        return ""
-
-    def part_changed(self) -> Snapshot | None:
-        """The same of the places that are not as they were, None if all are."""
-        part = Snapshot()
-        part._contents = [x for x in self._contents if _differ(x[2], x[3])]
-        part._names = [x for x in self._names if _get(x[0], x[1]) is not x[2]]
-        part._tensors = [x for x in self._tensors if writes(x[1]) != x[2]]
-        return part if part._contents or part._names or part._tensors else None
-
-    def again(self) -> Snapshot:
-        """The same places as they are now."""
-        again = Snapshot()
-        again._contents = [(path, module, content, content.copy()) for path, module, content, _ in self._contents]
-        again._names = [(holder, key, _get(holder, key)) for holder, key, _ in self._names]
-        few = [(path, x) for path, x, _, before in self._tensors if before is not None]
-        again._tensors = [(path, x, writes(x), x.detach().clone()) for path, x in few]
-        return again
-
-    def new(self) -> Iterator[tuple[Any, Any, Any]]:
-        """What calls have put there since: who holds it, its key there, and the value."""
-        for _, _, content, before in self._contents:
-            old = dict(_entries(before))
-            yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
-        yield from [(x, key, _get(x, key)) for x, key, before in self._names if _get(x, key) is not before]
-
     def held(self) -> Iterator[tuple[Any, Any, Any]]:
         """All that is held by key or index: who holds it, its key there, and the value."""
         for _, module, content, before in self._contents:
-            if module is None or content is vars(module):
-                yield from [(content, key, x) for key, x in _entries(before) if key not in MODULE_ATTRIBUTES]
-        yield from self._names
-
-
-def _entries(content: Any) -> list[tuple[Any, Any]]:
-    if isinstance(content, set):
-        return []
-    return [*(content.items() if isinstance(content, dict) else enumerate(content))]
+            if not isinstance(content, set) and (module is None or content is vars(module)):
+                entries = before.items() if isinstance(content, dict) else enumerate(before)
+                yield from [(content, key, x) for key, x in entries if key not in MODULE_ATTRIBUTES]
+        yield from [(cell, "", content) for cell in self._cells for content in contents(cell)]
 
 
 def undo(changes: Iterable[Undoing]) -> None:
@@ -194,18 +128,8 @@ def undo(changes: Iterable[Undoing]) -> None:
             setattr(owner, name, before)
 
 
-def _get(holder: Any, key: str) -> Any:
-    return holder.cell_contents if isinstance(holder, types.CellType) else holder.get(key)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names in code, and its texts, which may be names."""
-    inner = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    texts = (part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
-    return {*code.co_names}.union(texts, *inner)
-
-
-def _differ(held: Any, before: Any) -> bool:
+def is_changed(held: Any, before: Any) -> bool:
+    """Whether a container holds something else than its copy."""
     parts = (each.values() if isinstance(each, dict) else each for each in (held, before))
     return len(held) != len(before) or any(map(operator.is_not, *parts))
 

@@ -11,7 +11,6 @@ import copy
 import gc
 import threading
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -53,7 +52,7 @@ def mark(tensor: Tensor, like: Tensor) -> None:
 
 @contextlib.contextmanager
 def _copying_functions(held: Any) -> Iterator[None]:
-    """A block in which ``copy.deepcopy`` also copies functions and weak references that reach something of a model."""
+    """A block in which ``copy.deepcopy`` also copies functions that reach something of a model."""
     of_model, table = _reached(held, through_functions=False), vars(copy)["_deepcopy_dispatch"]
 
     def function(func: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
@@ -68,16 +67,13 @@ def _copying_functions(held: Any) -> Iterator[None]:
                 cell.cell_contents = copy.deepcopy(content, memo)
         return made
 
-    def reference(ref: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
-        return weakref.ref(copy.deepcopy(ref(), memo)) if id(ref()) in of_model else ref
-
     with _lock:
-        before = dict(table)
-        table |= {types.FunctionType: function, weakref.ref: reference}
+        before = table[types.FunctionType]
+        table[types.FunctionType] = function
         try:
             yield
         finally:
-            table |= {kind: before[kind] for kind in (types.FunctionType, weakref.ref)}
+            table[types.FunctionType] = before
 
 
 def _reached(value: Any, through_functions: bool = True) -> dict[int, Any]:
@@ -90,8 +86,6 @@ def _reached(value: Any, through_functions: bool = True) -> dict[int, Any]:
             reached[id(each)] = each
             if isinstance(each, types.FunctionType):
                 rest += each.__closure__ or () if through_functions else ()
-            elif isinstance(each, weakref.ref):
-                rest.append(each())
             elif not isinstance(each, Tensor):
                 rest += gc.get_referents(each)
     return reached

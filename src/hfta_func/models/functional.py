@@ -20,8 +20,8 @@ from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padded_calls import Events
 from hfta_func.models.padding import padding_of
-from hfta_func.models.padding_check import Events
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, hold
 from hfta_func.models.sharing import Base
@@ -83,6 +83,8 @@ class Bound:
         self._template = weakref.ref(model)
         self.counts: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
+        self.assigned: list[dict[str, Any]] | None = None
+        """What each call leaves in attributes, by path, where that is to be compared."""
         self.ends_calls = True
         """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
         self._skeleton = inner
@@ -103,7 +105,7 @@ class Bound:
         self._is_counted = False
         self._undoing: list[Undoing] = []
         padding = padding_of(inner)
-        self._events = None if padding is None else Events(padding, numbers, self._func, self._watched)
+        self._events = None if padding is None else Events(padding, numbers, self._func, self._recorded)
 
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
@@ -137,11 +139,14 @@ class Bound:
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._inner
-        self.counts |= {path: _attribute(template, path) for path in self._counters}
+        # A first call may have made some, and set them only after those of all groups.
+        self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
         count(body.model, self.counts)
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
+        if self.assigned is not None:
+            self.assigned.append(changed)
         if not self._examined.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
             self._examined.update(changed)
@@ -164,21 +169,11 @@ class Bound:
             count(template, self._left)
             self._left.clear()
 
-    def _watched(
-        self,
-        watch: Callable[[nn.Module], None],
-        params: Params,
-        buffers: Params,
-        inputs: tuple[Any, Any],
-        key: Tensor,
-        padded: Any,
-    ) -> tuple[Any, Params]:
-        """Call the function with a new copy of the model after ``watch(copy)``."""
+    def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:
+        """Call the function with a new copy of the model, for a recorder of its events."""
         body = self._make(False)
-        watch(body.model)
-        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         with checkpoints_of(body.model, body.fixed), self._base.reading(params) as shared:
-            return self._call(body, shared, params, buffers, args, kwargs, key, padded)
+            self._call(body, shared, params, buffers, *inputs, key, recorder)
 
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
@@ -268,9 +263,9 @@ class Bound:
         self._is_counted |= is_counted
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
+def _attribute(model: nn.Module, path: str) -> list[Any]:
     owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
+    return [x for key, x in vars(model.get_submodule(owner)).items() if key == name]
 
 
 bind = Bound

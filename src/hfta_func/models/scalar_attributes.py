@@ -115,16 +115,12 @@ def is_placeholder(leaf: Tensor) -> bool:
 
 def filled(buffers: Params, hparams: Params) -> Params:
     """Buffers whose placeholders are replaced by the numbers in ``hparams``."""
-    if not hparams:
-        return buffers
     numbers = {path: hparams[path] for path in hparams if path in buffers and is_placeholder(buffers[path])}
     return buffers | numbers if numbers else buffers
 
 
 def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
     """The inverse of :func:`filled`: buffers with the placeholders that ``like`` has."""
-    if not hparams:
-        return buffers
     placeholders = {path: like[path] for path in hparams if path in like and is_placeholder(like[path])}
     return buffers | placeholders if placeholders else buffers
 

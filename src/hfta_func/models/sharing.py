@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from hfta_func._torch import parts, places_of, writes
+from hfta_func._torch import parts, writes
 from hfta_func.errors import StackError, StateError
 from hfta_func.models.structure import is_sparse
 
@@ -70,8 +70,6 @@ class Base:
     def __init__(self, model: nn.Module, share_frozen: bool = True):
         self.tensors = base_of(model, share_frozen)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
-        slots = places_of(model)
-        self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
 
     def without(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The base without the paths in ``params``."""
@@ -80,14 +78,7 @@ class Base:
     @contextlib.contextmanager
     def reading(self, params: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """A block that reads the base, with the tensors of ``params`` in place of those with the same paths."""
-        given = {path: params[path] for path in self.tensors if path in params}
-        for path, held, name, tensor in self._places:
-            if path not in given and held.get(name) is not tensor:
-                raise StateError(
-                    f"the model holds another tensor as '{path}' than when this step was made, such as after .to(...) or "
-                    f"load_state_dict(..., assign=True), and all members share it; make the step again"
-                )
-        tensors = {**self.tensors, **given}
+        tensors = self.tensors | {path: params[path] for path in self.tensors if path in params}
         every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
         yield tensors
         for path, part, count in every:

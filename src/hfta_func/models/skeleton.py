@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
-from hfta_func.models.blocks import pass_over_blocks
+from hfta_func._torch import forget_flat_weights, is_compiled, run_uncompiled
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padded_calls import pass_over_blocks
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of
-from hfta_func.models.structure import check_module, check_no_backward_hooks, computed
+from hfta_func.models.structure import check_module, check_no_hooks_of_parameters, computed
 
 
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
@@ -49,14 +49,10 @@ def _without_storage(tensor: Tensor) -> Tensor:
 def skeleton(model: nn.Module) -> nn.Module:
     """An outline of the model that can be called with other tensors."""
     copied = outline(model)
-    check_no_backward_hooks(model)
+    check_no_hooks_of_parameters(model)
     numbers_of_python(copied)
     for path, module in copied.named_modules():
         pass_over_blocks(module, copied.get_submodule(path.rpartition(".")[0]))
-        if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
-            if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
-                module.momentum = 1.0
-                module.forward = types.MethodType(_cumulative_average, module)
         if is_compiled(module):
             # An array is compiled as a whole.
             run_uncompiled(module)
@@ -65,24 +61,6 @@ def skeleton(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
             module.forward = types.MethodType(_without_looking_at_masks, module)
     return copied
-
-
-def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
-    """The forward of batch normalisation with ``momentum=None``, which averages its statistics over all batches.
-
-    PyTorch reads the number of batches as one Python number, but members may have seen different numbers. With a momentum
-    of 1 its forward leaves the batch's statistics in the buffers, and the average is computed from tensors.
-    """
-    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
-    if not module.training or not module.track_running_stats or count is None or mean is None or var is None:
-        return type(module).forward(module, input)
-    # The backward pass needs the forward pass's inputs unchanged.
-    module.running_mean, module.running_var = mean.clone(), var.clone()
-    output = type(module).forward(module, input)
-    mean += (module.running_mean - mean) / count
-    var += (module.running_var - var) / count
-    module.running_mean, module.running_var = mean, var
-    return output
 
 
 def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:

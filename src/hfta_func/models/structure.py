@@ -29,7 +29,6 @@ from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
-_BACKWARD_HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks") and "backward" in name)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _PLAIN = (
@@ -246,14 +245,10 @@ def computed(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if value.grad_fn is not None or name in weight_hooks(module)}
 
 
-def check_no_backward_hooks(model: nn.Module) -> None:
-    """Raise a StackError if the model has hooks for the backward pass, which an array cannot call for each member."""
-    hooked = {f"parameter '{path}'": has_hooks(parameter) for path, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
-        where = f"module '{path}'" if path else "the model"
-        hooked[where] = any(getattr(module, name, None) for name in _BACKWARD_HOOKS)
-    for where in [where for where, is_hooked in hooked.items() if is_hooked]:
+def check_no_hooks_of_parameters(model: nn.Module) -> None:
+    """Raise a StackError if parameters have hooks for the backward pass, which an array cannot call for each member."""
+    for path in [path for path, parameter in model.named_parameters() if has_hooks(parameter)]:
         raise StackError(
-            f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
-            f"and change gradients in the optimizer: chain(...)"
+            f"parameter '{path}' has a hook for the backward pass, which members that run as one do not have one by one; "
+            f"remove it, and change gradients in the optimizer: chain(...)"
         )

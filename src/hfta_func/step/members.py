@@ -38,7 +38,7 @@ from hfta_func.step.batch import (
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
-from hfta_func.verify import Case, Oracle, Trial, autocasting, same
+from hfta_func.verify import Case, Oracle, Trial, assigned, autocasting, same
 
 
 class Rehearsed:
@@ -150,6 +150,7 @@ class ArrayFunction(Rehearsed):
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
         self.rehearse(given, batch, common)
+        self._bound.assigned = [] if self.oracle.is_comparing else None
         run = functools.partial(self._run, batch, common=common)
         calls = self.oracle.as_one_call(run, len(given.keys))
         results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)
@@ -169,13 +170,17 @@ class ArrayFunction(Rehearsed):
     def compare(self, trial: Trial | None, given: Tensors, batch: Tree, common: Params, results: Any = None) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
-            case = self._case(given, batch, common)
-            trial(case, case.again(same, None, False) if results is None else results)
+            case, attributes = self._case(given, batch, common), self._assigned(given)
+            trial(case, case.again(same, None, False) if results is None else results | attributes)
+
+    def _assigned(self, given: Tensors) -> dict[str, Params]:
+        """What the latest call has assigned to attributes of the model, if it was one of all members."""
+        calls, self._bound.assigned = self._bound.assigned or (), None
+        return {"attribute": assigned(calls[0], len(given.keys))} if len(calls) == 1 else {}
 
     def verify(self, given: Tensors, batch: Tree, common: Params, members: Sequence[int]) -> None:
         """Compare a call with these members alone, once more; raises a VerifyError where it differs."""
-        model, func = self._source
-        if (trial := Oracle(True, func, model)(given.keys, plain(batch))) is not None:
+        if (trial := Oracle(True, self._source[1], self._source[0])(given.keys, plain(batch))) is not None:
             case = self._case(given, batch, common)
             trial(case, case.again(same, None, False), members)
 
@@ -204,9 +209,9 @@ class ArrayFunction(Rehearsed):
             members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
             run = functools.partial(self._run, rows, common=held, judged=judged)
             with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
-                size = watch and len(part.keys)
+                size, self._bound.assigned = watch and len(part.keys), []
                 outputs = self.chunks(run, members, cast(plain(rows)), self.dims_of(batch), size=size)
-                return self._results(outputs, members, held)
+                return self._results(outputs, members, held) | self._assigned(part)
 
         return Case(
             *(model, (given.trained | given.frozen, given.buffers), base | common, given.keys, measure, again),

@@ -37,7 +37,7 @@ from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import is_plain
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
-from hfta_func.verify import Held, Reached
+from hfta_func.verify import Reached
 
 _STEPS = 4
 """What a record and its check cost, in steps."""
@@ -106,7 +106,7 @@ def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[
 
     What it has changed is then put back, as the call is made once more.
     """
-    held, printed = Held([func], device), False
+    held, printed = Reached(func, device=device).held, False
 
     def note(*args: Any, **kwargs: Any) -> None:
         nonlocal printed

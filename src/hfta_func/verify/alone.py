@@ -18,7 +18,7 @@ from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
 from hfta_func.errors import RandomnessError, StateError
-from hfta_func.models.attributes import count
+from hfta_func.models.attributes import Snapshot, count
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of
@@ -77,6 +77,7 @@ class Case(NamedTuple):
         """The results of one member alone; judged ones without autocast."""
         model = self._model(member, cast, judged)
         watch(model)
+        attributes = Snapshot(model)
         device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
         before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
         evaluates = not any(module.training for module in model.modules())
@@ -93,6 +94,7 @@ class Case(NamedTuple):
             if self.trained:
                 results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
+        results["attribute"] = assigned(attributes.changed(), None)
         after = {path: leaf.detach() for path, leaf in model.named_buffers()}
         dropped = {path: x for path, x in buffers.items() if not (torch.equal(x, after[path]) or x.isnan().any())}
         return results | {"buffer": after, "dropped": dropped}
@@ -132,7 +134,10 @@ class Case(NamedTuple):
         padding, parts = padding_of(self.model), {}
         for kind, tree in results.items():
             part = {path: leaf[member] for path, leaf in tree.items()}
-            if padding is not None and kind in ("gradient", "buffer", "parameter"):
+            if padding is not None and kind == "attribute":
+                # Which of their entries are padded, nobody knows.
+                part = {}
+            elif padding is not None and kind in ("gradient", "buffer", "parameter"):
                 part = padding.true(int(self.trees[1][SIZE][member]), part)
             parts[kind] = part
         return parts
@@ -205,20 +210,33 @@ class Output:
 
     def add(self, leaf: Tensor, count: int | None) -> None:
         """Note a tensor, and later its gradient; of ``count`` members at once as ``[M, ...]``."""
-        number, dim = len(self.values), batch_dim(leaf) if is_wrapped(leaf) else -1
-        leaf = get_unwrapped(leaf) if is_wrapped(leaf) else leaf
-
-        def whole(values: Tensor) -> Tensor:
-            values = values.detach().clone()
-            if count is None:
-                return values
-            return values.movedim(dim, 0) if dim >= 0 else values.expand(count, *values.shape)
-
+        number, (leaf, whole) = len(self.values), _unwrapped(leaf, count)
         # Of transforms of the model's own there is nothing to compare.
         if not is_wrapped(leaf):
             self.values.append(whole(leaf))
             if leaf.requires_grad:
                 leaf.register_hook(lambda grad: self.grads.__setitem__(number, whole(grad)))
+
+
+def _unwrapped(leaf: Tensor, count: int | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The values of all members, and what copies these, or their gradient, as ``[M, ...]``, or of one as they are."""
+    dim = batch_dim(leaf) if is_wrapped(leaf) else -1
+
+    def whole(values: Tensor) -> Tensor:
+        values = values.detach().clone()
+        if count is None:
+            return values
+        return values.movedim(dim, 0) if dim >= 0 else values.expand(count, *values.shape)
+
+    return get_unwrapped(leaf) if is_wrapped(leaf) else leaf, whole
+
+
+def assigned(changes: Mapping[str, Any], count: int | None) -> Params:
+    """The tensors and numbers among what a call has assigned to attributes; of ``count`` members at once as ``[M, ...]``."""
+    with out_of_sight():
+        named = {path: torch.tensor(x) if isinstance(x, int | float) else x for path, x in changes.items()}
+        pairs = {path: _unwrapped(x, count) for path, x in named.items() if isinstance(x, Tensor)}
+        return {path: whole(x) for path, (x, whole) in pairs.items() if not is_wrapped(x)}
 
 
 def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Module], None]:

@@ -17,6 +17,7 @@ _NAMES = {
     "buffer": "buffer '{}'",
     "parameter": "parameter '{}'",
     "gradient": "the gradient of '{}'",
+    "attribute": "attribute '{}'",
 }
 """What each kind of results is called, in the order in which they are compared."""
 

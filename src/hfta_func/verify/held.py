@@ -1,22 +1,23 @@
-"""What a call may change besides tensors: generators of random numbers, and Python values that functions hold."""
+"""What calls may change besides their results: Python values that functions hold, small tensors, and generators."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
-import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._torch import default_generators, is_wrapped, pytree
+from hfta_func._torch import is_wrapped, pytree, writes
 from hfta_func._tree import leaves
 from hfta_func.calls.body import put, running_body
 from hfta_func.errors import StateError
-from hfta_func.models.attributes import Snapshot
+from hfta_func.models.attributes import is_changed, undo
 
 _CURE = (
     ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
@@ -35,48 +36,76 @@ class MemberValues(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class Held(Snapshot):
-    """Generators, and the numbers, lists and dicts that functions and modules hold, as they are when this is made.
+@dataclasses.dataclass(eq=False)
+class Held:
+    """Places where Python holds values, and what is there when this is made.
 
     Args:
-        roots: Functions, objects and modules: of what they hold in attributes, closures and globals that they name.
-        device: Whose generator is looked at, too, beside those of Python and NumPy.
+        contents: Lists, dicts, sets and deques, each with a copy.
+        names: Dicts or cells of closures, keys there, and the values.
+        tensors: Tensors, how often each has been written, and copies of small ones.
+        generators: Names of generators, each with what has its state, and the state.
     """
 
-    def __init__(self, roots: Sequence[Any], device: torch.device | None = None):
-        self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any], Any]] = []
-        if device is not None:
-            for generator in default_generators(device):
-                self._add("PyTorch", generator.get_state, generator.set_state)
-            self._add("Python's random", random.getstate, random.setstate)
-            if "numpy" in sys.modules:
-                numpy: Any = sys.modules["numpy"].random
-                self._add("NumPy (np.random)", numpy.get_state, numpy.set_state)
-        super().__init__(*roots, functions=True)
+    contents: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    names: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[tuple[Tensor, int, Tensor | None]] = dataclasses.field(default_factory=list)
+    generators: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
 
-    def _add(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._generators.append((name, get, put, get()))
-
-    def _hold(self, path: str, value: Any, depth: int) -> None:
-        if (kind := _generator(value)) is not None:
-            self._add(f"a {type(value).__name__} of its own", *kind)
-        else:
-            super()._hold(path, value, depth)
+    def add(self, name: str, generator: Any) -> None:
+        """Hold a generator, or the one of a module."""
+        self.generators.append((name, generator, _state(generator)))
 
     def restore(self) -> str:
         """Put everything back; returns the name of a generator that has drawn, empty if none has."""
-        moved = super().restore()
-        for name, get, set_state, state in self._generators:
-            if not _same(get(), state):
-                set_state(state)
+        undo((content, None, before) for content, before in self.contents if is_changed(content, before))
+        for tensor, count, values in self.tensors:
+            if values is not None and writes(tensor) != count:
+                tensor.detach().copy_(values)
+        for holder, key, value in self.names:
+            put(holder, key, value)
+        moved = ""
+        for name, generator, state in self.generators:
+            if not _same(_state(generator), state):
+                _state(generator, state)
                 moved = moved or name
         return moved
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
-        modules = [each for each in self._seen.values() if isinstance(each, nn.Module)]
-        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
-        return next((name for name, x in named if x is parameter), None)
+    def changed(self) -> Held | None:
+        """The same of the places that are not as they were, but for generators; None if all are."""
+        contents = [x for x in self.contents if is_changed(*x)]
+        names = [x for x in self.names if _get(x[0], x[1]) is not x[2]]
+        tensors = [x for x in self.tensors if writes(x[0]) != x[1]]
+        return Held(contents, names, tensors) if contents or names or tensors else None
+
+    def again(self) -> Held:
+        """The same places as they are now."""
+        contents = [(content, content.copy()) for content, _ in self.contents]
+        names = [(holder, key, _get(holder, key)) for holder, key, _ in self.names]
+        tensors: Any = [(x, writes(x), x.detach().clone()) for x, _, values in self.tensors if values is not None]
+        return Held(contents, names, tensors, [(name, each, _state(each)) for name, each, _ in self.generators])
+
+    def written(self) -> list[Tensor]:
+        """The values now of all small tensors, of those that were not written those before."""
+        held = [(x, count, before) for x, count, before in self.tensors if before is not None]
+        return [before if writes(x) == count else x.detach().clone() for x, count, before in held]
+
+    def new(self) -> Iterator[tuple[Any, Any, Any]]:
+        """What calls have put there since: who holds it, its key there, and the value."""
+        for content, before in self.contents:
+            old = dict(_entries(before))
+            yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
+        yield from [(x, key, _get(x, key)) for x, key, before in self.names if _get(x, key) is not before]
+
+
+def _entries(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, set):
+        return []
+    return [*(content.items() if isinstance(content, dict) else enumerate(content))]
+
+
+def _get(holder: Any, key: Any) -> Any:
+    return holder.cell_contents if isinstance(holder, types.CellType) else holder.get(key)
 
 
 class OneCall:
@@ -85,35 +114,33 @@ class OneCall:
     :meth:`end` makes ``[M, ...]`` of members' tensors that were left there, and of numbers that differ between groups.
     """
 
-    def __init__(self, run: Callable[..., Any], held: Snapshot, count: int):
+    def __init__(self, run: Callable[..., Any], held: Held, count: int):
         self._run, self._held, self._count = run, held, count
-        self._sizes: list[int] = []
-        self._left: list[dict[Any, Any]] = []
-        self._written: list[list[Tensor]] = []
+        # How many members, what they have left by place, and the tensors then.
+        self._groups: list[tuple[int, dict[Any, Any], list[Tensor]]] = []
 
     def __call__(self, members: Any, *args: Any, **kwargs: Any) -> Any:
         """The results of a group."""
-        if sum(self._sizes) == self._count:
+        if sum(size for size, *_ in self._groups) == self._count:
             # Earlier groups were to find the fastest size.
-            self._sizes, self._left, self._written = [], [], []
+            self._groups = []
         self._held.restore()
         result = self._run(members, *args, **kwargs)
-        self._sizes.append(len(members[0]))
-        self._written.append(self._held.written())
-        self._left.append({(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()})
+        left = {(id(holder), key): pytree.tree_map(_whole, x) for holder, key, x in self._held.new()}
+        self._groups.append((len(members[0]), left, self._held.written()))
         return result
 
     def end(self) -> None:
         """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
-        if any(not torch.equal(a, b) for one in self._written for a, b in zip(one, self._written[0], strict=True)):
+        tensors = zip(*(written for *_, written in self._groups), strict=True)
+        if any(not torch.equal(x, each[0]) for each in tensors for x in each):
             why = f"the loss or a hook writes a tensor in place for a later call{_CURE}"
             raise StateError(f"{why}, or append what is only read later to a list")
-        groups = [*zip(self._sizes, self._left, strict=True)]
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key
             # Counters of the model are set after all groups.
-            sizes = [size for size, left in groups if place in left]
-            parts = [left[place] for _, left in groups if place in left]
+            sizes = [size for size, left, _ in self._groups if place in left]
+            parts = [left[place] for _, left, _ in self._groups if place in left]
             if len({*map(pytree.tree_structure, parts)}) == 1:
                 put(holder, key, pytree.tree_map(functools.partial(_joined, sizes), *parts))
 
@@ -141,18 +168,23 @@ def _joined(sizes: list[int], *parts: Any) -> Any:
     return torch.cat(rows).as_subclass(MemberValues)
 
 
-def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to read and to set the state of a generator of PyTorch, Python or NumPy; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if type(value).__module__.startswith("numpy.random"):
-        if hasattr(value, "get_state"):
-            return value.get_state, value.set_state
-        if (bits := getattr(value, "bit_generator", None)) is not None:
-            return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
+def is_generator(value: Any) -> bool:
+    """Whether this is a generator of random numbers, of PyTorch, Python or NumPy."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    of_numpy = type(value).__module__.startswith("numpy.random")
+    return of_numpy and (hasattr(value, "get_state") or hasattr(value, "bit_generator"))
+
+
+def _state(holder: Any, *new: Any) -> Any:
+    """The state of a generator, or of a module that has one; what is ``new`` is put there."""
+    names = ("set_state", "setstate") if new else ("get_state", "getstate")
+    for name in names:
+        if hasattr(holder, name):
+            return getattr(holder, name)(*new)
+    if new:
+        holder.bit_generator.state = new[0]
+    return holder.bit_generator.state
 
 
 def _same(state: Any, other: Any) -> bool:

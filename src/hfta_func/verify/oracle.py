@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from hfta_func._torch import inside_transform, num_dispatch_modes
 from hfta_func._tree import leaves
 from hfta_func.errors import HFTAError, RandomnessError, VerifyError
-from hfta_func.models.attributes import Snapshot
 from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
 from hfta_func.verify.compare import Difference, difference, has_failed, origin
 from hfta_func.verify.held import Held, OneCall
+from hfta_func.verify.reached import Reached
 
 Verify = Literal["first"] | bool
 
@@ -49,8 +49,8 @@ class Oracle:
         self._next = 10 if verify is True else float("inf")
         self._kinds: set[Any] = set()
         # What calls change in Python; all that functions hold, until the first call is compared.
-        self.changing: Snapshot | None = None
-        self.has_warned = False
+        self.changing: Held | None = None
+        self.has_warned = self.is_comparing = False
 
     def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
         """Count a call; what compares it, where it is compared.
@@ -61,6 +61,7 @@ class Oracle:
             sizes: The buffers, which tell the sizes of padded members.
         """
         self.calls += 1
+        self.is_comparing = False
         kind = None if batch is _KNOWN or not self._first else _kind(keys, batch)
         is_new = kind is not None and kind not in self._kinds and len(self._kinds) < _MOST
         if not (is_new or self.calls >= self._next) or not _can_compare(keys):
@@ -68,7 +69,8 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, (self._func, self._model()), keys.device, batch is _KNOWN)
+        self.is_comparing = True
+        trial = Trial(self, Reached(self._func, self._model(), device=keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
 
@@ -104,9 +106,9 @@ def _can_compare(keys: Tensor) -> bool:
 class Trial:
     """A call that is compared; made before it, and called behind it with its results."""
 
-    def __init__(self, oracle: Oracle, func: Any, device: torch.device, is_replayed: bool):
-        self._oracle, self._func, self._device, self._is_replayed = oracle, func, device, is_replayed
-        self.before = Held([func], device)
+    def __init__(self, oracle: Oracle, reached: Reached, is_replayed: bool):
+        self._oracle, self._reached, self.before = oracle, reached, reached.held
+        self._is_replayed = is_replayed
 
     def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
         """Compare; raises a VerifyError that names what differs, and the first module that does.
@@ -117,8 +119,8 @@ class Trial:
             members: Those to compare; the first and the last, or of padded ones the first of every size, by default.
         """
         if self._oracle.changing is self.before:
-            self._oracle.changing = self.before.part_changed()
-        after = Held([self._func], self._device)
+            self._oracle.changing = self.before.changed()
+        after = self.before.again()
         self.before.restore()
         left = self.before
         try:
@@ -151,6 +153,9 @@ class Trial:
                 return
             raise
         if (met := difference(array, alone, eps)) is None:
+            return
+        if met.kind == "attribute" and difference(self._alone(case, member), alone, eps) is not None:
+            # It is a clock, or the like.
             return
         try:
             # What rounding could explain shows in any two members, as well as in all.
@@ -189,7 +194,7 @@ class Trial:
 
         def start(model: Any) -> None:
             # With generators of the model's own.
-            held.append(Held([model]))
+            held.append(Held(generators=Reached(model, device=case.keys.device).held.generators))
             if watch is not None:
                 watch(model)
 
@@ -206,7 +211,7 @@ class Trial:
             self._oracle.has_warned = True
             why = f"the model writes its buffer '{dropped[0]}' in eval mode, where an array drops it"
             warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)
-        names = sorted(filter(None, map(self.before.name_of, alone.pop("outside", {}).values())))
+        names = sorted(filter(None, map(self._reached.name_of, alone.pop("outside", {}).values())))
         if names and not self._oracle.has_warned:
             self._oracle.has_warned = True
             first, *others = names

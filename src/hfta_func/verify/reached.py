@@ -1,4 +1,4 @@
-"""What functions can read of Python's values: a digest for a file's name, and a look whether it is as it was."""
+"""What functions can reach of Python's values: a digest for a file's name, whether it is as it was, and what to put back."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ import functools
 import gc
 import hashlib
 import inspect
-import itertools
 import opcode
 import operator
 import os
+import random
 import re
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hfta_func._torch import has_global_hooks
-from hfta_func.models.attributes import names_in
+from hfta_func._torch import MODULE_ATTRIBUTES, default_generators, has_global_hooks, is_wrapped, writes
+from hfta_func.calls.body import contents
+from hfta_func.models.attributes import CONTAINERS
 from hfta_func.models.padding import Padding
+from hfta_func.verify.held import Held, is_generator
 
 _IMPORTS = opcode.opmap["IMPORT_NAME"]
-_CONTENT = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_SHAPE = operator.attrgetter(
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars"),
+)
+"""What tells code from other code, besides its constants."""
 _HEAP_TYPE = 1 << 9
 """The flag of CPython's classes that are made at run time."""
 
+_HOLDING = *CONTAINERS, tuple, types.CellType, types.MethodType, functools.partial
+_TABLES = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
+_FEW = 4096
+"""Entries of a tensor that may count something; larger ones are data."""
 _PLAIN = (
     type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, re.Pattern,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -64,30 +74,42 @@ _ASIDE = frozenset(
 class Reached:
     """Values that ``roots`` can reach, followed through functions, classes, containers and attributes.
 
-    The attributes of ``model``, which nobody else holds, do not change. What a function of PyTorch, Python or this package
-    reads is not followed.
+    What a function of PyTorch, Python or this package reads is not followed.
+
+    Args:
+        roots: Functions and other objects, the nearest of whose values come first.
+        model: A module that nobody else holds, whose attributes do not change.
+        device: Where calls run whose changes are to be put back. Nothing is followed into classes and other modules then, and
+            the generators of PyTorch, Python and NumPy are held.
     """
 
-    def __init__(self, *roots: Any, model: torch.nn.Module):
+    def __init__(self, *roots: Any, model: nn.Module | None = None, device: torch.device | None = None):
         self.tensors: list[Tensor] = []
         """The tensors among the values, in an order that is the same in another process."""
         self.why_not: str | None = None
         """What cannot be followed, if anything."""
+        self.held = Held()
+        """What calls may change, for a device."""
+        self._changes = device is not None
         self._facts: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []
+        self._seen: dict[int, tuple[int, Any]] = {}
         self._watched: list[Any] = []
-        self._functions: list[types.FunctionType] = []
-        self._dicts: list[dict[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._parts = {*map(id, model.modules())}
-        left = [model, *reversed(roots)]
-        try:
-            while left:
-                left.extend(reversed([*self._visit(left.pop())]))
-        except _UnknownError as error:
-            self.why_not = str(error)
-        self._seen, self._keys = self._look(), [*map(list, self._dicts)]
+        self._parts = set() if model is None else {*map(id, model.modules())}
+        if device is not None:
+            for one in default_generators(device):
+                self.held.add("PyTorch", one)
+            self.held.add("Python's random", random)
+            if "numpy" in sys.modules:
+                self.held.add("NumPy (np.random)", sys.modules["numpy"].random)
+        left = collections.deque((*roots, model))
+        while left and len(self._seen) <= _MOST and (self._changes or self.why_not is None):
+            parts = self._visit(left.popleft())
+            self._note(len(parts))
+            left += parts
+        if left or has_global_hooks():
+            self._cannot(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
+        self._before = gc.get_referents(*self._watched)
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -96,62 +118,56 @@ class Reached:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        now = self._look()
+        now = gc.get_referents(*self._watched)
         return (
             not has_global_hooks()
-            and len(now) == len(self._seen)
-            and all(map(operator.is_, now, self._seen))
+            and len(now) == len(self._before)
+            and all(map(operator.is_, now, self._before))
             and all([space.get(name) is value for space, name, value in self._names])
-            and [*map(list, self._dicts)] == self._keys
         )
 
-    def _look(self) -> list[Any]:
-        """Everything that is to be the same object later."""
-        return [*gc.get_referents(*self._watched), *itertools.chain.from_iterable(map(_CONTENT, self._functions))]
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
+        modules = [each for _, each in self._seen.values() if isinstance(each, nn.Module)]
+        named = ((f"'{path}' of a {type(one).__name__}", x) for one in modules for path, x in one.named_parameters())
+        return next((name for name, x in named if x is parameter), None)
 
     def _note(self, *facts: Any) -> None:
         self._facts.append(facts)
+
+    def _cannot(self, why: str) -> None:
+        self.why_not = self.why_not or why
 
     def _watch(self, value: Any) -> list[Any]:
         """What a value refers to, which is to be the same later."""
         self._watched.append(value)
         return gc.get_referents(value)
 
-    def _visit(self, value: Any) -> Iterable[Any]:
+    def _visit(self, value: Any) -> Sequence[Any]:
         """Note a value; returns what it refers to."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, enum.Enum):
             self._note(kind.__qualname__, value)
             return ()
-        if id(value) in self._numbers:
-            self._note("again", self._numbers[id(value)])
+        if id(value) in self._seen:
+            self._note("again", self._seen[id(value)][0])
             return ()
-        self._numbers[id(value)] = len(self._numbers)
-        self._kept.append(value)
-        if len(self._kept) > _MOST or has_global_hooks():
-            raise _UnknownError(f"its functions can reach more than {_MOST:,} objects, or all modules have hooks")
+        self._seen[id(value)] = len(self._seen), value
         self._note(kind.__module__, kind.__qualname__)
         if isinstance(value, Tensor):
-            if kind not in (Tensor, torch.nn.Parameter) and not isinstance(value, torch.nn.Buffer):
-                raise _UnknownError(f"a {kind.__qualname__}")
-            self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-            self.tensors += [] if value.is_meta else [value]
-            return [vars(value)] if vars(value) else ()
+            return self._visit_tensor(value)
         if isinstance(value, weakref.ref):
-            return (value(),)
+            return () if self._changes else (value(),)
         if isinstance(value, _NATIVE) or kind.__name__ in _OF_NUMPY:
             self._note(getattr(value, "__qualname__", str(value)))
             return ()
         if isinstance(value, types.FunctionType):
             return self._visit_function(value)
+        if isinstance(value, types.CodeType):
+            self._note(_SHAPE(value))
+            return value.co_consts
         if isinstance(value, type):
-            return self._visit_class(value)
-        if isinstance(value, (set, frozenset)):
-            if not all(isinstance(one, (str, int, float)) for one in value):
-                raise _UnknownError("a set of objects")
-            self._note(sorted(value, key=repr))
-            self._watch(value)
-            return ()
+            return () if self._changes else self._visit_class(value)
         if isinstance(value, Padding):
             # It holds a model of every size, which nobody writes.
             self._note(value.signatures)
@@ -159,17 +175,49 @@ class Reached:
         if id(value) in self._parts:
             self._note([*vars(value)])
             attributes = ([*one.items()] if isinstance(one, dict) else [one] for one in vars(value).values())
-            return (kind, *(one for each in attributes for one in each))
+            return [kind, *(one for each in attributes for one in each)]
+        if self._changes and isinstance(value, nn.Module):
+            tables = [vars(value), *(vars(value)[name] for name in _TABLES)]
+            self.held.contents += [(table, table.copy()) for table in tables]
+            plain = [x for name, x in vars(value).items() if name not in MODULE_ATTRIBUTES]
+            return [*plain, *(x for table in tables[2:] for x in table.values())]
+        if self._changes and is_generator(value):
+            self.held.add(f"a {kind.__name__} of its own", value)
+        if self._changes and isinstance(value, CONTAINERS):
+            self.held.contents.append((value, value.copy()))
+        if self._changes and isinstance(value, types.CellType):
+            self.held.names += [(value, "", content) for content in contents(value)]
+        if isinstance(value, (set, frozenset)):
+            if not all(isinstance(one, (str, int, float)) for one in value):
+                self._cannot("a set of objects")
+            self._note(sorted(value, key=repr))
+            return [x for x in self._watch(value) if type(x) not in _PLAIN]
+        if self._changes and not isinstance(value, _HOLDING):
+            return (vars(value),) if hasattr(value, "__dict__") else ()
         if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
-            raise _UnknownError(f"a {kind.__qualname__}")
+            self._cannot(f"a {kind.__qualname__}")
+            return ()
         if isinstance(value, dict):
-            self._dicts.append(value)
             self._note([*map(repr, value)] if all(isinstance(key, (str, int)) for key in value) else len(value))
         # Where attributes are kept without a dict, asking for it makes one.
         getattr(value, "__dict__", None)
         return self._watch(value)
 
-    def _visit_class(self, kind: type) -> Iterable[Any]:
+    def _visit_tensor(self, value: Tensor) -> Sequence[Any]:
+        if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, nn.Buffer):
+            self._cannot(f"a {type(value).__qualname__}")
+        elif value.layout == torch.strided:
+            self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            self.tensors += [] if value.is_meta else [value]
+        else:
+            self._cannot("a sparse tensor")
+        # Tensors made in inference mode count no writes.
+        if self._changes and not (value.is_inference() or value.is_meta or is_wrapped(value)):
+            is_few = value.layout == torch.strided and value.numel() <= _FEW
+            self.held.tensors.append((value, writes(value), value.detach().clone() if is_few else None))
+        return [vars(value)] if vars(value) else ()
+
+    def _visit_class(self, kind: type) -> Sequence[Any]:
         self._note(kind.__qualname__)
         parts: list[Any] = []
         for base in kind.__mro__:
@@ -179,21 +227,19 @@ class Reached:
                 parts += [one for pair in vars(base).items() if pair[0] not in _ASIDE for one in pair]
         return parts
 
-    def _visit_function(self, function: types.FunctionType) -> Iterable[Any]:
+    def _visit_function(self, function: types.FunctionType) -> Sequence[Any]:
+        code, space = function.__code__, function.__globals__
+        parts = [vars(function), function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())]
         self._note(function.__module__, function.__qualname__)
-        self._functions.append(function)
-        parts = function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ())
-        if _is_definition(function.__code__.co_filename):
-            return parts
-        self._note(_of_code(function.__code__))
-        code = function.__code__
-        named = [*_named(function.__globals__, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
+        self._watch(function)
+        if _is_definition(code.co_filename):
+            return parts[1:]
+        named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
         self._names += named
-        return *parts, vars(function), *(value for *_, value in named)
-
-
-class _UnknownError(Exception):
-    """Something cannot be followed."""
+        if self._changes:
+            named = [x for x in named if x[0] is space and x[1] in space]
+            self.held.names += named
+        return [code, *parts, *(value for *_, value in named)]
 
 
 def _named(
@@ -226,12 +272,8 @@ def _is_followed(kind: type) -> bool:
     return kind in _FOLLOWED or not is_of_c
 
 
-def _of_code(code: types.CodeType) -> Any:
-    def constant(one: Any) -> Any:
-        if isinstance(one, types.CodeType):
-            return _of_code(one)
-        return sorted(map(repr, one)) if type(one) is frozenset else repr(one)
-
-    shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return shape, code.co_code, names, [*map(constant, code.co_consts)]
+def names_in(code: types.CodeType) -> set[str]:
+    """The names in code, and its texts, which may be names."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    texts = (part for part in code.co_consts if isinstance(part, str) and part.isidentifier())
+    return {*code.co_names}.union(texts, *inner)
