@@ -1,6 +1,7 @@
 """Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
 
 import concurrent.futures
+import threading
 import time
 import types
 
@@ -259,6 +260,46 @@ def test_threads_draw_what_one_alone_draws():
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = [*threads.map(job, range(12))]
     assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
+
+
+def seeded_anew():
+    first = slowly()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        shared = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+    return nn.Sequential(first, shared, nn.Dropout(), slowly(), nn.LSTM(3, 3), nn.Bilinear(3, 3, 3))
+
+
+class Augmented(Noisy):
+    def __getitem__(self, row):
+        return nn.functional.dropout(super().__getitem__(row)[0]), torch.distributions.Gamma(2.0, 1.0).sample()
+
+
+def test_another_thread_draws_from_the_generator_of_the_process():
+    def models(seed):
+        torch.manual_seed(seed)
+        return seeded_anew()
+
+    def drawn():
+        return [*hfta.DatasetLoader(Augmented(), 4, seeds=[0, 1])], hfta.init_params(seeded_anew, range(3)).params
+
+    def draw():
+        torch.manual_seed(3)
+        while not ended.is_set():
+            stream.append(torch.rand(1))
+            time.sleep(1e-5)
+
+    ended, stream, alone = threading.Event(), [], hfta.stack_params(map(models, range(3))).params
+    expected = drawn()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    found = [drawn() for _ in range(3)]
+    ended.set()
+    thread.join()
+    for each in (*found, (expected[0], alone)):
+        assert all(map(torch.equal, optree.tree_leaves(each), optree.tree_leaves(expected)))
+    torch.manual_seed(3)
+    assert all(torch.equal(torch.rand(1), number) for number in stream) and len(stream) > 9
 
 
 @pytest.mark.parametrize("name", ["epoch", "member", "seed", "lr"])
