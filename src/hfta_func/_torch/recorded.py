@@ -24,6 +24,7 @@ _DispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode"
 _Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
 _aten = torch.ops.aten
+_random: Any = torch.random
 
 
 class Mode(_DispatchMode):
@@ -39,7 +40,7 @@ class _Drawing(Mode):
 
     def __init__(self):
         super().__init__()
-        self._thread, self._process_generator = threading.get_ident(), torch.random.default_generator
+        self._thread, self._process_generator = threading.get_ident(), _random.default_generator
         self._generator: Any = torch.Generator("cpu")
 
     def __getattr__(self, name: str) -> Any:
@@ -66,8 +67,13 @@ def thread_generator() -> Iterator[None]:
             yield
         return
     mode = _Drawing()
-    with replaced(torch.random, "default_generator", mode), mode:
+    with replaced(_random, "default_generator", mode), mode:
         yield
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the generator that this thread draws from on the CPU."""
+    _random.default_generator.manual_seed(seed)
 
 
 class NotReplayableError(Exception):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from hfta_func import random
+from hfta_func._torch import seed_cpu
 from hfta_func._tree import tree_map
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import plain, restored
@@ -200,7 +201,7 @@ def generators_restored() -> contextlib.ExitStack:
 
 def seed_all(seed: int) -> None:
     """Seed the generators that :func:`generators_restored` gives back."""
-    torch.random.default_generator.manual_seed(seed)
+    seed_cpu(seed)
     python_random.seed(seed)
     if "numpy" in sys.modules:
         # Of these 64 bits PyTorch takes the lower half: with one seed for both, they would draw the same bits.

@@ -69,6 +69,8 @@ class Run(Members):
             raise ValueError(f"the loader has no batch; {cure}")
         history, means = self.history, self.running.means(self.sums)
         further: Any = {} if self.evaluate is None else self.evaluate(self.state)
+        if written := getattr(self.evaluate, "written", {}):
+            self.state = self.state._replace(buffers={**self.state.buffers, **written})
         if hidden := means.keys() & further.keys():
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}

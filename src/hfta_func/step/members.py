@@ -146,6 +146,8 @@ class ArrayFunction:
 
     training: bool | None = None
     takes_gradients = False
+    keeps: bool | None = None
+    """Whether who calls keeps the buffers that members write in eval mode; None if that is all buffers."""
 
     def __init__(
         self,
@@ -174,6 +176,11 @@ class ArrayFunction:
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         return base_of(self._source[0], self.options.share_frozen)
+
+    @property
+    def written(self) -> list[str]:
+        """The buffers that calls in eval mode have written."""
+        return [*self._bound.written]
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
@@ -276,6 +283,7 @@ class ArrayFunction:
             training=self.training,
             takes_gradients=self.takes_gradients,
             counts=self._bound.counts,
+            kept=None if self.keeps is None else self.written if self.keeps else (),
         )
 
 

@@ -224,6 +224,7 @@ class Predicting(ArrayFunction):
         verify: See :func:`make_train_step`.
     """
 
+    keeps = True
     _rest: Any = ()
 
     def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool, verify: Verify):
@@ -235,12 +236,6 @@ class Predicting(ArrayFunction):
     def base(self) -> Params:
         """Nothing but what is common."""
         return {}
-
-    def batches(
-        self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
-    ) -> Prediction:
-        """What members predict for batches, see :meth:`Ensemble.predict`."""
-        return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
 
     def __call__(
         self,
