@@ -67,7 +67,7 @@ class Evaluation:
         if not isinstance(made, EvalStep):
             made = metric = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
         # A compiled one keeps no buffers.
-        self._step: Any = metric if metric is not made and made.options.batch_dims == dims else made.keeping(dims)
+        self._step: Any = metric if metric is not made and made.options.batch_dims == dims else made.that_keeps(dims)
 
     def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""
@@ -119,6 +119,13 @@ class Evaluation:
             text = f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows"
             raise BatchError(f"{text}, or a loader that can be iterated over in every epoch, such as a list")
         return running.means(self._sums)
+
+    def names(self, state: TrainState) -> Collection[str]:
+        """The names of the metrics, as of the first batch, or of all ``sums`` where the data may change by iterating."""
+        if is_batch(self._data) or isinstance(self._data, list | ArrayLoader):
+            for members, batch in self._batches():
+                return self._step(state if members is None else take(state, members), _moved(batch, state.keys.device))
+        return self._sums
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""

@@ -89,7 +89,7 @@ class EvalStep(ArrayFunction, Compiled):
     def __repr__(self) -> str:
         return f"EvalStep({self._name})"
 
-    def keeping(self, batch_dims: Tree) -> EvalStep:
+    def that_keeps(self, batch_dims: Tree) -> EvalStep:
         """The same step for batches with these ``batch_dims``, of which buffers are kept."""
         model, metric_fn, options = self._made_from
         step = EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
