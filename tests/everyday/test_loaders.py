@@ -1,6 +1,8 @@
 """Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
 
 import concurrent.futures
+import queue
+import random as python_random
 import threading
 import time
 import types
@@ -273,6 +275,32 @@ def seeded_anew():
 class Augmented(Noisy):
     def __getitem__(self, row):
         return nn.functional.dropout(super().__getitem__(row)[0]), torch.distributions.Gamma(2.0, 1.0).sample()
+
+
+def prefetched(batches):
+    """Batches that a thread loads ahead, which draws while the array trains."""
+    held, end = queue.Queue(2), object()
+
+    def work():
+        for batch in [*batches, end]:
+            held.put(batch)
+            for _ in range(50):
+                time.sleep(1e-4)
+                python_random.random(), numpy.random.rand(), torch.rand(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield from iter(held.get, end)
+    thread.join()
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_thread_that_loads_batches_draws_from_the_generators_of_the_process(members):
+    batches = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 26, 5)]
+    step, state = array(lrs=LRS[:members], batch_dims=None)
+    for _ in range(3):
+        state, _ = hfta.fit(step, state, prefetched(batches), epochs=1, progress=False)
+    assert_trained(state, [loop(seed, batches * 3) for seed in range(members)])
 
 
 def test_another_thread_draws_from_the_generator_of_the_process():

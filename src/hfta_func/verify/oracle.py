@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -174,9 +175,11 @@ class Trial:
         finally:
             self.before.restore()
 
-    def _alone(self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False) -> Results:
+    def _alone(
+        self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False, again: bool = False
+    ) -> Results:
         """The results of a member alone; after it, all that functions hold is as before."""
-        held, models = [self.before], list[Any]()
+        held, models, begun = [self.before], list[Any](), time.perf_counter()
 
         def start(model: Any) -> None:
             models.append(model)
@@ -196,7 +199,13 @@ class Trial:
                 )
         finally:
             moved = [each.restore() for each in held]
-        for name in filter(None, moved):
+        if any(moved) and not again:
+            # Another thread may have drawn, such as one that loads batches: then the generator moves without a call, too, or
+            # a second call does not move it.
+            time.sleep(time.perf_counter() - begun)
+            if not self.before.restore():
+                return self._alone(case, member, cast, watch, judged, True)
+        for name in filter(None, moved if again else ()):
             raise RandomnessError(
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
