@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import noise
-from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
+from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms, thread_generator
 from hfta_func.errors import HyperparameterError
 
 # SplitMix64's constants as signed integers, because torch's uint64 lacks most operators.
@@ -50,8 +50,8 @@ os.register_at_fork(after_in_child=_unlocked)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A block that seeds the generators of PyTorch, Python or NumPy for a moment, which one thread at a time does."""
-    with _lock:
+    """A block, one at a time, that may seed generators: PyTorch's is this thread's own, Python's and NumPy's are not."""
+    with _lock, thread_generator():
         yield
 
 

@@ -161,7 +161,19 @@ def test_what_would_take_members_for_an_axis_is_refused():
         torch.optim.Muon([layer.bias])
 
 
-@pytest.mark.parametrize("change", ["quantize", "prune", "replace"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_activation_is_another_function(count):
+    torch.manual_seed(0)
+    models = [nn.TransformerEncoderLayer(6, 2, 8, 0.0, norm_first=True).double() for _ in range(count)]
+    ensemble, x = hfta.Ensemble.from_modules(models), batches()[0]
+    before = ensemble(x)
+    for model in (ensemble.array, *models):
+        model.activation = nn.functional.silu
+    torch.testing.assert_close(ensemble(x), torch.stack([model(x) for model in models]), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(ensemble(x), before)
+
+
+@pytest.mark.parametrize("change", ["quantize", "prune", "replace", "forward"])
 @pytest.mark.filterwarnings("ignore:.*quantiz")
 def test_layers_are_changed_in_models(change):
     ensemble, _ = make(3)
@@ -171,6 +183,8 @@ def test_layers_are_changed_in_models(change):
             ensemble = torch.ao.quantization.quantize_dynamic(ensemble.float(), {nn.Linear})
         elif change == "prune":
             nn.utils.prune.l1_unstructured(ensemble.array[0], "weight", 0.3)
+        elif change == "forward":
+            ensemble.array[2].forward = torch.tanh
         else:
             ensemble.array[2] = nn.Tanh()
         ensemble(batches()[0].to(next(ensemble.parameters()).dtype))

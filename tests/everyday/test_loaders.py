@@ -1,6 +1,9 @@
 """Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
 
 import concurrent.futures
+import queue
+import random as python_random
+import threading
 import time
 import types
 
@@ -261,6 +264,72 @@ def test_threads_draw_what_one_alone_draws():
     assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
 
 
+def seeded_anew():
+    first = slowly()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        shared = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+    return nn.Sequential(first, shared, nn.Dropout(), slowly(), nn.LSTM(3, 3), nn.Bilinear(3, 3, 3))
+
+
+class Augmented(Noisy):
+    def __getitem__(self, row):
+        return nn.functional.dropout(super().__getitem__(row)[0]), torch.distributions.Gamma(2.0, 1.0).sample()
+
+
+def prefetched(batches):
+    """Batches that a thread loads ahead, which draws while the array trains."""
+    held, end = queue.Queue(2), object()
+
+    def work():
+        for batch in [*batches, end]:
+            held.put(batch)
+            for _ in range(50):
+                time.sleep(1e-4)
+                python_random.random(), numpy.random.rand(), torch.rand(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield from iter(held.get, end)
+    thread.join()
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_thread_that_loads_batches_draws_from_the_generators_of_the_process(members):
+    batches = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 26, 5)]
+    step, state = array(lrs=LRS[:members], batch_dims=None)
+    for _ in range(3):
+        state, _ = hfta.fit(step, state, prefetched(batches), epochs=1, progress=False)
+    assert_trained(state, [loop(seed, batches * 3) for seed in range(members)])
+
+
+def test_another_thread_draws_from_the_generator_of_the_process():
+    def models(seed):
+        torch.manual_seed(seed)
+        return seeded_anew()
+
+    def drawn():
+        return [*hfta.DatasetLoader(Augmented(), 4, seeds=[0, 1])], hfta.init_params(seeded_anew, range(3)).params
+
+    def draw():
+        torch.manual_seed(3)
+        while not ended.is_set():
+            stream.append(torch.rand(1))
+            time.sleep(1e-5)
+
+    ended, stream, alone = threading.Event(), [], hfta.stack_params(map(models, range(3))).params
+    expected = drawn()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    found = [drawn() for _ in range(3)]
+    ended.set()
+    thread.join()
+    for each in (*found, (expected[0], alone)):
+        assert all(map(torch.equal, optree.tree_leaves(each), optree.tree_leaves(expected)))
+    torch.manual_seed(3)
+    assert all(torch.equal(torch.rand(1), number) for number in stream) and len(stream) > 9
+
+
 @pytest.mark.parametrize("name", ["epoch", "member", "seed", "lr"])
 def test_a_metric_with_the_name_of_a_column(name):
     step, state = array(lambda model, batch: (loss_fn(model, batch), {name: torch.tensor(2.5)}))
@@ -348,8 +417,20 @@ def test_streams_that_shuffle_by_epoch(members):
     assert_trained(state, [loop(seed, batches) for seed in range(members)])
 
 
-def test_a_sum_of_a_metric_that_nobody_reports():
+@pytest.mark.parametrize("data", [None, (X, Y), [(X, Y)], "shuffled"], ids=["none", "batch", "list", "loader"])
+def test_a_sum_of_a_metric_that_nobody_reports(data):
+    taken = []
+
+    def batches():
+        for _ in range(3):
+            taken.append(1)
+            yield X, Y
+
     step, state = array(batch_dims=None)
-    with pytest.raises(ValueError, match="sums names 'corect', but step and evaluate report correct, finite, loss"):
-        evaluate = lambda model, batch: {"correct": (model(batch[0]) > 0).sum()}, (X, Y)
-        hfta.fit(step, state, [(X, Y)], epochs=1, evaluate=evaluate, sums=["corect"], progress=False)
+    data = DataLoader(TensorDataset(X, Y), 26, shuffle=True) if data == "shuffled" else data
+    evaluate = data and (lambda model, batch: {"correct": (model(batch[0]) > 0).sum()}, data)
+    names = "finite, loss" if data is None else "correct, finite, loss"
+    with pytest.raises(ValueError, match=f"sums names 'corect', but step and evaluate report {names}"):
+        hfta.fit(step, state, batches(), epochs=1, evaluate=evaluate, sums=["corect"], progress=False)
+    # A loader that shuffles is not asked before its time.
+    assert len(taken) == (3 if isinstance(data, DataLoader) else 1)

@@ -1,6 +1,7 @@
 """What scripts keep and change outside of the model while they train, in one process and in two, beside the loop."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -270,24 +271,109 @@ def test_numbers_that_are_changed_in_what_was_handed_over():
     assert len(texts) == 2 and "the weight_decay of an optimizer" in texts[0] and "('1.p')" in texts[1]
 
 
-@pytest.mark.parametrize("use", ["evaluate", "predict", "ensemble"])
-def test_buffers_that_a_model_writes_in_eval_mode(use):
-    class Counts(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 1, dtype=torch.float64)
-            self.register_buffer("seen", torch.tensor(0))
+class Counts(nn.Linear):
+    """It counts rows, and follows the mean of its outputs, in eval mode, too."""
 
-        def forward(self, x):
-            self.seen += len(x)
-            return super().forward(x)
+    def __init__(self):
+        super().__init__(4, 1, dtype=torch.float64)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
 
-    state = hfta.init_params(Counts, range(3))
-    uses = {
-        "evaluate": lambda: hfta.make_eval_step(Counts(), mse)(state, (X, Y)),
-        "predict": lambda: hfta.predict(Counts(), state, X),
-        "ensemble": lambda: hfta.Ensemble(Counts(), *state).eval()(X),
-    }
-    with pytest.warns(
-        UserWarning, match="writes its buffer 'seen' in eval mode, where an array drops it; .* train mode"
+    def forward(self, x):
+        y = super().forward(x)
+        self.seen += len(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+class Cached(nn.Linear):
+    """It computes what it caches in its first call, and again for longer inputs."""
+
+    def __init__(self):
+        super().__init__(4, 1, dtype=torch.float64)
+        self.register_buffer("waves", torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.register_buffer("scale", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        if len(self.waves) < len(x):
+            self.waves = torch.arange(len(x)).double().cos()
+        self.scale.fill_(2.0)
+        return super().forward(x) * self.scale + self.waves[: len(x), None]
+
+
+ROWS = [range(0, 9), range(4, 20), range(13, 24)]
+
+
+def held(member, data):
+    """The batches on which a script evaluates a member."""
+    if data == "rows":
+        return [(X[[*ROWS[member]]][i : i + 6], Y[[*ROWS[member]]][i : i + 6]) for i in range(0, len(ROWS[member]), 6)]
+    return BATCHES if data == "batches" else [(X, Y)]
+
+
+@members
+@pytest.mark.parametrize("data", ["batch", "batches", "rows"])
+def test_an_evaluation_keeps_the_buffers_that_a_model_writes(members, data):
+    def script(seed):
+        torch.manual_seed(seed)
+        model, losses = Counts(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for batch in BATCHES:
+                optimizer.zero_grad()
+                mse(model.train(), batch).backward()
+                optimizer.step()
+            values = [mse(model.eval(), batch).item() * len(batch[0]) for batch in held(seed, data)]
+            losses.append(sum(values) / sum(len(batch[0]) for batch in held(seed, data)))
+        return model, losses
+
+    step = hfta.make_train_step(Counts(), mse, hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.init_params(Counts, range(members)), seeds=range(members))
+    own = hfta.ArrayLoader((X, Y), 6, seeds=range(members), rows=ROWS[:members]) if data == "rows" else None
+    evaluate = lambda model, batch: {"val": mse(model, batch)}, own or {"batch": (X, Y)}.get(data, BATCHES)
+    state, history = hfta.fit(step, state, BATCHES, epochs=3, evaluate=evaluate, progress=False)
+    for member in range(members):
+        model, losses = script(member)
+        found = {path: leaf[member] for path, leaf in {**state.params, **state.buffers}.items()}
+        torch.testing.assert_close(found, model.state_dict(), rtol=1e-10, atol=1e-12)
+        assert history["val"][:, member].tolist() == pytest.approx(losses, rel=1e-6)
+
+
+@members
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [(Counts, "exported"), *itertools.product([Counts, Cached], ["call", "predict", "inference", "compiled"])],
+)
+def test_an_ensemble_in_eval_mode_keeps_the_buffers_that_its_models_write(make, way, members):
+    models = [make() for _ in range(members)]
+    ensemble = hfta.Ensemble.from_modules(models).eval()
+    expected = torch.stack([torch.cat([model.eval()(x) for x, _ in BATCHES]) for model in models]).detach()
+    call = {"compiled": lambda: torch.compile(ensemble, backend="eager"), "exported": lambda: exported(ensemble)}
+    run, xs = call.get(way, lambda: ensemble)(), [x for x, _ in BATCHES]
+    with torch.inference_mode(way == "inference"):
+        found = ensemble.predict(xs).outputs if way == "predict" else torch.cat([run(x) for x in xs], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for member, model in zip(ensemble.members() if way != "exported" else (), models, strict=False):
+        torch.testing.assert_close(dict(member.named_buffers()), dict(model.named_buffers()), rtol=1e-10, atol=1e-12)
+
+
+def exported(ensemble):
+    return torch.export.export(ensemble, (BATCHES[0][0],)).module()
+
+
+@pytest.mark.parametrize("use", ["evaluate", "predict"])
+def test_buffers_that_a_pure_function_cannot_keep(use):
+    def run(make):
+        state = hfta.init_params(make, range(3))
+        if use == "predict":
+            return hfta.predict(make(), state, X)
+        return hfta.make_eval_step(make(), mse)(state, (X, Y))
+
+    with pytest.raises(
+        hfta.errors.StateError, match=r"writes its buffer 'seen' in eval mode.* an Ensemble, which keep it"
     ):
-        uses[use]()
+        run(Counts)
+    with pytest.warns(
+        UserWarning, match="writes its buffer 'waves' in eval mode, where an array drops it; .* train mode"
+    ):
+        run(Cached)

@@ -90,6 +90,15 @@ def test_fit_averages_every_so_many_epochs_and_a_resumed_run_goes_on(tmp_path: p
     assert last.state.buffers["2.num_batches_tracked"].tolist() == [12] * M
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits_are_averaged_in_float32(dtype: torch.dtype):
+    values = torch.rand(M, 5).to(dtype)
+    found = hfta.step.average({"scale": values})["scale"]
+    expected = sum(value.float() for value in values) / M
+    torch.testing.assert_close(found.float(), expected.to(dtype).float().expand(M, 5), rtol=0.13, atol=0)
+    assert found.dtype == dtype
+
+
 def test_bad_input():
     values = torch.randn(M, 2)
     for callback, match in (

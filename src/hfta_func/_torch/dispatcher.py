@@ -108,6 +108,20 @@ def out_of_place(name: str) -> str | None:
     return None if sibling is None else f"{packet[:-1]}.{sibling}".rstrip(".")
 
 
+@functools.cache
+def with_generator(operator: Any) -> Any:
+    """The overload of a random operator that takes a generator; None of other operators."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return None
+    packet = operator._schema.name
+    given = dict(_arguments(packet, operator._overloadname))
+    wanted = given | {"generator": "Optional[Generator]"}
+    others = operator.overloadpacket
+    return next(
+        (getattr(others, name) for name in others.overloads() if dict(_arguments(packet, name)) == wanted), None
+    )
+
+
 def _arguments(packet: str, overload: str) -> list[tuple[str, str]]:
     schema = _schema(packet, overload.replace("default", ""))
     return [(argument.name, str(argument.type)) for argument in schema.arguments]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hfta_func._torch._release import private
+from hfta_func._torch._release import private, replaced
 from hfta_func._torch.compiler import set_compiling
+from hfta_func._torch.dispatcher import with_generator
 from hfta_func._torch.levels import storage_number
 
 _tree: Any = optree
@@ -21,6 +24,7 @@ _DispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode"
 _Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
 _aten = torch.ops.aten
+_random: Any = torch.random
 
 
 class Mode(_DispatchMode):
@@ -29,6 +33,47 @@ class Mode(_DispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class _Drawing(Mode):
+    """Passes a generator to the random operators of this thread on the CPU, and stands for it beside the process's."""
+
+    def __init__(self):
+        super().__init__()
+        self._thread, self._process_generator = threading.get_ident(), _random.default_generator
+        self._generator: Any = torch.Generator("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator if threading.get_ident() == self._thread else self._process_generator, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seeded, kwargs = with_generator(func), kwargs or {}
+        if seeded is not None and kwargs.get("generator") is None:
+            devices = [kwargs.get("device"), *(leaf.device for leaf in args if isinstance(leaf, Tensor))]
+            if all(device is None or torch.device(device).type == "cpu" for device in devices):
+                return seeded(*args, **{**kwargs, "generator": self._generator})
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def thread_generator() -> Iterator[None]:
+    """A block, one at a time, in which this thread draws on the CPU from a generator of its own.
+
+    ``torch.manual_seed``, ``get_rng_state`` and ``fork_rng`` are of it there. It draws the bits that the process's would.
+    """
+    if threading.active_count() == 1:
+        # Nobody else draws from the process's meanwhile, and a mode costs some microseconds an operator.
+        with torch.random.fork_rng([]):
+            yield
+        return
+    mode = _Drawing()
+    with replaced(_random, "default_generator", mode), mode:
+        yield
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the generator that this thread draws from on the CPU."""
+    _random.default_generator.manual_seed(seed)
 
 
 class NotReplayableError(Exception):

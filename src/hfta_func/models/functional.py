@@ -85,6 +85,8 @@ class Bound:
         self._left: dict[str, Any] = {}
         self.assigned: list[dict[str, Any]] | None = None
         """What each call leaves in attributes, by path, where that is to be compared."""
+        # The buffers that calls in eval mode have written, in order.
+        self.written: dict[str, None] = {}
         self.ends_calls = True
         """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
         self._skeleton = inner
@@ -97,6 +99,7 @@ class Bound:
         self._shared = {id(tensor): tensor for tensor in tensors_by_path(inner).values()}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
+        self._evaluates = not any(module.training for module in inner.modules())
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         # What calls have changed; what of it are counters, which calls may read.
@@ -209,7 +212,10 @@ class Bound:
         if isinstance(padded, Padded) and self._events is not None:
             params = self._events.padding.masked(params, padded.size)
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
-        given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
+        # Inference mode counts no writes.
+        is_inference = self._evaluates and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
+            given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
@@ -218,9 +224,8 @@ class Bound:
             unknown = min(tensors.keys() - body.places.keys()).removeprefix("model.")
             raise StateError(f"the model has no parameter or buffer '{unknown}'; pass what stack_params returns for it")
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        # A compiler counts no writes.
-        written = (lambda number: 0) if torch.compiler.is_compiling() else _torch.writes
-        before = [*map(written, numbers.values())]
+        before = [*map(_written, numbers.values())]
+        starts = [(path, given[path], _written(given[path])) for path in (buffers if self._evaluates else ())]
         mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with mode:
             if torch.compiler.is_compiling():
@@ -232,9 +237,13 @@ class Bound:
                 whole[path].detach().copy_(params[path].detach())
         self._base.check_kept(given, tensors, "model.")
         for (path, number), version in zip(numbers.items(), before, strict=True):
-            if tensors[f"model.{path}"] is not number or written(number) != version:
+            if tensors[f"model.{path}"] is not number or _written(number) != version:
                 raise changed(path)
-        return output, {path: tensors[f"model.{path}"] for path in buffers}
+        changed_buffers = {path: tensors[f"model.{path}"] for path in buffers}
+        for path, start, version in starts:
+            if changed_buffers[path] is not start or _written(start) != version:
+                self.written[path] = None
+        return output, changed_buffers
 
     def _examine(self, *given: Any) -> None:
         """Find out what attributes carry from call to call; raise a StateError if it is more than a counter."""
@@ -261,6 +270,11 @@ class Bound:
             counters, is_counted = examined(run, self._make)
         self._counters |= counters
         self._is_counted |= is_counted
+
+
+def _written(tensor: Tensor) -> int:
+    """How often a tensor was written; the compiler counts no writes."""
+    return 0 if torch.compiler.is_dynamo_compiling() else _torch.writes(tensor)
 
 
 def _attribute(model: nn.Module, path: str) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import weight_hooks
+from hfta_func._torch import seed_cpu, weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.errors import HyperparameterError, StackError, StateError
@@ -89,7 +89,7 @@ def init_params(
     """Build one model per seed and stack them, with at most two models in memory besides the array.
 
     Member ``i`` is what ``torch.manual_seed(seeds[i]); factory()`` makes, with its own ``arguments``. The global generator
-    does not change.
+    does not change, and other threads that draw from it change nothing.
 
     Args:
         factory: Makes one model, for example ``lambda: MLP(64, 10)``.
@@ -139,7 +139,7 @@ def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, 
     # With a list of GPUs, because PyTorch would otherwise warn if there are several.
     with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):
         # Of devices that are not there, PyTorch would note the seed with a traceback each.
-        (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
+        (torch.manual_seed if torch.accelerator.is_available() else seed_cpu)(seed)
         return factory(**arguments)
 
 

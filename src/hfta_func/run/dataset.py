@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from hfta_func import random
+from hfta_func._torch import seed_cpu
 from hfta_func._tree import tree_map
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import plain, restored
@@ -32,7 +33,8 @@ class DatasetLoader(ArrayLoader):
     While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
     epoch and the item, and where an epoch may have an item several times, as with ``bootstrap`` or ``weights``, by its place
     in the epoch: random transforms are the same in an array of any size, with any number of workers and in any thread, and
-    the caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
+    the caller's generators stay as they are. PyTorch's generator is the loading thread's own meanwhile; where other threads
+    draw from those of Python or NumPy, pass ``num_workers``. A batch loads ``M * N`` items, or ``N`` with ``shared``.
 
     Args:
         dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
@@ -190,7 +192,7 @@ def _as_it_is(batch: Any) -> Any:
 def generators_restored() -> contextlib.ExitStack:
     """Gives the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
     stack = contextlib.ExitStack()
-    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    stack.callback(torch.set_rng_state, torch.get_rng_state())
     stack.callback(python_random.setstate, python_random.getstate())
     if numpy := sys.modules.get("numpy"):
         stack.callback(numpy.random.set_state, numpy.random.get_state())
@@ -199,7 +201,7 @@ def generators_restored() -> contextlib.ExitStack:
 
 def seed_all(seed: int) -> None:
     """Seed the generators that :func:`generators_restored` gives back."""
-    torch.default_generator.manual_seed(seed)
+    seed_cpu(seed)
     python_random.seed(seed)
     if "numpy" in sys.modules:
         # Of these 64 bits PyTorch takes the lower half: with one seed for both, they would draw the same bits.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import original
-from hfta_func._tree import leaves, take, tree_map
+from hfta_func._tree import leaves, take, tree_map, where
+from hfta_func._types import Params
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
@@ -59,12 +60,14 @@ class Evaluation:
             data = restored(tree_map(_tensor_of, plain(data)), data)
         self._data: Any = data
         self._made_from, self._sums = (step, metric), sums
+        # The buffers that the latest call has written.
+        self.written: Params = {}
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         made, dims = original(metric), 0 if self._axis else None
-        if isinstance(made, EvalStep):
-            self._step = metric if made.options.batch_dims == dims else made.of_batches(dims)
-        else:
-            self._step = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
+        if not isinstance(made, EvalStep):
+            made = metric = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
+        # A compiled one keeps no buffers.
+        self._step: Any = metric if metric is not made and made.options.batch_dims == dims else made.that_keeps(dims)
 
     def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""
@@ -75,15 +78,22 @@ class Evaluation:
     def __call__(self, state: TrainState) -> Metrics:
         """The metrics of every member; raises a BatchError if one has no rows, or it is not known how many a batch has."""
         state, device, count = state._replace(opt_state=()), state.keys.device, len(state.keys)
+        self.written = {}
         if is_batch(self._data):
             # Moved once, not in every epoch.
             self._data = _moved(self._data, device)
-        running, lengths = Running(), None
+        running, lengths, is_plain = Running(), None, isinstance(self._step, EvalStep)
         # In this process, which does not wait for the device.
         seen = torch.zeros(count, dtype=torch.bool, device="cpu")
         for members, batch in self._batches():
             batch = _moved(batch, device)
-            metrics = self._step(state if members is None else take(state, members), batch)
+            part = state if members is None else take(state, members)
+            metrics, new = self._step.with_buffers(part, batch) if is_plain else (self._step(part, batch), {})
+            if new:
+                before = {path: state.buffers[path] for path in new}
+                whole = new if members is None else {k: x.index_copy(0, members, new[k]) for k, x in before.items()}
+                self.written |= where(state.active, whole, before)
+                state = state._replace(buffers=state.buffers | self.written)
             rows: Any = metrics.pop("rows", None)
             if rows is None:
                 sizes = rows_in(batch, self._axis)
@@ -109,6 +119,13 @@ class Evaluation:
             text = f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows"
             raise BatchError(f"{text}, or a loader that can be iterated over in every epoch, such as a list")
         return running.means(self._sums)
+
+    def names(self, state: TrainState) -> Collection[str]:
+        """The names of the metrics, as of the first batch, or of all ``sums`` where the data may change by iterating."""
+        if is_batch(self._data) or isinstance(self._data, list | ArrayLoader):
+            for members, batch in self._batches():
+                return self._step(state if members is None else take(state, members), _moved(batch, state.keys.device))
+        return self._sums
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""

@@ -186,7 +186,9 @@ class Experiment:
     def evaluate(self, data: Any, *rows: Sequence[Sequence[int] | Tensor]) -> Metrics:
         """The metrics of all members now, over ``data`` as in :func:`hfta_func.fit`, and rows of each member's own."""
         evaluate: Any = make_evaluation(self.step, (self.metric, data, *rows), self.state)  # pyright: ignore
-        return evaluate(self.state)
+        metrics = evaluate(self.state)
+        self.state = self.state._replace(buffers={**self.state.buffers, **evaluate.written})
+        return metrics
 
     def take(self, index: int | slice | Sequence[int] | Tensor) -> Experiment:
         """The experiment of some members, as :func:`hfta_func.take` selects them, with an empty history."""

@@ -162,7 +162,9 @@ def fit(
         trainer = Compact(trainer, step) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
-        hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
+        hooks = SegmentHooks(
+            check if resume is not None else lambda: None, lambda: (bar.update(), run.note_step()), pressed
+        )
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             run.begin_epoch(original(step))

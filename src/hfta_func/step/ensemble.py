@@ -21,7 +21,7 @@ from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
 from hfta_func.step.layers import Layers, follow_member, layers_of, without_stacked_hooks, write
-from hfta_func.step.prediction import Deployed, Predicting, Prediction
+from hfta_func.step.prediction import Deployed, Predicting, Prediction, gather
 from hfta_func.verify import Verify
 
 _MADE = ("_runs", "_modules_now")
@@ -131,8 +131,8 @@ class Ensemble(nn.Module):
     def forward(self, *args: Any, batch_dims: Tree = None, **kwargs: Any) -> Any:
         """Call every member.
 
-        In train mode each call draws new noise and updates the members' buffers, as a module alone does. In eval mode
-        nothing changes, so that a model that draws in eval mode draws the same at every call.
+        The members' buffers change as those of modules alone. In train mode each call draws new noise; a model that draws in
+        eval mode draws the same at every call.
 
         Args:
             args: The module's own arguments; tensors in them are shared by all members, or ``[M, ...]``.
@@ -147,18 +147,24 @@ class Ensemble(nn.Module):
             BatchError: if an argument has no model axis where ``batch_dims`` is 0.
             StateError: if the model writes its parameters in place.
         """
-        run, training = self._choose()
+        return self._called(*self._choose(), args, kwargs, batch_dims)
+
+    def _called(self, run: Predicting, training: bool, args: Any, kwargs: dict[str, Any], batch_dims: Tree) -> Any:
         stacked, common = self.stacked(), (self._tensors(2), self._tensors(3))
         if training and self._writes_tables and torch.is_grad_enabled():
             raise StateError("an Ensemble in train mode cannot shorten rows by max_norm; train with make_train_step")
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
         output, buffers = run(stacked, common, key, args, kwargs, batch_dims)
-        if training:
-            with torch.no_grad():
+        with torch.no_grad():
+            if training:
                 write(self.calls, self.calls + 1)
-                for path, buffer in stacked.buffers.items():
-                    write(buffer, buffers[path])
+            for path, module, name in self._layers.owners[1]:
+                if training or path in run.written:
+                    if getattr(module, name).shape == buffers[path].shape:
+                        write(getattr(module, name), buffers[path])
+                    else:
+                        setattr(module, name, buffers[path].clone())
         return output
 
     @torch.no_grad()
@@ -180,9 +186,8 @@ class Ensemble(nn.Module):
             >>> prediction.mean.shape, prediction.std.shape, prediction.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
-        (run, _), key = self._choose(False), random.fold_in(self.keys, ~self.calls)
-        given = batches if inputs is None else map(inputs, batches)
-        return run.batches(self.stacked(), (self._tensors(2), self._tensors(3)), key, given, batch_dims)
+        (run, _), given = self._choose(False), batches if inputs is None else map(inputs, batches)
+        return gather(lambda *args, **kwargs: self._called(run, False, args, kwargs, batch_dims), given)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
         """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.

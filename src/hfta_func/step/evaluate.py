@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._torch import Compiled, original
-from hfta_func._tree import leaves, num_models
+from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.scalar_attributes import filled
@@ -75,6 +75,7 @@ class EvalStep(ArrayFunction, Compiled):
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
 
     training = False
+    keeps = False
 
     def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options, held: Any = None):
         self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
@@ -88,21 +89,28 @@ class EvalStep(ArrayFunction, Compiled):
     def __repr__(self) -> str:
         return f"EvalStep({self._name})"
 
-    def of_batches(self, batch_dims: Tree) -> EvalStep:
-        """The same step for batches with other ``batch_dims``."""
+    def that_keeps(self, batch_dims: Tree) -> EvalStep:
+        """The same step for batches with these ``batch_dims``, of which buffers are kept."""
         model, metric_fn, options = self._made_from
-        return EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
+        step = EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
+        step.keeps = True
+        return step
 
-    @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
         """The metrics of every member.
 
         Raises:
-            StateError: if the state does not belong to this model, or has no ``hparams`` where the metrics take them.
+            StateError: if the state does not belong to this model, has no ``hparams`` where the metrics take them, or members
+                write a buffer in eval mode from which a second call would compute something else.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
             LossError: if a metric is not a tensor.
             VerifyError: if a member alone computes something else.
         """
+        return self.with_buffers(state, batch)[0]
+
+    @torch.no_grad()
+    def with_buffers(self, state: TrainState | Stacked, batch: Tree) -> tuple[dict[str, Tensor], Params]:
+        """The metrics of every member, and the buffers that the members have written; not those of another shape."""
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
@@ -114,34 +122,35 @@ class EvalStep(ArrayFunction, Compiled):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        return self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
+        metrics, new = self.called(Tensors(keys, {}, state.params, buffers, hparams), batch, shared, {})
+        return metrics, {path: new[path] for path in self.written if new[path].shape == buffers[path].shape}
 
-    def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> dict[str, Tensor]:
+    def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> tuple[dict[str, Tensor], Params]:
         """See :class:`ArrayFunction`."""
         try:
             with torch.set_grad_enabled(self.takes_gradients):
-                metrics = super().compute(given, batch, common, **how)
+                results = super().compute(given, batch, common, **how)
         except RuntimeError as error:
             if self.takes_gradients or "does not require grad" not in str(error):
                 raise
             # Such as the residual of a differential equation; what others compute needs no graph.
             self.takes_gradients = True
             return self.compute(given, batch, common, **how)
-        return {name: metric.detach() for name, metric in metrics.items()}
+        return tree_map(Tensor.detach, results)
 
-    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> dict[str, Tensor]:
+    def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):
             # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
             trained, params = self._bound.trained, given.frozen
             params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
             given = given._replace(frozen=params)
-        return self._mapped(batch, given, tree, common, lambda result, _: self._read(result)[1]["metric"], judged)
+        return self._mapped(batch, given, tree, common, lambda made, new: (self._read(made)[1]["metric"], new), judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
         return None, {"metric": dict(result) if isinstance(result, dict) else {self._name: result}}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
-        return {"metric": outputs}
+        return {"metric": outputs[0], "buffer": outputs[1]}
 
 
 def require_training(step: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import operator
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _MIXING = torch.optim.Adafactor, torch.optim.LBFGS
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 _TENSORS = "_parameters", "_buffers"
+_PLAIN = bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType
 _BACKWARD = "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -183,12 +185,12 @@ def _plain(layer: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(layer).items()
-        if name not in MODULE_ATTRIBUTES and isinstance(value, bool | int | float | str | None)
+        if name not in (*MODULE_ATTRIBUTES, "forward") and isinstance(value, _PLAIN)
     }
 
 
 def _names(layer: nn.Module) -> tuple[Any, ...]:
-    return type(layer), *(tuple(vars(layer)[kind]) for kind in (*_TENSORS, "_modules"))
+    return type(layer), "forward" in vars(layer), *(tuple(vars(layer)[kind]) for kind in (*_TENSORS, "_modules"))
 
 
 class _StackedHook:

@@ -111,6 +111,8 @@ class ArrayFunction(Rehearsed):
     """What is differentiated of one member's result, and what is compared, by kind."""
     _results: Callable[[Any, Tensors, Params], dict[str, Params]]
     """The same of what :attr:`_run` returns for all members."""
+    keeps: bool | None = None
+    """Whether who calls keeps the buffers that members write in eval mode; None if that is all buffers."""
 
     def __init__(self, model: nn.Module, outline: nn.Module, func: Any, options: Options, held: Any = None, **how: Any):
         self.takes_hparams = num_positional(func) >= 3
@@ -128,6 +130,11 @@ class ArrayFunction(Rehearsed):
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         self.oracle = Oracle(options.verify, held or func, outline)
         self._made = MadeCalls()
+
+    @property
+    def written(self) -> list[str]:
+        """The buffers that calls in eval mode have written."""
+        return [*self._bound.written]
 
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
@@ -221,6 +228,7 @@ class ArrayFunction(Rehearsed):
             training=self.training,
             takes_gradients=self.takes_gradients,
             counts=self._bound.counts,
+            kept=None if self.keeps is None else self.written if self.keeps else (),
         )
 
 

@@ -216,6 +216,7 @@ class Predicting(ArrayFunction):
         verify: See :func:`make_train_step`.
     """
 
+    keeps = True
     _rest: Any = ()
 
     def __init__(self, model: nn.Module, training: bool | None, share_frozen: bool, verify: Verify):
@@ -224,12 +225,6 @@ class Predicting(ArrayFunction):
         super().__init__(model, model, _call, options, held=type(model).forward)
         # Nothing but what is common.
         self.base = {}
-
-    def batches(
-        self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, batches: Any, dims: Tree
-    ) -> Prediction:
-        """What members predict for batches, see :meth:`Ensemble.predict`."""
-        return gather(lambda *args, **kwargs: self(stacked, common, keys, args, kwargs, dims)[0], batches)
 
     def __call__(
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, args: Any, kwargs: Any, batch_dims: Tree

@@ -130,7 +130,8 @@ def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tens
     def mixed(leaf: Tensor) -> Tensor:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
-        kind = torch.promote_types(leaf.dtype, torch.float32)
+        # PyTorch promotes no type of one byte.
+        kind = torch.promote_types(leaf.dtype, torch.float32) if leaf.dtype.itemsize > 1 else torch.float32
         share, flat = rows.to(leaf.device, kind), leaf.reshape(count, -1).to(kind)
         finite = flat.isfinite()
         # A weight of 0 times infinity would be NaN.

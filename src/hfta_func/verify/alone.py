@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class Case(NamedTuple):
         training: Train or eval mode; None keeps the mode of the model.
         takes_gradients: Whether the function asks autograd for gradients, where none is trained.
         counts: Numbers in attributes of modules with which the call has begun, by path, where calls count.
+        kept: The buffers that whoever calls keeps if members write them in eval mode; None for all.
     """
 
     model: nn.Module
@@ -72,15 +73,18 @@ class Case(NamedTuple):
     training: bool | None = None
     takes_gradients: bool = False
     counts: Mapping[str, Any] = {}
+    kept: Collection[str] | None = None
 
-    def alone(self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool) -> Results:
-        """The results of one member alone; judged ones without autocast."""
-        model = self._model(member, cast, judged)
+    def alone(
+        self, member: int, cast: Cast, watch: Callable[[nn.Module], None], judged: bool, model: nn.Module | None = None
+    ) -> Results:
+        """The results of one member alone, or of a ``model`` that has been called; judged ones without autocast."""
+        model = self._model(member, cast, judged) if model is None else model
         watch(model)
         attributes = Snapshot(model)
         device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
         before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
-        evaluates = not any(module.training for module in model.modules())
+        evaluates = self.kept is not None and not any(module.training for module in model.modules())
         buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
         with torch.set_grad_enabled(bool(self.trained) or self.takes_gradients), checkpoints_of(model, frozenset()):
             casting = autocasting(device, None if judged else self.autocast, cached=True)
@@ -95,8 +99,9 @@ class Case(NamedTuple):
                 results["outside"] = _outside(model, value)
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         results["attribute"] = assigned(attributes.changed(), None)
-        after = {path: leaf.detach() for path, leaf in model.named_buffers()}
+        after = {path: x.detach().clone() if evaluates else x.detach() for path, x in model.named_buffers()}
         dropped = {path: x for path, x in buffers.items() if not (torch.equal(x, after[path]) or x.isnan().any())}
+        dropped = {path: x for path, x in dropped.items() if path not in (self.kept or ())}
         return results | {"buffer": after, "dropped": dropped}
 
     def _model(self, member: int, cast: Cast, judged: bool) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from hfta_func._torch import inside_transform, num_dispatch_modes
 from hfta_func._tree import leaves
-from hfta_func.errors import HFTAError, RandomnessError, VerifyError
+from hfta_func.errors import HFTAError, RandomnessError, StateError, VerifyError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
@@ -188,11 +189,14 @@ class Trial:
         finally:
             self.before.restore()
 
-    def _alone(self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False) -> Results:
+    def _alone(
+        self, case: Case, member: int, cast: Any = same, watch: Any = None, judged: bool = False, again: bool = False
+    ) -> Results:
         """The results of a member alone; after it, all that functions hold is as before."""
-        held = [self.before]
+        held, models, begun = [self.before], list[Any](), time.perf_counter()
 
         def start(model: Any) -> None:
+            models.append(model)
             # With generators of the model's own.
             held.append(Held(generators=Reached(model, device=case.keys.device).held.generators))
             if watch is not None:
@@ -200,14 +204,27 @@ class Trial:
 
         try:
             alone = case.alone(member, cast, start, judged)
+            dropped = [*alone.pop("dropped", {})]
+            # A cache is recomputed to the same values.
+            if dropped and difference(case.alone(member, cast, lambda model: None, judged, models[0]), alone, 0.0):
+                cure = "write it in train mode only, or evaluate by fit(evaluate=...) or an Ensemble, which keep it"
+                raise StateError(
+                    f"the model writes its buffer '{dropped[0]}' in eval mode, where it is dropped; {cure}"
+                )
         finally:
             moved = [each.restore() for each in held]
-        for name in filter(None, moved):
+        if any(moved) and not again:
+            # Another thread may have drawn, such as one that loads batches: then the generator moves without a call, too, or
+            # a second call does not move it.
+            time.sleep(time.perf_counter() - begun)
+            if not self.before.restore():
+                return self._alone(case, member, cast, watch, judged, True)
+        for name in filter(None, moved if again else ()):
             raise RandomnessError(
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
             )
-        if (dropped := [*alone.pop("dropped", {})]) and not self._oracle.has_warned:
+        if dropped and not self._oracle.has_warned:
             self._oracle.has_warned = True
             why = f"the model writes its buffer '{dropped[0]}' in eval mode, where an array drops it"
             warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)
