@@ -1,9 +1,6 @@
 import copy
 import importlib
-import inspect
-import itertools
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -30,16 +27,6 @@ def bench(monkeypatch):
     """A part of the benchmarks, which are no installed package."""
     monkeypatch.syspath_prepend(ROOT)
     return lambda name: importlib.import_module(f"benchmarks.{name}")
-
-
-def test_memory_counts_what_is_alive_at_one_time(bench):
-    def work():
-        kept = torch.ones(1000)
-        for _ in range(3):
-            torch.ones(5000)
-        return kept
-
-    assert bench("_measure").peak_bytes(work) == pytest.approx(24000, abs=256)
 
 
 @pytest.fixture
@@ -97,28 +84,6 @@ def test_hfta_gives_the_losses_of_the_loop(bench, name, num_models):
     assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
 
 
-def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_path):
-    sweep, asked = bench("sweep"), []
-    (tmp_path / "hfta" / "ops").mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", "before")
-
-    def compare(spec, modes, least, verbose, at_once):
-        asked.append((modes, os.environ["PYTHONPATH"], least))
-        row = {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": None, "busy": 1.0}
-        return {**sweep.settings(spec), "rows": {mode: dict(row) for mode in modes}}
-
-    monkeypatch.setattr(sweep, "compare", compare)
-    order = ["--workloads", "dcgan", "mlp", "--models", "2"]
-    rows = sweep.measure(sweep.parse([*order, "--hfta-source", str(tmp_path)]))["dcgan"]["2"]["rows"]
-    assert rows["HFTA"]["source"] == {}
-    sweep.measure(sweep.parse(order))
-    found = f"{tmp_path}{os.pathsep}before"
-    assert [("HFTA" in modes, path == found) for modes, path, _ in asked] == [(True, True)] * 2 + [(False, True)] * 2
-    # What a workload has no use for is not measured.
-    assert ["array auto" in modes for modes, _, _ in asked] == [False, True] * 2
-    assert all(least == sweep.Least() for _, _, least in asked)
-
-
 @pytest.mark.soak
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
@@ -156,19 +121,6 @@ def test_rows_of_other_settings_are_not_mixed(bench, tmp_path):
     assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}}}}
 
 
-def test_several_steps_a_call_have_losses_of_their_own(bench, monkeypatch):
-    modes, workloads = bench("modes"), bench("workloads")
-    monkeypatch.setattr(modes, "_compiled", lambda step, state: step)
-    spec = workloads.Spec("mlp", "small", 2, 4)
-    losses = []
-    for make in (modes.array, modes.many):
-        job = workloads.make(spec)
-        run, batches = make(job), itertools.cycle(job.batches)
-        losses.append(torch.stack([run.step(next(batches)) for _ in range(2 * modes.STEPS + 1)]))
-    assert modes.STEPS % len(job.batches) == 0
-    torch.testing.assert_close(losses[1], losses[0])
-
-
 @pytest.mark.soak
 def test_compiled_modes(bench, capsys):
     """Each has a ratio where its losses are those of what it is held to."""
@@ -181,15 +133,6 @@ def test_compiled_modes(bench, capsys):
         row = found["rows"][mode]
         assert row["ratio"] > 0 and row["alike"] < 1e-4 and row["first step"] > 0.1
         assert "difference" in row or mode != "array compiled"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["mlp", "resnet", "dcgan", "transformer"])
-def test_a_compiled_array_on_a_gpu_gives_the_losses_of_the_eager_one(bench, name):
-    sweep = bench("sweep")
-    order = ["--workloads", name, "--size", "small", "--models", "2", "--quick", "--device", "cuda", "--modes"]
-    row = sweep.measure(sweep.parse([*order, "array compiled"]))[name]["2"]["rows"]["array compiled"]
-    assert "error" not in row and row["ratio"] > 0 and row["bytes"] > 0
 
 
 def test_a_figure_rests_on_enough(bench, monkeypatch):
@@ -219,31 +162,6 @@ def test_a_figure_rests_on_enough(bench, monkeypatch):
     sweep.take_turns(loop, [slow := Clock("array", 1.0)], sweep.Least())
     assert slow.row["rounds"] == sweep.ROUNDS and slow.row["measured"] == pytest.approx(9.0)
     assert slow.row["seconds"] == [1.0] * 3 and slow.row["calls"] == 1
-
-
-@pytest.mark.parametrize(("models", "parts"), [(5, [(0, 2), (2, 3)]), (1, [(0, 1)]), (2, [(0, 1), (1, 1)])])
-def test_a_process_per_core_has_its_share_of_the_models(bench, monkeypatch, models, parts):
-    processes, workloads, made = bench("_processes"), bench("workloads"), []
-    monkeypatch.setattr(processes, "Worker", lambda mode, spec, threads, env, cache: made.append((spec, threads)))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    processes.Measured("process per core", workloads.Spec("mlp", "small", models, 4))
-    assert [(spec.first, spec.num_models) for spec, _ in made] == parts
-    assert all(threads == (1 if models > 1 else 2) for _, threads in made)
-    made.clear()
-    processes.Measured("serial, one thread", workloads.Spec("mlp", "small", models, 4))
-    assert [(spec.num_models, threads) for spec, threads in made] == [(models, 1)]
-
-
-def test_the_loop_updates_by_the_best_kernels_there_are(bench):
-    """Fused where PyTorch has them; where it has not, the loop is that of ``foreach``, and no mode of its own."""
-    workloads, modes = bench("workloads"), bench("modes")
-    for name in workloads.WORKLOADS:
-        job = workloads.make(workloads.Spec(name, "small", 1, 4))
-        kind = job.task.optimizer if hasattr(job, "task") else "adam"
-        assert (name in modes.NOT_FOR["serial foreach"]) == (kind == "adadelta")
-    for kind, own in {"adam": torch.optim.Adam, "adadelta": torch.optim.Adadelta}.items():
-        (best,) = workloads.KERNELS["fused"][kind]
-        assert best == ("fused" if "fused" in inspect.signature(own).parameters else "foreach")
 
 
 def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
@@ -459,30 +377,10 @@ def test_the_time_of_agents_is_that_of_compiling_and_of_all_steps(bench, monkeyp
 
 
 @pytest.mark.soak
-def test_agents_in_several_ways(bench, capsys, tmp_path):
-    file = tmp_path / "rl.json"
-    order = ["--models", "2", "--widths", "--rounds", "1", "--quick", "--ways", "replayed", "processes"]
-    assert bench("rl").main([*order, "--json", str(file)]) == 0, capsys.readouterr().out
-    rows = json.loads(file.read_text())["rl"]["2 x 64"]
-    assert rows["processes"]["over processes"] == {"rate": 1, "seconds": 1} and rows["replayed"]["first"] > 0
-    assert all(len(row["rates"]) == 1 and 8 < row["return"][0] < 200 for row in rows.values())
-    assert "steps/s" in capsys.readouterr().out
-
-
-@pytest.mark.soak
 def test_compiled_agents_and_jax_learn_as_plain_scripts(bench, capsys):
     pytest.importorskip("jax", reason="needs jax")
     order = ["--models", "16", "--widths", "--rounds", "2", "--ways", "compiled", "JAX", "processes"]
     assert bench("rl").main(order) == 0, capsys.readouterr().out
-
-
-def test_returns_are_compared_within_their_noise(bench):
-    rows = {
-        "processes": {"return": [100.0, 3.0, 8]},
-        "JAX": {"return": [114.0, 4.0, 16]},
-        "compiled": {"return": [116.0, 4.0, 9]},
-    }
-    assert bench("rl").different(rows) == ["compiled: return 116, plain scripts 100"]
 
 
 def test_a_process_that_fails_says_why(bench):
@@ -576,14 +474,6 @@ def test_no_alternative_is_hidden(bench):
     assert bench("_tables").shown(sizes) == ["16"]
     sizes["4"]["rows"] |= everyone
     assert bench("_tables").shown(sizes) == ["16", "4"]
-
-
-def test_every_alternative_has_a_name_in_the_readme(bench):
-    tables, modes = bench("_tables"), bench("modes")
-    others = {mode for mode in modes.MODES if mode not in (*tables.ARRAY, *bench("sweep").UNLIKE)}
-    assert others == {*tables.NAMES}
-    assert {mode for modes in bench("report").COLUMNS.values() for mode in modes} == {*modes.MODES} - {"serial"}
-    assert {*bench("reach").SHOWN} <= {*tables.STYLES}
 
 
 def test_what_was_measured_with_other_code_is_marked(bench, monkeypatch):

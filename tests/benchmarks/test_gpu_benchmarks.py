@@ -114,20 +114,6 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
-def test_a_clock_counts_down(bench):
-    clock, now = bench("gpu.clock"), [0.0]
-    one = clock.Clock(100, lambda: now[0])
-    part = one.until(0.3)
-    now[0] = 29.0
-    part.check()
-    with pytest.raises(clock.TimeUp):
-        part.check(1.0)
-    now[0] = 31.0
-    assert part.left() < 0 and one.left() == 69
-    with pytest.raises(clock.TimeUp):
-        part.check()
-
-
 @pytest.mark.soak
 def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys):
     suite, stages = bench("gpu.suite"), bench("gpu.stages")
@@ -185,7 +171,7 @@ def test_rows_are_read_back(bench, tmp_path, monkeypatch):
         ledger.read(committed)
 
 
-def test_rows_are_added_to_the_committed_ones(bench, tmp_path, monkeypatch, capsys):
+def test_rows_are_added_to_the_committed_ones(bench, tmp_path, monkeypatch):
     stages, file = bench("gpu.stages"), tmp_path / "new.jsonl"
     monkeypatch.setattr(stages, "COMMITTED", tmp_path / "gpu.jsonl")
     row = {"stage": "busy", "key": "a", "machine": GPU, "busy": 0.1}
@@ -237,41 +223,27 @@ def measured(bench, monkeypatch, tmp_path):
     return state
 
 
-@pytest.mark.exhaustive
-def test_a_mode_that_runs_out_of_memory_beside_others_runs_alone(measured):
-    measured.full = {"dense": "beside"}
+@pytest.mark.parametrize(
+    ("what", "modes", "wrong"),
+    [
+        ({"full": {"dense": "beside"}}, {"dense"}, None),
+        ({"full": {"dense": "always"}}, {"dense"}, "out of memory"),
+        # Without a loop there are no ratios.
+        ({"full": {"serial": "always"}}, {"serial", "array", "dense", "stock vmap"}, "out of memory"),
+        ({"wrong": {"array"}}, {"array"}, "differ from the loop's"),
+        ({"slow": {"dense": 100.0}}, {"dense"}, "too much of a cell's"),
+    ],
+)
+def test_a_cell_goes_on_without_modes_that_fail(measured, what, modes, wrong):
+    vars(measured).update(what)
     rows = measured.run()
-    assert all("ratio" in row for row in rows.values())
-    assert {mode for mode, row in rows.items() if "beside" in row} == {"dense"}
-
-
-@pytest.mark.exhaustive
-def test_a_cell_goes_on_without_a_mode_that_runs_out_of_memory(measured):
-    measured.full = {"dense": "always"}
-    rows = measured.run()
-    assert "out of memory" in rows["dense"]["error"] and "ratio" not in rows["dense"]
-    assert all("ratio" in row for mode, row in rows.items() if mode != "dense")
-
-
-@pytest.mark.exhaustive
-def test_without_a_loop_there_are_no_ratios(measured):
-    measured.full = {"serial": "always"}
-    rows = measured.run()
-    assert len(rows) == 4 and all("out of memory" in row["error"] and "ratio" not in row for row in rows.values())
-
-
-@pytest.mark.exhaustive
-def test_a_mode_whose_losses_differ_gets_no_ratio(measured):
-    measured.wrong = {"array"}
-    rows = measured.run()
-    assert "differ from the loop's" in rows["array"]["error"] and "ratio" not in rows["array"]
-    assert "ratio" in rows["stock vmap"]
-
-
-def test_what_takes_too_much_of_a_cell_is_left_out(measured):
-    measured.slow = {"dense": 100.0}
-    rows = measured.run()
-    assert "too much of a cell's" in rows["dense"]["error"] and "ratio" in rows["array"]
+    if wrong is None:
+        assert all("ratio" in row for row in rows.values()) and modes == {
+            mode for mode in rows if "beside" in rows[mode]
+        }
+        return
+    assert all(wrong in rows[mode]["error"] and "ratio" not in rows[mode] for mode in modes)
+    assert all("ratio" in row for mode, row in rows.items() if mode not in modes)
 
 
 def test_a_budget_too_short_for_a_cell_leaves_it(bench, measured):
@@ -310,15 +282,6 @@ def test_a_missing_package_and_an_old_driver_are_named(bench, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "is_available", old)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert gpu.why_no_cuda() == "The NVIDIA driver on your system is too old (found version 11040)."
-
-
-@pytest.mark.exhaustive
-def test_what_fits_into_a_budget_is_estimated(bench, capsys, tmp_path):
-    assert bench("gpu").main(["--plan", "--budget", "540", "--out", str(tmp_path)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert "of it in 540 s" in head and [line.split()[0] for line in lines] == [*bench("gpu").SHARES]
-    seconds = [float(line.split()[4]) for line in lines]
-    assert all(value > 0 for value in seconds)
 
 
 def rows_of_a_card(bench, gpu="NVIDIA H100"):

@@ -80,17 +80,6 @@ def test_early_stopping(run, tmp_path, patience, min_delta, mode):
     assert torch.equal(resumed.active, state.active)
 
 
-def test_a_run_ends_when_all_members_have_stopped(run):
-    _, history, _ = run([[1.0] * 4] * 9, callbacks=[hfta.callbacks.early_stopping("score", 2)])
-    assert len(history) == 3
-
-
-def test_members_that_were_stopped_stay_so(run):
-    table = [[1.0, 1.0, 1.0, 1.0], [1.0, 0.9, 1.0, 1.0], [0.1, 0.8, 0.1, 0.1], [0.1, 0.7, 0.05, 0.01]]
-    state, *_ = run(table, callbacks=[hfta.callbacks.early_stopping("score", 1)])
-    assert state.active.tolist() == [False, True, False, False]
-
-
 def test_keep_checkpoints(run, tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
