@@ -109,7 +109,7 @@ def test_download_checks_and_keeps(server, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("places", "messages"),
     [
-        (("{}/evil",), [rf"evil has md5:\w+ instead of {MD5}"]),
+        (("{}/evil",), [rf"has md5:\w+ instead of {MD5}"]),
         (("{}/a", "http://127.0.0.1:1/a", "nonsense"), ["404", "refused", "nonsense"]),
         (("{}/cut",), ["/cut: IncompleteRead"]),
         (("{}/garbage",), ["/garbage: garbage"]),

@@ -179,7 +179,10 @@ def test_dcgan_trains_as_an_ordinary_loop():
     for batch in batches:
         state, metrics = step(state, (batch,))
     models = [
-        [hfta.unstack_params(make().double(), *each) for make, each in zip(makers, (s.generator, s.discriminator))]
+        [
+            hfta.unstack_params(make().double(), *each)
+            for make, each in zip(makers, (s.generator, s.discriminator), strict=True)
+        ]
         for s in (begin, state)
     ]
     for i, (lr, beta1) in enumerate(zip(own.flags.lr, own.flags.beta1, strict=True)):

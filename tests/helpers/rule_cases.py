@@ -471,11 +471,12 @@ ROWS = [
     ),
 ]
 
-RULE_CASES = [
-    *ROWS,
-    *ACTIVATION, *RESAMPLING, *SHAPE, *LINEAR,
-    *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT
-]  # fmt: skip
+FAMILIES: dict[str, list[RuleCase]] = {
+    **{"rows": ROWS, "activation": ACTIVATION, "resampling": RESAMPLING, "shape": SHAPE, "linear": LINEAR},
+    **{"conv": CONV, "norm": NORM, "pooling": POOLING, "loss": LOSS, "distance": DISTANCE, "attention": ATTENTION},
+    **{"embedding": EMBEDDING, "recurrent": RECURRENT},
+}
+RULE_CASES = [case for family in FAMILIES.values() for case in family]
 
 BATCH_AXES: dict[str, tuple[int | None, ...]] = {
     "linear": (0, None, None),

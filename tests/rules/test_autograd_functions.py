@@ -416,23 +416,6 @@ def test_an_array_of_one(name):
     assert_as_alone(MODELS[name], torch.randn(1, 5, 3), "together", 1)
 
 
-class Everything(nn.Module):
-    """Functions of all styles in one model, which compiles once."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(make() for name, make in MODELS.items() if name not in ONLY_EAGER)
-
-    def forward(self, x):
-        return torch.stack([layer(x).abs().sum() for layer in self.layers])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shared", [False, True])
-def test_functions_of_all_styles_in_one_graph(shared):
-    assert_as_alone(Everything, torch.randn(5, 3) if shared else torch.randn(M, 5, 3), "compiled", M, shared)
-
-
 def trained(make, members, compiled=False, **options):
     """Losses and parameters of some members after two steps on one batch."""
     models = []
@@ -554,27 +537,6 @@ def test_autocast_runs_functions_in_lower_precision():
     alone = [trained(make, [member], **options) for member in range(3)]
     assert set(kinds) == {torch.bfloat16}
     assert_trees_close(together, {path: torch.cat([one[path] for one in alone]) for path in together}, 1e-6)
-
-
-def test_numbers_in_which_members_differ():
-    class Slope(nn.Module):
-        def __init__(self, slope=25.0):
-            super().__init__()
-            self.layer, self.slope = nn.Linear(3, 4), slope
-
-        def forward(self, x):
-            return Spike.apply(self.layer(x), self.slope) * self.layer(x)
-
-    def run(slopes):
-        torch.manual_seed(0)
-        models = [Slope() for _ in range(3)][: len(slopes)]
-        step = hfta.make_train_step(models[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), batch_dims=None)
-        state = step.init(*hfta.stack_params(models), seeds=range(len(slopes)), hparams={"slope": slopes})
-        return step(state, torch.ones(2, 3))[0].params["layer.weight"]
-
-    together = run([5.0, 10.0])
-    assert_trees_close([together[:1]], [run([5.0])], 1e-10)
-    assert not torch.equal(together[0], together[1])
 
 
 # What is warned of and refused.

@@ -116,19 +116,6 @@ def test_measuring_takes_a_small_share_of_the_time_and_no_case_twice(machine: Ma
     assert [machine.chosen(size)[0] for size in sizes] == [PRODUCT] * 6
 
 
-def test_what_takes_longer_than_the_share_is_the_tables(machine: Machine) -> None:
-    machine.costs = {GROUPED: 20e-3, PRODUCT: 1e-3, LOOP: 1e-3}
-    for _ in range(2):
-        assert machine.chosen()[0] == GROUPED and _measured._spent <= 0.05 + 2 * 20e-3
-        machine.process()
-    machine.measured()
-    assert machine.chosen()[0] == GROUPED and not machine.measured()
-    # There is time enough later.
-    machine.time, machine.costs[GROUPED] = 1000.0, 15e-3
-    _measured._began = 1.0
-    assert machine.chosen(17)[0] == PRODUCT
-
-
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
 def test_the_kernel_in_c_is_a_candidate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (_lowering, conv):
@@ -168,20 +155,6 @@ def test_a_folder_that_cannot_be_written(machine: Machine, tmp_path: pathlib.Pat
     machine.costs[PRODUCT] = 0.5e-3
     assert machine.chosen()[0] == PRODUCT and machine.measured()
     assert machine.chosen()[0] == PRODUCT and not machine.measured()
-
-
-def test_two_processes_that_measure_at_once_keep_what_both_found(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
-    other = dict(_measured._kept(_measured.threads()))
-    machine.chosen(18)
-    machine.time += 60.0
-    # The other one has read the file before.
-    _measured._kept(_measured.threads()).clear()
-    _measured._kept(_measured.threads()).update(other)
-    machine.chosen(17)
-    machine.process()
-    assert machine.chosen(18)[0] == machine.chosen(17)[0] == PRODUCT
-    assert not machine.calls
 
 
 @pytest.mark.parametrize("change", ["threads", "processor", "release"])

@@ -62,27 +62,3 @@ def test_cumulative_average_in_a_step(first: int) -> None:
             optimizer.step()
     params, buffers = hfta.stack_params(modules)
     _close((state.params, state.buffers), (dict(params), dict(buffers)))
-
-
-SHARED = {
-    "batch": lambda: nn.BatchNorm2d(4),
-    "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
-    "layer": lambda: nn.LayerNorm(2),
-    "rms": lambda: nn.RMSNorm(2),
-    "group": lambda: nn.GroupNorm(2, 4),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_weights_and_statistics_of_members_that_share_a_batch(name: str) -> None:
-    modules = [SHARED[name]().double() for _ in range(M)]
-    for module in modules:
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
-        module(torch.randn(5, 4, 3, 2, dtype=torch.float64))
-    (params, buffers), x = hfta.stack_params(modules), torch.randn(5, 4, 3, 2, dtype=torch.float64)
-    for training in (True, False):
-        apply = hfta.functional(modules[0].train(training))
-        output, buffers = hfta.vmap(apply, in_dims=(0, 0, None))(params, buffers, x)
-        _close(output, torch.stack([module.train(training)(x) for module in modules]))
-    _close(buffers, dict(hfta.stack_params(modules).buffers))

@@ -190,24 +190,6 @@ def test_a_looped_write_into_what_members_share_is_refused() -> None:
     assert not shared.any()
 
 
-@pytest.mark.exhaustive
-def test_operators_of_other_libraries() -> None:
-    hfta.rules.install()
-
-    # Defined when rules have long been installed.
-    @torch.library.custom_op("hfta_test::double", mutates_args=())
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    x = torch.randn(3, 4)
-    assert torch.equal(hfta.vmap(double)(x), x * 2)
-    (choice,) = hfta.rules.explain(hfta.vmap(double), x)
-    assert (choice.op, choice.lowering) == ("hfta_test::double", "loop")
-    # A rule of its own replaces the loop.
-    double.register_vmap(lambda info, in_dims, x: (x * 2 + info.batch_size, in_dims[0]))
-    assert torch.equal(hfta.vmap(double)(x), x * 2 + 3)
-
-
 def test_masks_that_choose_what_is_written() -> None:
     def write(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
         x = x.clone()

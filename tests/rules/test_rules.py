@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hfta_func as hfta
 from hfta_func.rules import _registry
@@ -231,6 +232,7 @@ def test_rows_behind_a_members_groups_are_nobodys() -> None:
         lambda x, i: x.index_add(0, i, x[:50]),
         lambda x, i: x.index_select(0, i),
         lambda x, i: x[i],
+        lambda x, i: F.embedding(i, x),
         lambda x, i: x.scatter_add(0, i[:, None].expand(-1, 40), x[:50]),
         lambda x, i: x.scatter_reduce(0, i[:, None].expand(-1, 40), x[:50], "amax"),
     ],
