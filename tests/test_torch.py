@@ -13,7 +13,6 @@ import torch
 
 import hfta_func as hfta
 from hfta_func import _torch
-from hfta_func._torch import ahead
 
 
 @pytest.mark.parametrize("version", ["2.8.1", "1.13.1"])
@@ -124,32 +123,6 @@ def test_every_private_name_is_looked_up_by_the_function_that_names_it():
         lines = [line for line in path.read_text().splitlines() if re.search(r"torch\._[a-zA-Z]", line)]
         allowed = r"private\(|^_[A-Z, _]+ = |sys\.modules|importlib\.import_module"
         assert not [line for line in lines if not re.search(allowed, line) and "import " not in line], path
-
-
-def test_indices_are_simplified_once_and_as_sympy_does_it():
-    sympy: Any = importlib.import_module("sympy")
-    x, y = sympy.symbols("x y", integer=True)
-    calls = []
-
-    class Counting:
-        Expr, expand = sympy.Expr, staticmethod(sympy.expand)
-
-        @staticmethod
-        def simplify(expression, **options):
-            calls.append(expression)
-            return sympy.simplify(expression, **options)
-
-    simplify = ahead._remembering(Counting)
-    for expression in (
-        8 * (x + 1) + y - 8 * x - y,
-        (x + 1) * (y + 2) - x * y,
-        sympy.floor(x / 2) + sympy.Mod(x + 1, 4),
-        3,
-    ):
-        for _ in range(2):
-            assert sympy.expand(simplify(expression) - sympy.simplify(expression)) == 0
-    assert simplify(8 * (x + 1) - 8 * x) == 8
-    assert len(calls) == 2
 
 
 @pytest.mark.exhaustive

@@ -227,32 +227,6 @@ def test_bad_command_lines(bench, capsys, monkeypatch, command, order, says):
     assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("mode", "order", "factor"), [("processes", "losses", float("nan")), ("array compiled", "start", 1.01)]
-)
-@pytest.mark.soak
-def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mode, order, factor):
-    sweep = bench("sweep")
-    # What is compared does not depend on compilation, which takes long.
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-
-    class Wrong(sweep.Measured):
-        def ask(self, asked, *args, limit=None):
-            answers = super().ask(asked, *args, limit=limit)
-            if (asked, self.mode) == (order, mode):
-                losses = answers[-1] if order == "losses" else answers[-1][1]
-                losses[0][-1] *= factor
-            return answers
-
-    monkeypatch.setattr(sweep, "Measured", Wrong)
-    results = sweep.measure(
-        sweep.parse(["--workloads", "mlp", "--size", "small", "--models", "2", "--modes", mode, "--quick"])
-    )
-    assert "ratio" not in results["mlp"]["2"]["rows"][mode]
-    out = capsys.readouterr().out
-    assert re.search("losses differ from the (loop|eager array)'s", out) and not re.search(r"\d+x\b", out)
-
-
 @pytest.mark.soak(ids="ops-small|lowerings-dcgan")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.usefixtures("slow_path")
@@ -460,20 +434,6 @@ def test_the_readme_shows_the_fastest_alternative(bench):
         ["ResNet-18", "16", *ours, f"1.00{x} the loop", *none],
         ["ResNet-18", "2", *ours, f"2.0{x} JAX", *none],
     ]
-
-
-def test_no_alternative_is_hidden(bench):
-    """Each is shown at the largest M it was measured at, and where all were; processes of both kinds count as one."""
-    row = {"ratio": 1.0, "alike": 0.0}
-    sizes = {"2": ["HFTA", "processes"], "4": ["JAX", "processes"], "8": ["process per core"], "16": ["array"]}
-    sizes = {count: {"rows": dict.fromkeys(modes, row)} for count, modes in sizes.items()}
-    sizes["16"]["rows"]["JAX"] = {"error": "losses differ"}
-    assert bench("_tables").shown(sizes) == ["16", "8", "4", "2"]
-    everyone = dict.fromkeys(["JAX", "processes", "HFTA"], row)
-    sizes["16"]["rows"] |= everyone
-    assert bench("_tables").shown(sizes) == ["16"]
-    sizes["4"]["rows"] |= everyone
-    assert bench("_tables").shown(sizes) == ["16", "4"]
 
 
 def test_what_was_measured_with_other_code_is_marked(bench, monkeypatch):

@@ -78,7 +78,6 @@ LINEAR = [
     RuleCase("mm", torch.mm, _randn((4, 3), (3, 5))),
     RuleCase("addmm", lambda *a: torch.addmm(*a, beta=0.5, alpha=2.0), _randn((5,), (4, 3), (3, 5))),
     RuleCase("bilinear", F.bilinear, _randn((4, 3), (4, 5), (2, 3, 5), (2,))),
-    RuleCase("bilinear of one row", F.bilinear, _randn((3,), (5,), (2, 3, 5))),
 ]
 
 CONV = [
@@ -129,7 +128,6 @@ NORM = [
         "instance_norm in evaluation", _batch_norm(False, F.instance_norm), _randn((2, 3, 5), (3,), (3,), (3,), (3,))
     ),
     RuleCase("layer_norm", lambda x, *a: F.layer_norm(x, (5,), *a, 1e-3), _randn((2, 3, 5), (5,), (5,))),
-    RuleCase("layer_norm of one row", lambda x, *a: F.layer_norm(x, (5,), *a), _randn((5,), (5,), (5,))),
     RuleCase("layer_norm over two axes", lambda x, *a: F.layer_norm(x, (3, 5), *a), _randn((2, 3, 5), (3, 5), (3, 5))),
     RuleCase("layer_norm without weight", lambda x, b: F.layer_norm(x, (5,), None, b), _randn((2, 5), (5,))),
     RuleCase("rms_norm", lambda x, w: F.rms_norm(x, (5,), w, 1e-3), _randn((2, 3, 5), (5,))),
@@ -137,7 +135,6 @@ NORM = [
     RuleCase("local_response_norm", lambda x: F.local_response_norm(x, 2), _randn((2, 4, 3))),
     RuleCase("weight_norm", torch._weight_norm, _randn((4, 3, 2), (4, 1, 1))),
     RuleCase("weight_norm of columns", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3), (1, 3))),
-    RuleCase("weight_norm of an inner axis", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3, 2), (1, 3, 1))),
 ]
 
 POOLING = [
@@ -148,7 +145,6 @@ POOLING = [
     RuleCase(
         "max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
     ),
-    RuleCase("max_pool2d of one image", lambda x: F.max_pool2d(x, 2), _randn((3, 4, 4))),
     RuleCase("max_pool1d", lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True), _randn((2, 3, 7))),
     RuleCase("max_pool3d", lambda x: F.max_pool3d(x, 2, return_indices=True), _randn((2, 3, 4, 4, 4))),
     RuleCase("avg_pool1d", lambda x: F.avg_pool1d(x, 2), _randn((2, 3, 7))),
@@ -162,12 +158,10 @@ POOLING = [
         lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), (3, 2)),
         _randn((2, 3, 6, 5), (4, 3, 2, 2)),
     ),
-    RuleCase("adaptive_max_pool1d", lambda x: F.adaptive_max_pool1d(x, 3), _randn((2, 3, 7))),
     RuleCase(
         "adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x * 1, 3, return_indices=True), _randn((2, 3, 7, 5))
     ),
     RuleCase("adaptive_max_pool3d of one volume", lambda x: F.adaptive_max_pool3d(x, 2), _randn((3, 5, 5, 5))),
-    RuleCase("lp_pool1d", lambda x: F.lp_pool1d(x.abs(), 2, 2), _randn((2, 3, 6))),
     RuleCase("lp_pool2d", lambda x: F.lp_pool2d(x.abs(), 3, 2), _randn((2, 3, 6, 6))),
     RuleCase(
         "max_unpool2d",
@@ -194,11 +188,6 @@ POOLING = [
 LOSS = [
     RuleCase("cross_entropy", F.cross_entropy, _with_targets(_randn((6, 5)), 6, classes=5)),
     RuleCase(
-        "cross_entropy ignoring a class",
-        lambda x, y: F.cross_entropy(x, y, ignore_index=1),
-        _with_targets(_randn((9, 5)), 9, classes=5),
-    ),
-    RuleCase(
         "cross_entropy with label smoothing",
         lambda x, y: F.cross_entropy(x + 0 * y.sum(), y, ignore_index=1, label_smoothing=0.1),
         _with_targets(_randn((9, 5)), 9, classes=5),
@@ -213,7 +202,6 @@ LOSS = [
         lambda x, y: F.nll_loss(x, y, reduction="none"),
         _with_targets(_randn((6, 5)), 6, classes=5),
     ),
-    RuleCase("nll_loss of one sample", F.nll_loss, _with_targets(_randn((5,)), classes=5)),
     RuleCase("cross_entropy of images", F.cross_entropy, _with_targets(_randn((2, 4, 3, 3)), 2, 3, 3, classes=4)),
     RuleCase(
         "cross_entropy after conv2d",
@@ -224,16 +212,6 @@ LOSS = [
         "cross_entropy with everything",
         lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), ignore_index=2, label_smoothing=0.2),
         _with_targets(_randn((2, 4, 3), (4,)), 2, 3, classes=4),
-    ),
-    RuleCase(
-        "cross_entropy with everything, summed",
-        lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), reduction="sum", label_smoothing=0.2),
-        _with_targets(_randn((6, 4), (4,)), 6, classes=4),
-    ),
-    RuleCase(
-        "cross_entropy of one sample, smoothed",
-        lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), reduction="none", label_smoothing=0.2),
-        _with_targets(_randn((4,), (4,)), classes=4),
     ),
     RuleCase(
         "cross_entropy with probabilities",
@@ -250,10 +228,8 @@ LOSS = [
         lambda x, w, y: F.multi_margin_loss(x, y, 2, 0.7, w.detach().square()),
         _with_targets(_randn((6, 4), (4,)), 6, classes=4),
     ),
-    RuleCase("multi_margin_loss of one sample", F.multi_margin_loss, _with_targets(_randn((4,)), 1, classes=4)),
     # No target ends with -1 here: compiled, PyTorch itself counts what comes after.
     RuleCase("multilabel_margin_loss", F.multilabel_margin_loss, _with_targets(_randn((6, 4)), 6, 4, classes=4)),
-    RuleCase("multilabel_margin_loss of one", F.multilabel_margin_loss, _with_targets(_randn((4,)), 4, classes=4)),
     RuleCase("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), _joined(_randn((4, 3)), _signs(4, 3))),
     RuleCase(
         "kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), _randn((4, 3), (4, 3))
@@ -262,11 +238,6 @@ LOSS = [
         "cosine_embedding_loss",
         lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
         _joined(_randn((4, 3), (4, 3)), _signs(4)),
-    ),
-    RuleCase(
-        "cosine_embedding_loss of one pair",
-        lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
-        _joined(_randn((3,), (3,)), _signs()),
     ),
     RuleCase("mse_loss", F.mse_loss, _randn((4, 3), (4, 3))),
     RuleCase(
@@ -308,7 +279,6 @@ ATTENTION = [
         "attention with grouped queries", _attention(enable_gqa=True), _randn((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
     ),
     RuleCase("attention of one head", _attention(), _randn((5, 4), (6, 4), (6, 3))),
-    RuleCase("attention over two batch axes", _attention(), _randn((2, 3, 2, 5, 4), (2, 3, 2, 6, 4), (2, 3, 2, 6, 4))),
     RuleCase("attention to one sequence", _attention(), _randn((3, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4))),
 ]
 
@@ -349,7 +319,6 @@ EMBEDDING = [
     RuleCase("embedding_bag, sums", *_bag(mode="sum")),
     RuleCase("embedding_bag, maxima", *_bag(mode="max")),
     RuleCase("embedding_bag, maxima with padding", *_bag(mode="max", padding_idx=0)),
-    RuleCase("embedding_bag by frequency", *_bag(scale_grad_by_freq=True)),
     RuleCase(
         "embedding_bag with the last offset",
         *_bag(lambda: (torch.cat([*_offsets(), torch.tensor([7])]),), include_last_offset=True),
@@ -373,11 +342,6 @@ RECURRENT = [
         _recurrent("lstm", 2, bidirectional=True, batch_first=True),
         _randn((2, 3, 4), (2, 2, 3), (2, 2, 3), *((12, 4), (12, 3)) * 2),
     ),
-    RuleCase(
-        "gru in both directions",
-        _recurrent("gru", 1, bidirectional=True),
-        _randn((3, 2, 4), (2, 2, 3), *((9, 4), (9, 3)) * 2),
-    ),
     RuleCase("lstm, packed", _packed("lstm", 2), _randn((6, 4), (1, 3, 3), (1, 3, 3), (12, 4), (12, 3), (12,), (12,))),
     RuleCase("gru, packed", _packed("gru", 1), _randn((6, 4), (1, 3, 3), (9, 4), (9, 3), (9,), (9,))),
     RuleCase(
@@ -392,7 +356,6 @@ RECURRENT = [
     ),
     RuleCase("gru_cell", torch.gru_cell, _randn((2, 4), (2, 3), (9, 4), (9, 3), (9,), (9,))),
     RuleCase("rnn_tanh_cell", torch.rnn_tanh_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
-    RuleCase("rnn_relu_cell", torch.rnn_relu_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
 ]
 
 ACTIVATION = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import queue
 import signal
 import subprocess
 import sys
@@ -197,22 +196,6 @@ def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not quick.is_compiled and len(graph._compiled) == 3
 
 
-def test_the_status_says_that_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Working:
-        def __init__(self, *args: Any, **options: Any):
-            self.submit = self.close = lambda *args, **options: None
-
-        def wait(self, seconds: float) -> Any:
-            raise queue.Empty
-
-    monkeypatch.setattr(background, "Pool", Working)
-    step, state = arrayed()
-    quick, batch = hfta.compile(step), torch.ones(M, 5, 4, dtype=torch.float64)
-    for _ in range(3):
-        quick(state, batch)
-    assert quick.status.endswith("; another process compiles it") and not quick.is_compiled
-
-
 @pytest.mark.parametrize(
     ("left", "eager", "spent", "processors", "yields"),
     [
@@ -308,15 +291,3 @@ print(worker.pid)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr
     assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
-
-
-def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
-    def apart(layers: int) -> list[bool | None]:
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
-        step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-        state = step.init(*hfta.stack_params([model]), seeds=[0])
-        return [found.get("cpp_wrapper_build_separate") for found in kept.options(step, state, "cpu")]
-
-    # The other way calls kernels from Python.
-    assert apart(8) == [False, None]
-    assert apart(9) == [True, None]

@@ -64,12 +64,6 @@ def test_legend_names_the_groups_and_colours_differ():
     assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == 10
 
 
-def test_one_epoch_is_still_seen():
-    ax = bands(history(numpy.array([[0.2, 0.6]])).frame(), "accuracy", ax=Figure().subplots())
-    assert ax.lines[0].get_marker() == "o"
-    numpy.testing.assert_allclose(ax.lines[0].get_ydata(), [0.4], rtol=1e-12)
-
-
 def test_members_that_are_not_finite_are_left_out_and_counted():
     values = numpy.array([[1.0, 2.0, 3.0, 5.0], [4.0, numpy.nan, 6.0, numpy.inf]])
     ax = bands(history(values).frame(lr=[0.1] * 4), "accuracy", by="lr", ax=Figure().subplots())

@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import random
-import signal
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -310,28 +309,6 @@ def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: 
         assert told(study) == told(tune.run(build, SPACE, scheduler=tune.halving(), **STUDY))
 
 
-@pytest.mark.exhaustive
-def test_ctrl_c_ends_both_halves_of_an_array() -> None:
-    calls: list[int] = []
-
-    def build_halved(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-
-        def evaluate(state: Any) -> dict[str, Tensor]:
-            if hfta.num_models(state) == 4:
-                raise ValueError("too many")
-            calls.append(1)
-            if len(calls) == 2:
-                signal.raise_signal(signal.SIGINT)
-            return found.evaluate(state)  # type: ignore[misc]
-
-        return found._replace(evaluate=evaluate)
-
-    population = tune.population(build_halved, {"lr": [0.1] * 4, "momentum": [0.0] * 4}, max_models=4)
-    population.fit(5)
-    assert population.interrupted and [member.epoch for member in population.members] == [0] * 4
-
-
 def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Path) -> None:
     seen: list[Any] = []
 
@@ -383,19 +360,6 @@ def test_bad_builds() -> None:
         tune.run(few, SPACE, **STUDY)
     with pytest.raises(KeyError, match=r"no metric 'accuracy'; it has .*error"):
         tune.run(build, SPACE, **STUDY | {"metric": "accuracy", "epochs": 1, "max_models": 4})
-
-
-def test_a_grid_is_tried_whole() -> None:
-    grid = {"lr": [0.01, 0.1], "momentum": [0.0, 0.5, 0.9]}
-    study = tune.run(build, FLAT, sampler=optuna.samplers.GridSampler(grid, seed=0), **SIX)
-    assert {tuple(trial.params.values()) for trial in study.trials} == {
-        (a, b) for a in grid["lr"] for b in grid["momentum"]
-    }
-    assert all(trial.status == "complete" for trial in study.trials)
-    best = study.best
-    assert (
-        repr(study) == f"<Study of 6 trials (6 complete); best is trial {best.number}, error {best.values[-1][0]:.4g}>"
-    )
 
 
 @pytest.mark.sampled(every=2)
@@ -471,18 +435,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
 
 
-def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    population = tune.population(build, {"lr": [0.1] * 9, "momentum": [0.0] * 9}, max_models=8)
-    sizes, fit = [], hfta.fit
-    monkeypatch.setattr(
-        hfta,
-        "fit",
-        lambda step, state, *args, **named: sizes.append(hfta.num_models(state)) or fit(step, state, *args, **named),
-    )
-    population.fit(1)
-    assert sizes == [5, 4]
-
-
 @pytest.mark.exhaustive
 def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
@@ -502,22 +454,6 @@ def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPa
     alone = tune.population(build, [population.members[1].config])
     alone.fit(6)
     assert alone.members[0].metrics[-1] == pytest.approx(population.members[1].metrics[-1])
-
-
-def test_a_trial_that_cannot_be_made_fails_alone_even_if_it_is_asked_for_alone() -> None:
-    def build_some(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        if any(lr > 0.05 for lr in members["lr"]):
-            raise ValueError("too fast")
-        return build(fixed, members)
-
-    options = STUDY | {"trials": 6, "epochs": 1, "max_models": 4}
-    study = tune.run(build_some, SPACE, sampler=optuna.samplers.TPESampler(seed=0), batch=1, **options)
-    for trial in study.trials:
-        fast = trial.params["lr"] > 0.05
-        assert (trial.status, trial.error) == (("failed", "ValueError: too fast") if fast else ("complete", None))
-    assert {trial.status for trial in study.trials} == {"failed", "complete"}
-    with pytest.raises(RuntimeError, match="every trial failed, the first one with ValueError: too fast"):
-        tune.run(build_some, SPACE | {"lr": FloatDistribution(0.06, 0.1)}, **options)
 
 
 def test_several_objectives_have_a_front() -> None:
