@@ -498,25 +498,6 @@ def test_attention_drops_weights():
     assert abs(kept.std() - math.sqrt(0.1875 / 1000)) < 0.5 * math.sqrt(0.1875 / 1000)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_multihead_attention(need_weights):
-    x = torch.randn(5, 2, 8, dtype=torch.float64)
-
-    module = nn.MultiheadAttention(8, 2, dtype=torch.float64)
-
-    def attend(key, p):
-        module.dropout = p
-        with routed(key):
-            return module(x, x, x, need_weights=need_weights)[0]
-
-    keys = random.keys([1, 2, 1])
-    noisy = hfta.vmap(lambda key: attend(key, 0.5))(keys)
-    for i in range(3):
-        torch.testing.assert_close(noisy[i], attend(keys[i], 0.5), rtol=1e-10, atol=1e-12)
-    assert torch.equal(noisy[0], noisy[2]) and not torch.allclose(noisy[0], noisy[1])
-    torch.testing.assert_close(attend(keys[0], 1e-14), attend(keys[0], 0.0), rtol=1e-10, atol=1e-12)
-
-
 def test_without_a_key_torch_draws():
     x = torch.ones(100)
     torch.manual_seed(3)

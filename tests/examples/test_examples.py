@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
-from unittest.mock import ANY
 
 import optree
 import pytest
@@ -22,7 +21,7 @@ from examples.dcgan import fused as gan
 from examples.dcgan.frechet import frechet, moments
 from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 from examples.mobilenet.model import MobileNet
-from examples.pointnet.model import PointNetClassifier, orthogonality
+from examples.pointnet.model import PointNetClassifier
 from examples.resnet.model import ResNet18
 from examples.transformer.model import TransformerLM
 from matplotlib import pyplot
@@ -306,12 +305,6 @@ def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules
     refuses(call, "import of hfta_func halted", "resnet", "--hfta")
 
 
-def test_orthogonality_of_turns_is_zero():
-    turns = torch.linalg.qr(torch.randn(5, 4, 4, dtype=torch.float64))[0]
-    assert orthogonality(turns) < 1e-12 < orthogonality(2 * turns)
-    assert orthogonality(2 * turns).item() == pytest.approx(3 * 2)
-
-
 def test_frechet_distance():
     images = torch.rand(500, 3, 16, 16) * 2 - 1
     assert frechet(moments(images), moments(images)).item() == pytest.approx(0, abs=1e-5)
@@ -423,11 +416,6 @@ def test_ctrl_c_keeps_what_is_finished(where, number, presses, argv, finished, w
     assert not [*tmp_path.glob("**/*.part")] and not [*tmp_path.glob("**/*.tmp")]
 
 
-def test_ctrl_c_while_data_are_read(call, monkeypatch):
-    press_in(monkeypatch, "examples.common.data.images.load", [1])
-    assert call("resnet") == (130, ANY, ["resnet: interrupted"], [])
-
-
 # Bad input
 
 
@@ -496,21 +484,6 @@ def test_a_run_goes_on_with_the_flags_that_it_was_begun_with(way, call, tmp_path
     # Without --resume it begins anew, with any flags.
     assert call("mobilenet", *keep[: keep.index("--resume")], "--lr", "0.5", "0.6")[0] == 0
     assert call("mobilenet", *keep, "--lr", "0.5", "0.6")[0] == 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
-@pytest.mark.parametrize(
-    ("way", "kept"), [(["--hfta"], "resnet-model-0.pt"), ([], "resnet-model-0.pt"), ([], "resnet-solo-0.run")]
-)
-def test_a_full_disk(way, kept, call, tmp_path):
-    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
-    assert call("resnet", *argv)[0] == 0
-    before = (tmp_path / kept).read_bytes()
-    (tmp_path / f"{kept}.part").symlink_to("/dev/full")
-    message = f"{tmp_path / kept} cannot be written: "
-    refuses(call, message, "resnet", *argv, "--epochs", "2", "--resume")
-    assert (tmp_path / kept).read_bytes() == before and not (tmp_path / f"{kept}.part").exists()
 
 
 @pytest.mark.parametrize("package", ["hfta_func", "pandas", "matplotlib"])

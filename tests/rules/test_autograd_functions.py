@@ -168,16 +168,6 @@ class Inplace(Function):
         return 5 * grad, None
 
 
-class InplaceInTwo(Inplace):
-    @staticmethod
-    def forward(x, factor):
-        return x.mul_(factor)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_dirty(inputs[0])
-
-
 class Reading(Function):
     """Reads values in both passes."""
 
@@ -320,14 +310,11 @@ def after(func):
     return lambda: Model(lambda model, y: model.inner(func(y)))
 
 
-def inplace(function):
-    def func(model, y):
-        z = y * 2
-        w = function.apply(z, 3.0)
-        assert torch.compiler.is_compiling() or w is z
-        return w * y + z
-
-    return lambda: Model(func)
+def inplace(model, y):
+    z = y * 2
+    w = Inplace.apply(z, 3.0)
+    assert torch.compiler.is_compiling() or w is z
+    return w * y + z
 
 
 def several(model, y):
@@ -378,8 +365,7 @@ MODELS = {
     "of the batch": BatchModel,
     "several": lambda: Model(several),
     "materialised": after(lambda y: Materialised.apply(y)[0]),
-    "in place": inplace(Inplace),
-    "in place, new": inplace(InplaceInTwo),
+    "in place": lambda: Model(inplace),
     "reading": after(kept(Reading)),
     "nested": after(kept(Outer)),
     "twice": lambda: Model(penalised),
@@ -408,12 +394,6 @@ CASES = [
 @pytest.mark.parametrize(("name", "way", "shared"), CASES, ids=str)
 def test_functions_act_as_in_a_model_alone(name, way, shared):
     assert_as_alone(MODELS[name], torch.randn(5, 3) if shared else torch.randn(M, 5, 3), way, M, shared)
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("name", MODELS)
-def test_an_array_of_one(name):
-    assert_as_alone(MODELS[name], torch.randn(1, 5, 3), "together", 1)
 
 
 def trained(make, members, compiled=False, **options):

@@ -167,15 +167,6 @@ def test_sparse_gradients_are_dense(kind: Any, count: int) -> None:
     assert_as_alone(lambda: kind(7, 4, sparse=True), torch.randint(7, (3, 5, 2)), "together", count, tolerance=1e-5)
 
 
-def test_renormalised_rows_are_written_into_the_tables() -> None:
-    tables, indices = 10 * torch.randn(M, 3, 5).transpose(1, 2), torch.randint(5, (M, 2))
-    expected = tables.clone()
-    for table, chosen in zip(expected, indices, strict=True):
-        F.embedding(chosen, table, max_norm=1.0)
-    hfta.vmap(lambda w, i: F.embedding(i, w, max_norm=1.0))(tables, indices)
-    torch.testing.assert_close(tables, expected)
-
-
 def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
     x, y = torch.randn(M, 4), torch.randn(M, 4)
     var = torch.tensor([1e-9, 0.0, 0.5, torch.inf]).expand(M, 4).clone().requires_grad_()
@@ -183,16 +174,6 @@ def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
     got = hfta.vmap(lambda *a: F.gaussian_nll_loss(*a, reduction="none"))(x, y, var)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(loss[:, :3].sum(), var)[0] for loss in (got, expected)))
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in PyTorch 2.13")
-def test_linear_cross_entropy_has_a_gradient_in_chunks_too() -> None:
-    x, weight, y = torch.randn(M, 4, 3), torch.randn(M, 5, 3, requires_grad=True), torch.randint(5, (M, 4))
-    options = torch.nn.LinearCrossEntropyOptions()
-    got = hfta.vmap(lambda *a: F.linear_cross_entropy(*a, options=options))(x, weight, y)
-    expected = torch.stack([F.linear_cross_entropy(*member) for member in zip(x, weight, y, strict=True)])
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss.square().sum(), weight)[0] for loss in (got, expected)))
 
 
 def test_fractional_pooling_draws_from_the_members_key() -> None:

@@ -178,21 +178,6 @@ def test_choices_are_those_of_the_machine(machine: Machine, change: str, monkeyp
         assert machine.chosen()[0] == PRODUCT
 
 
-def test_threads_that_are_lent_change_no_choice(machine: Machine) -> None:
-    from hfta_func.workers.process import threads
-
-    machine.costs[PRODUCT] = 0.5e-3
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        machine.chosen()
-        machine.measured()
-        with threads(1):
-            assert machine.chosen()[0] == PRODUCT and machine.chosen(17)[0] == GROUPED and not machine.calls
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_records_measure_nothing_and_choices_stay_as_recorded(machine: Machine) -> None:
     machine.costs[PRODUCT] = 0.5e-3
     x, weight = torch.randn(3, 1, 8, 17, 17), torch.randn(3, 8, 8, 3, 3)

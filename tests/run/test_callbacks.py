@@ -166,16 +166,12 @@ def test_tensorboard_with_a_writer(run):
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])
-@pytest.mark.parametrize(
-    "make", [lambda path: hfta.callbacks.early_stopping("m", 1), lambda path: hfta.callbacks.keep_best(path, "m")]
-)
-def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, make, shape):
+def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, shape):
     history = hfta.run.History(torch.tensor(SEEDS))
     history.epochs = [{"m": torch.zeros(shape)}]
     _, _, (state,) = run([[1.0, 2.0, 3.0, 4.0]])
     path = tmp_path / "best.safetensors"
-    with pytest.raises(
-        ValueError, match=r"metric 'm' has shape \[.*\] per epoch; a callback needs one number per model"
-    ):
-        make(path)(state, history)
+    for callback in (hfta.callbacks.early_stopping("m", 1), hfta.callbacks.keep_best(path, "m")):
+        with pytest.raises(ValueError, match=r"'m' has shape \[.*\] per epoch; a callback needs one number per model"):
+            callback(state, history)
     assert not path.exists()

@@ -293,20 +293,6 @@ def test_ctrl_c_ends_the_run_after_the_step_and_it_resumes(setting, tmp_path, ca
     assert os.listdir(tmp_path) == ["run.safetensors"]
 
 
-def test_ctrl_c_during_evaluation_ends_the_run_after_the_epoch(setting, tmp_path):
-    step, state, loader = setting
-    path = tmp_path / "run.safetensors"
-
-    def evaluate(state):
-        press()
-        return {}
-
-    result = hfta.fit(step, state, loader, epochs=9, evaluate=evaluate, resume=path, progress=False)
-    assert len(result.history) == 1 and result.state.step.tolist() == [3] * 3
-    assert result.history.interrupted
-    assert hfta.load(path, like=state).step.tolist() == [3] * 3
-
-
 def test_a_second_ctrl_c_interrupts_at_once(setting):
     step, state, loader = setting
     handler = signal.getsignal(signal.SIGINT)
@@ -448,20 +434,19 @@ def test_a_shuffling_loader_goes_on_to_the_same_bits(after, generator, tmp_path)
     assert same(train(2, resume=tmp_path / "run", save_every=2), expected)
 
 
-@pytest.mark.parametrize("moment", ["load", "close"])
+@pytest.mark.parametrize("moment", ["load", "close", "evaluate"])
 def test_ctrl_c_before_the_first_step_and_after_the_last(setting, moment, monkeypatch, tmp_path):
     step, state, loader = setting
     hfta.fit(step, state, loader, epochs=1, progress=False, resume=tmp_path / "run")
-    owner, name = {"load": (hfta.run.run.Run, "load"), "close": (hfta.run.trainer.LocalTrainer, "close")}[moment]
-    before = getattr(owner, name)
-
-    def pressed(*args):
-        signal.raise_signal(signal.SIGINT)
-        return before(*args)
-
-    monkeypatch.setattr(owner, name, pressed)
-    _, history = hfta.fit(step, state, loader, epochs=2, progress=False, resume=tmp_path / "run")
-    assert history.interrupted and len(history) == (1 if moment == "load" else 2)
+    options = {"evaluate": lambda state: press() or {}} if moment == "evaluate" else {}
+    if not options:
+        owner, name = {"load": (hfta.run.run.Run, "load"), "close": (hfta.run.trainer.LocalTrainer, "close")}[moment]
+        before = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: press() or before(*args))
+    result = hfta.fit(step, state, loader, epochs=2, progress=False, resume=tmp_path / "run", **options)
+    epochs = 1 if moment == "load" else 2
+    assert result.history.interrupted and len(result.history) == epochs
+    assert hfta.load(tmp_path / "run", like=state).step.tolist() == [3 * epochs] * 3
 
 
 def test_batches_that_lack_a_metric_do_not_count_for_it():

@@ -65,18 +65,6 @@ def _size(work: Any) -> int:
     return hfta.num_models(inspect.getclosurevars(work).nonlocals["held"][0])
 
 
-def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {2: 1.0, 4: 7.0, 8: 3.0}
-
-    def measured(work: Any, device: torch.device) -> list[float]:
-        return [times[_size(work)]]
-
-    monkeypatch.setattr(plan, "_times", measured)
-    step, state, batch = _array()
-    found = hfta.plan(step, state, batch, sizes=[2, 4, 8], limit=100)
-    assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100
-
-
 @pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (None, [1, 3] * 8)])
 def test_sizes_take_turns_for_a_share_of_the_steps_to_come(
     steps: int | None, turns: list[int], monkeypatch: pytest.MonkeyPatch

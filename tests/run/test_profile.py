@@ -171,22 +171,21 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
 
 def test_bad_input() -> None:
     step, state, batch = array()
-    with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
-        hfta.profile(step, state, batch, steps=0)
-    with pytest.raises(hfta.errors.BatchError, match="the loader has no batch in epoch 0"):
-        hfta.profile(step, state, (rows for rows in ()))
-    with pytest.raises(hfta.errors.BatchError):
-        hfta.profile(step, state, (batch[0][:2], batch[1]))
+    calls = []
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
-        failing.calls += 1
-        if failing.calls > 6:
+        calls.append(1)
+        if len(calls) > 6:
             raise RuntimeError("it fails")
         return loss_fn(model, batch)
 
-    failing.calls = 0
-    step = hfta.make_train_step(make_model(), failing, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
-    with pytest.raises(RuntimeError, match="it fails"):
-        hfta.profile(step, state, batch, steps=5)
+    failing_step = hfta.make_train_step(make_model(), failing, hfta.sgd(lr=0.1))
+    for wrong, given, steps, error, message in (
+        (step, batch, 0, ValueError, "steps is 0; give an integer of at least 1"),
+        (step, (rows for rows in ()), 5, hfta.errors.BatchError, "the loader has no batch in epoch 0"),
+        (step, (batch[0][:2], batch[1]), 5, hfta.errors.BatchError, None),
+        (failing_step, batch, 5, RuntimeError, "it fails"),
+    ):
+        with pytest.raises(error, match=message):
+            hfta.profile(wrong, wrong.init(state.params, seeds=SEEDS), given, steps=steps)
     assert not torch_module._global_forward_hooks and train.judge.__module__ == "hfta_func.step.commit"

@@ -1,7 +1,5 @@
 """Rows of each member's own: lists of unequal length, bags, folds and weights, the same alone as in an array."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -116,33 +114,12 @@ def test_weights_are_proportions():
         ({"weights": WEIGHTS.log()}, "finite and not negative"),
         ({"weights": WEIGHTS, "rows": [[1], [0, 2], [4], [9]]}, "model 1: weights must be .* not 0 for all rows"),
         ({"folds": 3, "shuffle": False}, "leave out shuffle=False"),
+        ({"batches_per_epoch": 2, "shuffle": False}, "batches_per_epoch deals rows .* leave out shuffle=False"),
     ],
 )
 def test_bad_input(options, message):
     with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **options)
-
-
-def test_epochs_of_one_length_are_the_same_in_any_array():
-    def stops(members):
-        make = lambda: nn.Linear(2, 1).double()  # noqa: E731
-        step = hfta.make_train_step(
-            make(), lambda model, batch: (model(batch["x"] / 20) - 1).square().mean(), hfta.sgd(lr=0.1)
-        )
-        seeds = [SEEDS[member] for member in members]
-        state = step.init(*hfta.init_params(make, seeds), seeds=seeds)
-        rows = [OWN[member] for member in members]
-        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, batches_per_epoch=2)
-        assert len(dealt) == 2
-        stop = hfta.callbacks.early_stopping("loss", 1, min_delta=0.01)
-        return hfta.fit(step, state, dealt, epochs=6, callbacks=[stop], progress=False).state.step.tolist()
-
-    whole = stops([0, 1, 2, 3])
-    assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=r"batches_per_epoch deals rows .* leave out shuffle=False"
-    ):
-        hfta.ArrayLoader(DATA, 4, seeds=SEEDS, batches_per_epoch=2, shuffle=False)
 
 
 def test_members_are_evaluated_on_their_own_rows_as_alone():
