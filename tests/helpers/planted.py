@@ -352,7 +352,7 @@ PLANTED = [
     Planted(
         "TensorBoard shows epochs of a study that was broken off twice",
         *("tune/study.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
-        "test_watching.py::test_tensorboard_has_a_run_per_trial",
+        "test_again.py::test_tensorboard_has_a_run_per_trial",
     ),
     Planted(
         "an object store without room ends the worker",
