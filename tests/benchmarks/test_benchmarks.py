@@ -107,21 +107,6 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     assert len(printed) == 4
 
 
-def test_rows_of_other_settings_are_not_mixed(bench, tmp_path):
-    sweep, file = bench("sweep"), tmp_path / "cpu-small.json"
-    one = {"batch_size": 8, "device": "cpu", "amp": False, "loop": "fused"}
-    sweep.save(file, "mlp", "2", {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 2}}, "largest": 100})
-    sweep.save(file, "mlp", "2", {**one, "rows": {"array": {"ratio": 3}}})
-    kept = {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 3}}, "largest": 100}
-    assert json.loads(file.read_text()) == {"mlp": {"2": kept}}
-    sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}})
-    assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}}}}
-    # Ratios to another loop, or to one that is not known, are no ratios to this one.
-    file.write_text(json.dumps({"mlp": {"2": {"batch_size": 9, "device": "cpu", "amp": False, "rows": {"array": {}}}}}))
-    sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}})
-    assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}}}}
-
-
 @pytest.mark.soak
 def test_compiled_modes(bench, capsys):
     """Each has a ratio where its losses are those of what it is held to."""
@@ -165,30 +150,21 @@ def test_a_figure_rests_on_enough(bench, monkeypatch):
     assert slow.row["seconds"] == [1.0] * 3 and slow.row["calls"] == 1
 
 
-def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
+def test_a_row_names_the_code_that_was_measured(bench, tmp_path):
     code = bench("_code")
     source = 'def f(x):\n    """It adds."""\n    return f"{x + 1!r:>3}"\n'
     same = '# About it.\ndef f(x):\n    """Adds."""\n\n    return f"{(x + 1)!r:>3}"\n'
     assert code.digest([source]) == code.digest([same]) != code.digest([source.replace("1", "2")])
-    assert code.digest(["x = ''"]) != code.digest(["x = None"]) != code.digest(["x = 0"])
     # The same under every version of Python.
     assert code.digest([source]) == "43f40c7642c4e7ac"
     assert code.code("serial") is None and not code.is_older("serial", {})
-    assert len({code.code(mode) for mode in ("array", "stock vmap", "JAX", "HFTA")}) == 4
     assert code.is_older("array", {}) and not code.is_older("array auto", {"code": code.code("array")})
     # How its graph is made is part of a compiled one.
     assert code.is_older("array compiled", {"code": code.code("array")})
-    assert not code.is_older("array workers compiled", {"code": code.code("array compiled")})
     assert all((code.PACKAGE / f"{name}.py").exists() for name in (*code.STEP, *code.COMPILED))
     # What the step does not import, such as an optimizer that no workload uses, makes no row older.
     found = {str(path.relative_to(code.PACKAGE)) for path in code.files("array")}
-    assert found >= {
-        "_torch/dispatcher.py",
-        "_kernels/noise.py",
-        "optim/_leafwise.py",
-        "rules/conv.py",
-        "step/gradients.py",
-    }
+    assert found >= {"_torch/dispatcher.py", "_kernels/noise.py", "optim/_leafwise.py", "rules/conv.py"}
     assert not found & {"optim/_matrices.py", "run/fit.py", "__init__.py", "run/compiler.py"}
 
     def git(*order):
@@ -202,12 +178,8 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
     git("commit", "-qm", "one")
     found = code.commit(tmp_path, ["src"])
     assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
-    (tmp_path / "other.py").write_text("")
-    assert code.commit(tmp_path, ["src"]) == found
     (tmp_path / "src" / "a.py").write_text("a = 2")
     assert code.commit(tmp_path, ["src"]) == {**found, "dirty": True}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert code.commit(tmp_path) == {}
 
 
 @pytest.mark.parametrize(

@@ -114,39 +114,6 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
-@pytest.mark.soak
-def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys):
-    suite, stages = bench("gpu.suite"), bench("gpu.stages")
-    file = tmp_path / "test_some.py"
-    file.write_text(
-        "import os, pytest\n"
-        "@pytest.mark.parametrize('i', range(4))\n"
-        "def test_numbers(i):\n"
-        f"    assert i != 2 or os.path.exists({str(tmp_path / 'mended')!r})\n"
-        "def test_left_out():\n"
-        "    pytest.skip('needs a card')\n"
-    )
-    monkeypatch.setattr(suite, "FILES", {"cpu": str(file)})
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: 3)
-    args = types.SimpleNamespace(out=tmp_path, quick=False, commit=None)
-    ledger = stages.opened(args)
-    monkeypatch.setattr(ledger, "rows", {})
-    clock = bench("gpu.clock").Clock(1000)
-    suite.run(clock, ledger, "cpu", False)
-    said = suite.show(ledger, "cpu").splitlines()
-    assert said[0].startswith("FAILED ") and said[0].endswith("test_some.py::test_numbers[2]")
-    assert "assert" in said[1] and said[-1] == "tests: 3 passed, 1 failed, 1 skipped"
-    assert not suite.is_over(ledger, "cpu")
-    (tmp_path / "mended").touch()
-    suite.run(clock, ledger, "cpu", False)
-    assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu") == "tests: 4 passed, 0 failed, 1 skipped"
-    # A failure with other code than there is now is counted as older, and nothing that is known to fail.
-    ledger.add("tests", "a test that was renamed", "another", {"outcome": "failed", "error": "wrong"})
-    assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu").endswith("of which 1 with older code")
-    # What has passed was left out.
-    assert "\n1 passed in" in (tmp_path / "tests.log").read_text()
-
-
 def test_rows_are_read_back(bench, tmp_path, monkeypatch):
     ledger = bench("gpu.ledger")
     committed = tmp_path / "committed.jsonl"

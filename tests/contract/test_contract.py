@@ -114,36 +114,6 @@ def test_float32_members_are_arrays_of_one(name: str) -> None:
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("chunk_size", [1, 2])
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
-    members, step, state = _array(name, dropout=0.3)
-    chunked = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), chunk_size=chunk_size)
-    a = b = state
-    for batch in batches(M, 5):
-        (a, whole), (b, parts) = step(a, batch), chunked(b, batch)
-        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
-    assert _largest_difference(b, a) <= 1e-10
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_one_shared_batch_equals_equal_batches(name: str) -> None:
-    members, step, state = _array(name, dropout=0.3)
-    shared = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=None)
-    mixed = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=(None, 0), chunk_size=2)
-    a = b = c = state
-    for inputs, targets in batches(1, 5):
-        inputs, targets = inputs[0], targets[0]
-        repeated = torch.stack([targets] * M)
-        a, _ = step(a, (torch.stack([inputs] * M), repeated))
-        b, _ = shared(b, (inputs, targets))
-        c, _ = mixed(c, (inputs, repeated))
-    assert _largest_difference(b, a) <= 1e-10
-    assert _largest_difference(c, a) <= 1e-10
-
-
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: float) -> None:
@@ -163,16 +133,6 @@ def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: 
             assert sick.step.tolist() == [3, 3, 3]
     assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
     assert all(leaf.isfinite().all() for leaf in sick.params.values())
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_step_writes_nothing_the_caller_holds(name: str) -> None:
-    _, step, state = _array(name, dropout=0.3)
-    (batch,) = batches(M, 1)
-    held = optree.tree_map(torch.clone, (state, batch))
-    step(state, batch)
-    assert _identical((state, batch), held)
-    assert not any(leaf.requires_grad for leaf in optree.tree_leaves(step(state, batch)))
 
 
 @pytest.mark.exhaustive

@@ -358,46 +358,6 @@ def test_an_executor_that_breaks_a_law(kind: type[executor.LastFirst], message: 
         assert_executor(kind())
 
 
-def build(fixed: Any, members: Any) -> tune.Array:
-    def factory() -> torch.nn.Module:
-        return torch.nn.Linear(4, 1)
-
-    def loss_fn(model: Any, batch: Tensor) -> Tensor:
-        return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
-
-    step = hfta.make_train_step(factory(), loss_fn, slow(lr=members["lr"]))
-    state = step.init(*hfta.init_params(factory, members["seed"]), seeds=members["seed"])
-    return tune.Array(step, state, hfta.ArrayLoader(torch.ones(16, 4) / 4, 8, seeds=members["seed"]))
-
-
-def study(pull: tune.Scheduler, **options: Any) -> tune.Study:
-    distributions = pytest.importorskip("optuna").distributions
-    space = {"lr": distributions.FloatDistribution(1e-4, 0.5, log=True)}
-    options |= {"trials": 5, "epochs": 3, "scheduler": pull, "progress": False}
-    return tune.run(build, space, metric="loss", direction="minimize", **options)
-
-
-@pytest.mark.exhaustive
-def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
-    whole, stops = study(scheduler.Pull()), []
-
-    def stop(found: tune.Study) -> None:
-        stops.append(1)
-        raise KeyboardInterrupt
-
-    while (found := study(scheduler.Pull(), resume=tmp_path, callbacks=[stop])).interrupted:
-        assert len(stops) < 9
-    assert len(stops) >= 3
-    for one, other in zip(found.population.members, whole.population.members, strict=True):
-        assert (one.config, one.parents, one.metrics) == (other.config, other.parents, other.metrics)
-
-
-@pytest.mark.exhaustive
-def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
-    with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or, if"):
-        study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())
-
-
 @pytest.mark.parametrize("module", [optimizer, rule, scheduler, callback, executor])
 def test_strangers_use_public_names_only(module: Any) -> None:
     assert "._" not in "\n".join(line for line in inspect.getsource(module).splitlines() if "import" in line)

@@ -214,27 +214,6 @@ def test_install_from_many_threads() -> None:
     assert hfta.rules.is_installed()
 
 
-@pytest.mark.exhaustive
-def test_uninstall_inside_a_compiled_function() -> None:
-    def func(x: Tensor, weight: Tensor) -> Tensor:
-        y = hfta.vmap(torch.conv2d)(x, weight)
-        hfta.rules.uninstall()
-        return hfta.vmap(torch.relu)(y)
-
-    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="rules cannot change inside a graph"):
-        torch.compile(func, fullgraph=True, backend="aot_eager")(*inputs)
-    # Where graphs may break it runs between two of them, and the next use installs again.
-    broken = torch.compile(func, backend="aot_eager")
-    for _ in range(2):
-        torch.testing.assert_close(broken(*inputs), torch.stack(list(map(torch.conv2d, *inputs))).relu())
-    # A graph keeps the rules that it was compiled with.
-    compiled = torch.compile(hfta.vmap(torch.conv2d), fullgraph=True, backend="aot_eager")
-    before = compiled(*inputs)
-    hfta.rules.uninstall()
-    assert torch.equal(compiled(*inputs), before)
-
-
 @pytest.mark.soak
 def test_compiled_products_with_one_column_stay_within_their_results():
     # Inductor's sums for them overwrote the next block of memory.

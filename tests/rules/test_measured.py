@@ -127,26 +127,21 @@ def test_the_kernel_in_c_is_a_candidate(machine: Machine, monkeypatch: pytest.Mo
     assert machine.chosen(size=17, channels=5) == (PRODUCT, "measured here: 2.0x of direct")
 
 
-def test_a_damaged_file_is_measured_again(machine: Machine, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("harm", ["other content", "shortened", "unknown lowering"])
+def test_a_damaged_file_is_measured_again(machine: Machine, tmp_path: pathlib.Path, harm: str) -> None:
     machine.costs[PRODUCT] = 0.5e-3
     machine.chosen()
     (file,) = (tmp_path / "lowerings").iterdir()
     whole = file.read_bytes()
-    for damaged in (
-        b"\x00\xff\nnull\n[1]\n{}\n",
-        whole[: len(whole) // 6],
-        whole.replace(PRODUCT.encode(), b"fastest"),
-    ):
-        file.write_bytes(damaged)
-        machine.process()
-        machine.costs = {GROUPED: 1e-3, PRODUCT: 1e-3, LOOP: 0.5e-3}
-        if b"fastest" in damaged:
-            # A lowering that there is not: of a file that nobody has written.
-            assert machine.chosen()[0] == GROUPED
-        else:
-            assert machine.chosen()[0] == LOOP
-            machine.process()
-            assert machine.chosen()[0] == LOOP and not machine.measured()
+    unknown = whole.replace(PRODUCT.encode(), b"fastest")
+    contents = {"other content": b"\x00\xff\nnull\n[1]\n{}\n", "shortened": whole[: len(whole) // 6]}
+    file.write_bytes(contents.get(harm, unknown))
+    machine.process()
+    machine.costs = {GROUPED: 1e-3, PRODUCT: 1e-3, LOOP: 0.5e-3}
+    expected = GROUPED if harm == "unknown lowering" else LOOP
+    assert machine.chosen()[0] == expected
+    machine.process()
+    assert machine.chosen()[0] == expected and not machine.measured()
 
 
 def test_a_folder_that_cannot_be_written(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -265,15 +260,3 @@ def test_a_resumed_run_keeps_its_choices(machine: Machine, tmp_path: pathlib.Pat
     resumed = _run(tmp_path / "half", 2)
     assert all(torch.equal(resumed[path], leaf) for path, leaf in whole.items())
     assert LOOP not in machine.calls and _choice.state != before
-
-
-def test_a_file_of_a_run_decides_what_waits(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
-    _measured._spent = 1.0
-    assert machine.chosen()[0] == GROUPED
-    held = _measured.choices()
-    _measured._spent = 0.0
-    assert machine.chosen()[0] == GROUPED
-    machine.process()
-    _choice.adopt(held, as_worker=False)
-    assert machine.chosen()[0] == GROUPED and not machine.measured()

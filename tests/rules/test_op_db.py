@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import hfta_func as hfta
 import op_sweep
 from hfta_func.rules import _install
 from op_sweep import HOW, OPERATORS, dtype_of, examine
-from oracle import stack
 
 # The table is that of one release of PyTorch. What PyTorch and its samples warn of is not what is tested.
 pytestmark = [
@@ -104,37 +102,6 @@ def test_nothing_is_wrong_and_little_is_refused(capsys: pytest.CaptureFixture[st
     assert set(TABLE) == set(OPERATORS)
     assert {op_sweep._title(op) for op in op_sweep.op_db} - set(TABLE) == UNSEEN.keys()
     assert counts["wrong"] == counts["wrong in place"] == 0
-
-
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "refused" in row])
-def test_what_is_refused_stock_vmap_refuses_too(name: str) -> None:
-    op, row = OPERATORS[name], TABLE[name]
-    hfta.rules.uninstall()
-    torch._C._functorch._set_vmap_fallback_enabled(True)
-    try:
-        for func, verdict in ((op.op, row.out_of_place), (op.inplace_variant, row.in_place)):
-            if verdict == "refused":
-                runs = [
-                    _runs_in_stock_vmap(func, one)
-                    for one in op_sweep._samples(op, dtype_of(op), op_sweep.SAMPLES, False)
-                ]
-                assert not all(runs)
-    finally:
-        torch._C._functorch._set_vmap_fallback_enabled(False)
-
-
-def _runs_in_stock_vmap(func: Callable[..., Any], members: list[Any]) -> bool:
-    def member(*tensors: Tensor) -> Any:
-        args, kwargs = rebuild(tensors)
-        return func(*args, **kwargs)
-
-    try:
-        # Some sparse tensors cannot even be stacked.
-        tensors, rebuild = stack([one[:2] for one in members])
-        torch.func.vmap(member)(*(x.detach() for x in tensors))
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 @pytest.fixture

@@ -242,23 +242,6 @@ def two_threads() -> Any:
     torch.set_num_threads(before)
 
 
-def test_training_lends_a_thread_while_the_other_process_works(
-    monkeypatch: pytest.MonkeyPatch, two_threads: None
-) -> None:
-    seen: list[int] = []
-    graph = background.StepGraph(lambda *args: seen.append(torch.get_num_threads()))
-    _, state = arrayed()
-    monkeypatch.setattr(graph, "ask", lambda *args: [])
-    for processors, worker in ((4, object()), (4, object()), (2, object()), (2, None)):
-        graph.worker = worker  # pyright: ignore
-        monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
-        graph(state, None, None)
-    # With processors to spare, without, and with an answer.
-    assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
-    # What one thread less takes says nothing about the step.
-    assert len(graph.eager) == 3
-
-
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     data, asked = torch.randn(20, 4, dtype=torch.float64), []
