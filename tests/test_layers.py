@@ -277,22 +277,6 @@ for _ in range(2):
 """)
 
 
-@pytest.mark.exhaustive
-def test_first_use_installs():
-    in_a_new_process("""
-import torch
-import hfta_func as hfta
-hfta.vmap(torch.sin)(torch.ones(2))
-assert hfta.rules.is_installed()
-hfta.rules.uninstall()
-step = hfta.make_train_step(torch.nn.Linear(2, 1), lambda model, batch: model(batch).mean(), hfta.sgd())
-state = step.init(*hfta.stack_params([torch.nn.Linear(2, 1)]), seeds=[0])
-assert not hfta.rules.is_installed()
-step(state, torch.ones(1, 4, 2))
-assert hfta.rules.is_installed()
-""")
-
-
 def test_every_room_says_why_it_is_as_it_is():
     for folder in {path.parent for path in FILES.values()} - {SOURCE}:
         assert 5 <= len((folder / "README.md").read_text().splitlines()) <= 15, folder

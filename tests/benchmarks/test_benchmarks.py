@@ -200,19 +200,61 @@ def test_bad_command_lines(bench, capsys, monkeypatch, command, order, says):
     assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.soak(ids="ops-small|lowerings-dcgan")
+def agree(found):
+    return found and all(row.get("agrees", True) for row in found.values())
+
+
+def bases_are_shared(found):
+    (row,) = found.values()
+    held = {way: measured["held"] for way, measured in row["ways"].items()}
+    assert (
+        held.keys() == {"loop", "array", "array in chunks", "array of bases"}
+        and abs(held["array"] - held["loop"]) < 1000
+    )
+    return held["array of bases"] > held["array"] + 1.9 * row["base"]
+
+
+def less_is_kept(found):
+    (row,) = found.values()
+    return row["both"]["memory"] <= row['save="less"']["memory"] < row["array"]["memory"] == row["array"]["time"] == 1
+
+
+ALONE = ["--quick", "--no-compile", "--filter"]
+COMMANDS = {
+    "ops small": ([*ALONE, "small"], agree),
+    "ops pool": ([*ALONE, "pool"], agree),
+    "optim mlp": ([*ALONE, "mlp"], agree),
+    "lowerings dcgan": ([*ALONE, "dcgan 512"], agree),
+    "lowerings square": ([*ALONE, "32→32 3x3"], agree),
+    "adapters": ("--base tiny --adapters 3 --batch 1 --length 8 --rounds 1 --bases".split(), bases_are_shared),
+    "memory": ("--workloads transformer --models 2 --rounds 1".split(), less_is_kept),
+    "ensembles": (
+        "--models 3 --batches 2 --critics 3 --widths 8 --rounds 1 --calls 1 --no-compile".split(),
+        lambda found: len(found) == 2 and all(map(agree, found.values())),
+    ),
+    "signals": (
+        "--persons 2 --seconds 150 --rounds 1 --batch 4".split(),
+        lambda found: len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5,
+    ),
+    # Accuracies; plain PyTorch deals the data in another order.
+    "tune": (
+        "--trials 3 --epochs 3 --max-models 4 --rounds 1".split(),
+        lambda found: found["arrays"]["ratio"] == 1 and all(0.5 < row["best"] <= 1 for row in found.values()),
+    ),
+}
+
+
+@pytest.mark.soak(ids="ops small|lowerings dcgan|tune")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.usefixtures("slow_path")
-@pytest.mark.parametrize(
-    ("what", "only"),
-    [("ops", "small"), ("ops", "pool"), ("optim", "mlp"), ("lowerings", "dcgan 512"), ("lowerings", "32→32 3x3")],
-)
-def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
-    file = tmp_path / "found.json"
-    order = [what, "--quick", "--no-compile", "--filter", only, "--json", str(file)]
-    assert bench("__main__").main(order) == 0
-    found = json.loads(file.read_text())[what]
-    assert found and all(result.get("agrees", True) for result in found.values())
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_measured_by_itself(bench, tmp_path, name):
+    (order, check), file = COMMANDS[name], tmp_path / "found.json"
+    if name == "adapters":
+        pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
+    command = name.split()[0]
+    assert bench("__main__").main([command, *order, "--json", str(file)]) == 0
+    assert check(json.loads(file.read_text())[command])
 
 
 @pytest.mark.soak
@@ -220,31 +262,6 @@ def test_a_later_process_does_not_compile(bench, capsys):
     assert bench("compiling").main(["--workloads", "mlp", "--models", "2"]) == 0
     *_, made, later, _, _ = (re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.strip().splitlines())
     assert [made[2], later[2]] == ["kept", "later process"] and float(later[5]) < 0.1 < float(made[5])
-
-
-def test_adapters_over_one_base(bench, capsys, tmp_path):
-    pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
-    file = tmp_path / "adapters.json"
-    file.write_text(json.dumps({"adapters": {"tiny 1": {}}}))
-    order = ["--base", "tiny", "--adapters", "3", "--batch", "1", "--length", "8", "--rounds", "1", "--bases"]
-    assert bench("adapters").main([*order, "--json", str(file)]) == 0
-    before, found = json.loads(file.read_text())["adapters"].values()
-    assert before == {}
-    ways = found["ways"]
-    assert ways.keys() == {"loop", "array", "array in chunks", "array of bases"}
-    assert abs(ways["array"]["held"] - ways["loop"]["held"]) < 1000
-    assert ways["array of bases"]["held"] > ways["array"]["held"] + 1.9 * found["base"]
-
-
-def test_steps_that_keep_less(bench, capsys, tmp_path):
-    file = tmp_path / "memory.json"
-    file.write_text(json.dumps({"memory": {"mlp small 1 32": {}}}))
-    order = ["--workloads", "transformer", "--models", "2", "--rounds", "1", "--json", str(file)]
-    assert bench("memory").main(order) == 0
-    before, found = json.loads(file.read_text())["memory"].values()
-    assert before == {} and found["array"]["memory"] == found["array"]["time"] == 1
-    assert found["both"]["memory"] <= found['save="less"']["memory"] < 1
-    assert "Transformer (small), M = 2, both" in capsys.readouterr().out
 
 
 @pytest.mark.soak
@@ -260,35 +277,6 @@ def test_what_executors_cost(tmp_path):
     assert found["start"].keys() == found["rate"]["0.001"].keys() == {"processes", "ray"}
     assert found["trials"].keys() == {"1", "16"} and all(rate > 0 for rate in found["trials"]["16"].values())
     assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
-
-
-@pytest.mark.soak
-def test_studies_in_every_way(bench, capsys, tmp_path):
-    file = tmp_path / "tune.json"
-    order = ["--trials", "3", "--epochs", "3", "--max-models", "4", "--rounds", "1", "--json", str(file)]
-    assert bench("tune").main(order) == 0
-    found = json.loads(file.read_text())
-    assert len(found["tune"]) == 4 and found["tune"]["arrays"]["ratio"] == 1
-    # Accuracies; plain PyTorch deals the data in another order.
-    assert all(0.5 < row["best"] <= 1 for row in found["tune"].values())
-    assert "A study adds" in capsys.readouterr().out
-
-
-def test_ensembles_and_loops_give_the_same(bench, capsys, tmp_path):
-    file = tmp_path / "ensembles.json"
-    order = ["--models", "3", "--batches", "2", "--critics", "3", "--widths", "8", "--rounds", "1", "--calls", "1"]
-    assert bench("ensembles").main([*order, "--no-compile", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())["ensembles"]
-    assert len(found) == 2 and all(row["agrees"] for ways in found.values() for row in ways.values())
-    assert "results differ" not in capsys.readouterr().out
-
-
-def test_windows_of_signals_are_those_of_numpy_and_pandas(bench, capsys, tmp_path):
-    file = tmp_path / "signals.json"
-    order = ["--persons", "2", "--seconds", "150", "--rounds", "1", "--batch", "4"]
-    assert bench("signals").main([*order, "--json", str(file)]) == 0, capsys.readouterr().out
-    found = json.loads(file.read_text())["signals"]
-    assert len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5
 
 
 def test_the_time_of_agents_is_that_of_compiling_and_of_all_steps(bench, monkeypatch):

@@ -234,14 +234,6 @@ def test_compiling_begins_where_it_may_pay(
     assert made == ([] if yields is None else [yields])
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     data, asked = torch.randn(20, 4, dtype=torch.float64), []

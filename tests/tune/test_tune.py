@@ -281,34 +281,6 @@ def test_population_based_training_copies_and_explores() -> None:
             assert members[parent].config["width"] == member.config["width"]
 
 
-@pytest.mark.exhaustive
-def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written then is not written again."""
-    for place, (kind, name) in enumerate(
-        (optuna.storages.JournalStorage, f"set_trial_{what}") for what in ("param", "intermediate_value", "user_attr")
-    ):
-        inner, calls = getattr(kind, name), []
-
-        def pressed(*args: Any, **named: Any) -> Any:
-            found = inner(*args, **named)  # noqa: B023
-            calls.append(1)  # noqa: B023
-            if len(calls) == 7:  # noqa: B023
-                raise KeyboardInterrupt
-            return found
-
-        options = STUDY | {"max_models": 4, "resume": tmp_path / str(place)}
-        with monkeypatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            patch.setattr(kind, name, pressed)
-            study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
-        assert study.interrupted and len(calls) == 7
-        study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
-        shown = study.optuna.trials
-        assert [trial.params for trial in shown] == [trial.params for trial in study.trials]
-        assert all(trial.state.is_finished() for trial in shown)
-        assert told(study) == told(tune.run(build, SPACE, scheduler=tune.halving(), **STUDY))
-
-
 def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Path) -> None:
     seen: list[Any] = []
 
