@@ -107,20 +107,6 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     assert len(printed) == 4
 
 
-@pytest.mark.soak
-def test_compiled_modes(bench, capsys):
-    """Each has a ratio where its losses are those of what it is held to."""
-    sweep = bench("sweep")
-    modes = ["stock vmap compiled", "array compiled"]
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--largest", "--modes", *modes]
-    found = sweep.measure(sweep.parse(order))["mlp"]["2"]
-    assert found["largest"] > 100
-    for mode in modes:
-        row = found["rows"][mode]
-        assert row["ratio"] > 0 and row["alike"] < 1e-4 and row["first step"] > 0.1
-        assert "difference" in row or mode != "array compiled"
-
-
 def test_a_figure_rests_on_enough(bench, monkeypatch):
     """Of rounds and of seconds of every mode, whose turns take as many steps as fill them."""
     sweep, processes = bench("sweep"), bench("_processes")

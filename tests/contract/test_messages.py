@@ -50,13 +50,9 @@ def cached(m: Any, x: Tensor) -> Tensor:
     return x + m.cache
 
 
-DRAWS = "draws from PyTorch's global generator"
 Call = Callable[[Any, Tensor], Any]
 REFUSED: dict[str, tuple[str, Call]] = {
     "inner vmap": ("the value of a tensor", lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),
-    "generator": ("all members would share", lambda m, x: x + torch.rand(4, generator=torch.Generator())),
-    "poisson": (DRAWS, lambda m, x: x + torch.poisson(x.detach().abs())),
-    "random_": (DRAWS, lambda m, x: x + torch.empty(4).random_(3)),
     "noise in an inner vmap": ("inner vmap", lambda m, x: torch.vmap(lambda row: row + torch.rand(4))(x)),
     "noise of integers": ("draw integers with torch.randint", lambda m, x: torch.zeros(4).long().normal_() + x),
     "cache": ("make it a buffer", cached),

@@ -347,26 +347,3 @@ def test_optimizers_and_schedules_are_pickled() -> None:
         again = pickle.loads(pickle.dumps(optimizer))
         (first, _), (second, _) = (one.update(grads, one.init(params), params) for one in (optimizer, again))
         assert torch.equal(first["w"], second["w"]), name
-
-
-@pytest.mark.exhaustive
-def test_compiled_steps_are_programs_of_their_own() -> None:
-    """Of fixed shapes, however many there are."""
-    dynamic: list[bool] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        dynamic.append(any(isinstance(x, torch.SymInt) for x in inputs))
-        return graph
-
-    torch._dynamo.reset()
-    for width in range(1, 11):
-        model = nn.Sequential(nn.Linear(FEATURES, width), nn.Linear(width, 2))
-        params = hfta.stack_params([model] * 2)
-        step = hfta.make_train_step(model, _mean_square, hfta.sgd(lr=0.1), batch_dims=None)
-        evaluate = hfta.make_eval_step(model, _mean_square)
-        state, x = step.init(*params, seeds=[0, 1]), torch.ones(N, FEATURES)
-        for run in (step, evaluate):
-            compiled: Any = torch.compile(run, backend=backend, fullgraph=True)
-            compiled(state, x)
-            assert hfta.rules.explain(compiled, state, x)
-    assert dynamic == [False] * 20

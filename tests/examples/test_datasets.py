@@ -125,18 +125,6 @@ def test_download_that_fails_tells_of_every_place_and_leaves_nothing(server, tmp
     assert not list((tmp_path / "data").iterdir())
 
 
-def test_download_to_a_folder_that_cannot_be_written(server, tmp_path):
-    folder, address = server
-    (folder / "a.bin").write_bytes(b"good" * 1000)
-    (tmp_path / "file").touch()
-    source = files.Source("a.bin", MD5, (f"{address}/a.bin",))
-    with pytest.raises(BadInput, match=r"could not download a\.bin"):
-        files.obtain(source, tmp_path / "file" / "data")
-    with full_disk(), pytest.raises(BadInput, match="File too large"):
-        files.obtain(source, tmp_path / "data")
-    assert not list((tmp_path / "data").iterdir())
-
-
 def test_without_a_published_checksum_nothing_is_downloaded(tmp_path):
     with pytest.raises(BadInput, match=r"there is no .*shapenetcore.*\.zip; get it from https://.* and put it there"):
         shapes.load("shapenet", tmp_path, 8)
@@ -308,31 +296,18 @@ def test_imagenet(imagenet, monkeypatch):
     assert all(map(torch.equal, data.train + data.test, again.train + again.test))
 
 
-def add_a_class_before(folder):
-    for part in ("train", "val"):
-        (folder / part / "n00").mkdir()
-        PIL.Image.new("RGB", (30, 30), (0, 250, 0)).save(folder / part / "n00" / "0.JPEG")
-    return [0, 1, 1, 1, 2, 2, 2], [0, 125, 125, 125, 0, 0, 0]
-
-
-def write_another(folder):
-    path = folder / "train" / "n01" / "1.JPEG"
+def test_imagenet_that_changes_is_decoded_again(imagenet):
+    images.load("imagenet", imagenet, 16)
+    images.load.cache_clear()
+    path = imagenet / "train" / "n01" / "1.JPEG"
     before = path.stat()
     PIL.Image.new("RGB", (50, 30), (0, 0, 250)).save(path)
     # As large as before, or almost: the time alone has to tell.
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    return [0, 0, 0, 1, 1, 1], [125, 0, 125, 0, 0, 0]
-
-
-@pytest.mark.parametrize("change", [add_a_class_before, write_another])
-def test_imagenet_that_changes_is_decoded_again(imagenet, change):
-    """Red, halved, tells the first class; labels and images go together."""
-    images.load("imagenet", imagenet, 16)
-    images.load.cache_clear()
-    labels, red = change(imagenet)
-    train = images.load("imagenet", imagenet, 16).train
-    assert train[1].tolist() == labels
-    torch.testing.assert_close(train[0][:, 0].float().mean((1, 2)) / 2, torch.tensor(red).float(), atol=4, rtol=0)
+    pixels, labels = images.load("imagenet", imagenet, 16).train
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    red = torch.tensor([250.0, 0.0, 250.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(pixels[:, 0].float().mean((1, 2)), red, atol=8, rtol=0)
     assert len(list(imagenet.glob("train-16.*"))) == 1
 
 
@@ -537,28 +512,6 @@ def test_modelnet40(tmp_path, monkeypatch):
     variance = clouds.var(-1)
     torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
     assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
-
-
-def test_surfaces_are_where_they_should_be_and_uniform():
-    u = torch.rand(4, 40_000, generator=torch.Generator().manual_seed(0)).double()
-    x, y, z = points.zone(-0.5, 1.0, 2.0).sample(u)
-    torch.testing.assert_close(x * x + y * y + z * z, torch.full_like(x, 4.0))
-    # Area goes with height.
-    assert z.mean().item() / 2 == pytest.approx(0.25, abs=0.01)
-    x, y, z = points.frustum(2.0, 1.0, 0.0, 3.0).sample(u)
-    torch.testing.assert_close((x * x + y * y).sqrt(), 2 - z / 3)
-    # Mean height of a frustum's side, by its radii.
-    assert z.mean().item() == pytest.approx(3 * (2 + 2 * 1) / (3 * (2 + 1)), abs=0.02)
-    x, y, z = points.torus(2.0, 1.0).sample(u)
-    across = (x * x + y * y).sqrt() - 2
-    torch.testing.assert_close(across**2 + z**2, torch.ones_like(z))
-    # The outer half has more area: the mean of the cosine is half the ratio of the radii.
-    assert across.mean().item() == pytest.approx(0.25, abs=0.01)
-    box = points.box(1.0, 2.0, 3.0)
-    inside = box.sample(u) / torch.tensor([1.0, 2.0, 3.0])[:, None]
-    assert bool((((inside.abs() - 0.5).abs() < 1e-6).sum(0) >= 1).all()) and inside.abs().max() <= 0.5
-    shares = torch.stack([(inside - edge).abs() < 1e-6 for edge in (-0.5, 0.5)]).double().mean(-1)
-    torch.testing.assert_close(shares, (torch.tensor([6.0, 3.0, 2.0]) / 22).double().expand(2, 3), atol=0.01, rtol=0)
 
 
 def test_generated_clouds(tmp_path):

@@ -128,13 +128,10 @@ NORM = [
         "instance_norm in evaluation", _batch_norm(False, F.instance_norm), _randn((2, 3, 5), (3,), (3,), (3,), (3,))
     ),
     RuleCase("layer_norm", lambda x, *a: F.layer_norm(x, (5,), *a, 1e-3), _randn((2, 3, 5), (5,), (5,))),
-    RuleCase("layer_norm over two axes", lambda x, *a: F.layer_norm(x, (3, 5), *a), _randn((2, 3, 5), (3, 5), (3, 5))),
-    RuleCase("layer_norm without weight", lambda x, b: F.layer_norm(x, (5,), None, b), _randn((2, 5), (5,))),
     RuleCase("rms_norm", lambda x, w: F.rms_norm(x, (5,), w, 1e-3), _randn((2, 3, 5), (5,))),
     RuleCase("group_norm", lambda x, *a: F.group_norm(x, 2, *a, 1e-3), _randn((3, 4, 2, 3), (4,), (4,))),
     RuleCase("local_response_norm", lambda x: F.local_response_norm(x, 2), _randn((2, 4, 3))),
     RuleCase("weight_norm", torch._weight_norm, _randn((4, 3, 2), (4, 1, 1))),
-    RuleCase("weight_norm of columns", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3), (1, 3))),
 ]
 
 POOLING = [
@@ -161,17 +158,10 @@ POOLING = [
     RuleCase(
         "adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x * 1, 3, return_indices=True), _randn((2, 3, 7, 5))
     ),
-    RuleCase("adaptive_max_pool3d of one volume", lambda x: F.adaptive_max_pool3d(x, 2), _randn((3, 5, 5, 5))),
-    RuleCase("lp_pool2d", lambda x: F.lp_pool2d(x.abs(), 3, 2), _randn((2, 3, 6, 6))),
     RuleCase(
         "max_unpool2d",
         lambda x, y: F.max_unpool2d(y, F.max_pool2d(x, 2, return_indices=True)[1], 2),
         _randn((2, 3, 6, 4), (2, 3, 3, 2)),
-    ),
-    RuleCase(
-        "max_unpool3d of one volume",
-        lambda x, y: F.max_unpool3d(y, F.max_pool3d(x, 2, return_indices=True)[1], 2),
-        _randn((3, 4, 4, 4), (3, 2, 2, 2)),
     ),
     RuleCase(
         "fractional_max_pool2d",
@@ -197,11 +187,6 @@ LOSS = [
         lambda x, w, y: F.cross_entropy(x, y, w.detach().square()),
         _with_targets(_randn((6, 5), (5,)), 6, classes=5),
     ),
-    RuleCase(
-        "nll_loss without reduction",
-        lambda x, y: F.nll_loss(x, y, reduction="none"),
-        _with_targets(_randn((6, 5)), 6, classes=5),
-    ),
     RuleCase("cross_entropy of images", F.cross_entropy, _with_targets(_randn((2, 4, 3, 3)), 2, 3, 3, classes=4)),
     RuleCase(
         "cross_entropy after conv2d",
@@ -217,11 +202,6 @@ LOSS = [
         "cross_entropy with probabilities",
         lambda x, y, w: F.cross_entropy(x, y.softmax(1), w.detach().square(), label_smoothing=0.1),
         _randn((2, 4, 3), (2, 4, 3), (4,)),
-    ),
-    RuleCase(
-        "nll_loss of images with class weights",
-        lambda x, w, y: F.nll_loss(x, y, w.detach().square(), ignore_index=1),
-        _with_targets(_randn((2, 4, 3, 2), (4,)), 2, 3, 2, classes=4),
     ),
     RuleCase(
         "multi_margin_loss",
@@ -262,7 +242,6 @@ DISTANCE = [
     RuleCase("cdist of many rows", torch.cdist, _randn((2, 30, 3), (28, 3))),
     RuleCase("cdist of differences", lambda x, y: torch.cdist(x, y, 1.0), _randn((2, 4, 3), (2, 5, 3))),
     RuleCase("pdist", F.pdist, _randn((5, 3))),
-    RuleCase("pdist of the largest difference", lambda x: F.pdist(x, float("inf")), _randn((5, 3))),
 ]
 
 ATTENTION = [
@@ -278,8 +257,6 @@ ATTENTION = [
     RuleCase(
         "attention with grouped queries", _attention(enable_gqa=True), _randn((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
     ),
-    RuleCase("attention of one head", _attention(), _randn((5, 4), (6, 4), (6, 3))),
-    RuleCase("attention to one sequence", _attention(), _randn((3, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4))),
 ]
 
 
@@ -304,11 +281,6 @@ EMBEDDING = [
         _joined(_randn((4, 3)), _integers(9, high=4)),
     ),
     RuleCase(
-        "embedding by frequency",
-        lambda w, i: F.embedding(i, w, padding_idx=1, scale_grad_by_freq=True),
-        _joined(_randn((4, 3)), _integers(9, high=4)),
-    ),
-    RuleCase(
         "embedding of bounded norm",
         lambda w, i: F.embedding(i, w.clone(), max_norm=1.0),
         _joined(_randn((5, 3)), _integers(3, high=5)),
@@ -318,11 +290,6 @@ EMBEDDING = [
     ),
     RuleCase("embedding_bag, sums", *_bag(mode="sum")),
     RuleCase("embedding_bag, maxima", *_bag(mode="max")),
-    RuleCase("embedding_bag, maxima with padding", *_bag(mode="max", padding_idx=0)),
-    RuleCase(
-        "embedding_bag with the last offset",
-        *_bag(lambda: (torch.cat([*_offsets(), torch.tensor([7])]),), include_last_offset=True),
-    ),
     RuleCase("embedding_bag, weighted", *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2)),
 ]
 
@@ -334,9 +301,6 @@ RECURRENT = [
     RuleCase("gru", _recurrent("gru", 1), _randn((3, 2, 4), (1, 2, 3), (9, 4), (9, 3), (9,), (9,))),
     RuleCase("rnn_tanh", _recurrent("rnn_tanh", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3), (3,), (3,))),
     RuleCase("rnn_relu without biases", _recurrent("rnn_relu", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3))),
-    RuleCase(
-        "lstm with projection", _recurrent("lstm", 2), _randn((3, 2, 4), (1, 2, 2), (1, 2, 3), (12, 4), (12, 2), (2, 3))
-    ),
     RuleCase(
         "lstm in both directions",
         _recurrent("lstm", 2, bidirectional=True, batch_first=True),

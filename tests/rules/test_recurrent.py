@@ -205,17 +205,6 @@ def test_dropout_between_layers_has_rate_and_scale_of_torch() -> None:
         assert torch.equal(solo > 0, output[i] > 0)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_dropout_draws_nothing(kind: str, p: float) -> None:
-    modules = [Deep(kind, p).double().train(p == 0) for _ in range(M)]
-    member, params = array_of(modules)
-    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
-    got = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
-    expected = [torch.stack(column) for column in zip(*(m(y) for m, y in zip(modules, x, strict=True)), strict=True)]
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
-
-
 def test_dropout_without_a_key_is_refused() -> None:
     member, params = array_of([Deep("gru") for _ in range(M)])
     with pytest.raises(hfta.errors.RandomnessError, match=r"torch\.gru draws the dropout between its layers"):

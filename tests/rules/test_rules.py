@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hfta_func as hfta
-from hfta_func.rules import _registry
 from oracle import KEYS, assert_array_is_loop
 from rule_cases import RULE_CASES, RuleCase
 from rule_checks import M, as_tuple, assert_close, check_against_loop, member_inputs, outputs_of_loop
@@ -117,28 +116,6 @@ def test_running_statistics_shared_by_members_are_refused() -> None:
 
     with pytest.raises(hfta.errors.TraceError, match="running statistics that all members share"):
         hfta.vmap(norm)(torch.randn(M, 4, 3))
-
-
-def test_install_and_uninstall(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    entry, calls = _registry.RULES["convolution"], []
-
-    def counted(*args):  # type: ignore[no-untyped-def]
-        calls.append(args)
-        return entry.rule(*args)
-
-    monkeypatch.setitem(_registry.RULES, "convolution", entry._replace(rule=counted))
-    inputs = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
-    hfta.rules.uninstall()
-    plain = torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert not calls and not hfta.rules.is_installed()
-    torch.testing.assert_close(hfta.vmap(torch.nn.functional.conv2d)(*inputs), plain)
-    assert len(calls) == 1 and hfta.rules.is_installed()
-    hfta.rules.install()
-    torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert len(calls) == 2
-    hfta.rules.uninstall()
-    torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert len(calls) == 2 and not hfta.rules.is_installed()
 
 
 _PROCESS = """

@@ -17,7 +17,7 @@ import torch
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
-from hfta_func.run import memory, plan
+from hfta_func.run import memory
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -63,21 +63,6 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
 
 def _size(work: Any) -> int:
     return hfta.num_models(inspect.getclosurevars(work).nonlocals["held"][0])
-
-
-@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (None, [1, 3] * 8)])
-def test_sizes_take_turns_for_a_share_of_the_steps_to_come(
-    steps: int | None, turns: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[int] = []
-
-    def measured(work: Any, device: torch.device) -> list[float]:
-        order.append(_size(work))
-        return [0.01]
-
-    monkeypatch.setattr(plan, "_times", measured)
-    found = hfta.plan(*_array(), sizes=[1, 3], limit=3, steps=steps)
-    assert order == turns and found.num_models == 3 and found.chunk_size is None
 
 
 @pytest.mark.exhaustive(ids="True")

@@ -47,15 +47,6 @@ def test_line_is_the_mean_and_band_the_central_members():
         assert colors.same_color(line.get_color(), band.get_facecolor()[0, :3])
 
 
-def test_level_one_spans_all_members():
-    values = numpy.array([[0.1, 0.7, 0.4], [0.3, 0.2, 0.9]])
-    ax = bands(history(values).frame(), "accuracy", level=1.0)
-    _, low, high = edges(ax.collections[0])
-    numpy.testing.assert_allclose(low, [0.1, 0.2], rtol=1e-12)
-    numpy.testing.assert_allclose(high, [0.7, 0.9], rtol=1e-12)
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_legend()) == ("epoch", "accuracy", None)
-
-
 def test_legend_names_the_groups_and_colours_differ():
     values = numpy.random.default_rng(1).random((2, 10))
     ax = bands(history(values).frame(width=range(10)), "accuracy", by="width", ax=Figure().subplots())

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import hfta_func as hfta
-from hfta_func.run import profile as of_run
 from hfta_func.run.recording import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
 from hfta_func.step import replay, train
 
@@ -110,27 +109,6 @@ def test_a_loader_has_the_phase_data() -> None:
     loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
     assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
     assert loader.state_dict() == {"epoch": 0, "batches": 0}
-
-
-def test_advice_is_for_the_largest_part() -> None:
-    def advice(kind: str, reason: str, *lines: tuple[Any, ...]) -> str:
-        return of_run._advice(kind, [hfta_line(*line) for line in lines], {("a", "convolution"): reason})
-
-    def hfta_line(phase: str, module: str, operator: str, lowering: str, seconds: float, kernels: float) -> Any:
-        return of_run.Line(phase, module, operator, lowering, seconds, kernels, 1)
-
-    kernels = ("forward", "a", "convolution", "loop", 5.0, 4.0)
-    python = ("Python", "", "", "", 9.0, 0.0)
-    assert "replay=True" in advice("eager", "", python, kernels)
-    assert "hfta_func.compile" in advice("replayed", "", python, kernels)
-    assert "step.many" in advice("compiled", "", python, kernels)
-    assert advice("eager", "", ("data", "", "", "", 9.0, 1.0), kernels).startswith("data takes 64%: keep the data")
-    assert "donate=True" in advice("eager", "", ("update", "", "", "", 9.0, 1.0), kernels)
-    assert "hfta_func.rules.register" in advice("eager", "no batching rule: one member after another", kernels)
-    assert "rules.override(modules='a', convolution='direct')" in advice("eager", "large", kernels)
-    linear = ("forward", "b", "linear", "folded", 5.0, 4.0)
-    assert "kernels are the limit" in advice("eager", "", linear)
-    assert "kernels are the limit" in advice("eager", "", ("loss", "", "exp", "", 5.0, 4.0))
 
 
 class Event:

@@ -153,27 +153,23 @@ def test_a_study_that_is_killed_goes_on(
 
 def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
     storage, folder = f"sqlite:///{tmp_path}/study.db", tmp_path / "study"
-    options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
-    tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    given = STUDY | {"trials": 3, "epochs": 1, "max_models": 4, "storage": storage, "name": "study"}
+
+    def refused(message: str, error: Any = ValueError, space: Any = SPACE, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            tune.run(build, space, **given | options)
+
+    tune.run(build, SPACE, resume=folder, **given)
     other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
-    with pytest.raises(
-        ValueError, match=r"the storage has another study 'study', whose space is .*; pass another name"
-    ):
-        tune.run(build, other, storage=storage, name="study", **options)
-    with pytest.raises(ValueError, match="whose epochs is 1 and not 2; pass another name or folder"):
-        tune.run(build, SPACE, storage=storage, name="study", **options | {"epochs": 2})
-    with pytest.raises(ValueError, match="a storage keeps studies by name; pass name="):
-        tune.run(build, SPACE, storage=storage, **options)
-    with pytest.raises(ValueError, match="the folder has 3 members, but the storage 0 trials; pass the folder and the"):
-        tune.run(build, SPACE, resume=folder, **options)
+    refused("the storage has another study 'study', whose space is .*; pass another name", space=other)
+    refused("whose epochs is 1 and not 2; pass another name or folder", epochs=2)
+    refused("a storage keeps studies by name; pass name=", name=None)
+    message = "the folder has 3 members, but the storage 0 trials; pass the folder and the"
+    refused(message, resume=folder, storage=None, name=None)
     optuna.create_study(storage=storage, study_name="own").enqueue_trial({"lr": 0.1})
-    with pytest.raises(ValueError, match="the storage has another study 'own', whose"):
-        tune.run(build, SPACE, storage=storage, name="own", **options)
+    refused("the storage has another study 'own', whose", name="own")
     (folder / "members.json").write_bytes(b"{")
-    with pytest.raises(
-        hfta.errors.CheckpointError, match=r"members\.json is damaged: truncated, or changed after it was saved"
-    ):
-        tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    refused(r"members\.json is damaged: truncated, or changed", hfta.errors.CheckpointError, resume=folder)
 
 
 def test_a_trial_that_raises_fails_alone() -> None:
@@ -405,27 +401,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
         assert found.user_attrs.get("error") == trial.error
         assert found.datetime_start < found.datetime_complete
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
-    fit, calls = hfta.fit, []
-
-    def pressed(*args: Any, **named: Any) -> Any:
-        calls.append(1)
-        found = fit(*args, **named)
-        found.history.interrupted = len(calls) == 2
-        return found
-
-    monkeypatch.setattr(hfta, "fit", pressed)
-    population.fit(3)
-    assert population.interrupted and [member.epoch for member in population.members] == [3, 3, 0, 0]
-    population.fit(3)
-    assert not population.interrupted and [member.epoch for member in population.members] == [6, 6, 3, 3]
-    alone = tune.population(build, [population.members[1].config])
-    alone.fit(6)
-    assert alone.members[0].metrics[-1] == pytest.approx(population.members[1].metrics[-1])
 
 
 def test_several_objectives_have_a_front() -> None:
