@@ -265,35 +265,6 @@ def test_what_executors_cost(tmp_path):
     assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
 
 
-def test_the_time_of_agents_is_that_of_compiling_and_of_all_steps(bench, monkeypatch):
-    seconds = {"compiled": [50, 2, 3, 2], "JAX": [20, 4, 4, 4], "EnvPool": [], "processes": [9, 64, 64, 64]}
-
-    class Child:
-        def __init__(self, module, argument, env):
-            self.turns = iter(seconds[argument[0]])
-            self.close = lambda: None
-
-        def ask(self, order):
-            if not self.turns.__length_hint__():
-                raise RuntimeError("not installed")
-
-        def begin(self, order, iterations, number):
-            self.iterations = iterations
-
-        def end(self, limit):
-            return [next(self.turns), [100.0 + self.iterations]]
-
-    monkeypatch.setattr(bench("rl"), "Child", Child)
-    rows = bench("rl").cell(1, 64, [*seconds], 3, quick=False)
-    compiled, plain = rows["compiled"], rows["processes"]
-    assert compiled["rate"] == 96 * 512 / 2 and compiled["seconds"] == pytest.approx(50 + 2 * (976 - 96) / 96)
-    assert plain["rate"] == 8 * 512 / 64 and plain["seconds"] == 976 * 8 and plain["first"] is None
-    assert compiled["over processes"] == {"rate": 384, "seconds": plain["seconds"] / compiled["seconds"]}
-    assert compiled["over JAX"]["rate"] == 2 and rows["EnvPool"] == {"error": "not installed"}
-    page = bench("report").agents({"rl": {"1 x 64": rows}, "machine": {**bench("_measure").machine(), "cores": 2}})
-    assert "| 1 | 64 | compiled | 24,576 | 50 s | 68 s | 384" in page and "EnvPool" not in page
-
-
 @pytest.mark.soak
 def test_compiled_agents_and_jax_learn_as_plain_scripts(bench, capsys):
     pytest.importorskip("jax", reason="needs jax")

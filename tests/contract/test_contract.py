@@ -199,24 +199,6 @@ def test_clipping_is_that_of_torch() -> None:
     assert _largest_difference(state.params, hfta.stack_params(members).params) <= 1e-10
 
 
-def test_the_loss_sees_the_members_own_numbers() -> None:
-    members = models("mlp", M)
-
-    def smoothed(
-        model: nn.Module, batch: tuple[Tensor, Tensor], hparams: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(batch[0])
-        return loss_fn(lambda x: logits, batch) + hparams["penalty"] * logits.square().mean(), {
-            "penalty": hparams["penalty"]
-        }  # type: ignore[arg-type]
-
-    step = hfta.make_train_step(members[0], smoothed, hfta.adam(lr=0.01))
-    state = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"penalty": [0.0, 0.1, 0.2]})
-    state = assert_matches_solo(step, state, batches(M, 5))
-    _, metrics = step(hfta.with_hyperparams(state, penalty=[0.3, 0.2, 0.1]), batches(M, 1)[0])
-    assert metrics["penalty"].tolist() == pytest.approx([0.3, 0.2, 0.1])
-
-
 def test_an_array_of_arrays() -> None:
     _, step, state = _array("mlp", dropout=0.3)
     other = hfta.with_hyperparams(state._replace(keys=state.keys + 1), lr=[0.001, 0.002, 0.003])

@@ -356,13 +356,6 @@ def test_every_example_runs_by_its_path(tmp_path):
     assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == len(SCRIPTS) > 12
 
 
-def test_no_module_has_the_name_of_one_of_pythons_own():
-    # A file that is run by its path finds the modules beside it before those of Python.
-    modules = {path.stem for path in EXAMPLES.rglob("*.py")} | {path.parent.name for path in EXAMPLES.rglob("*.py")}
-    assert "mobilenet" in modules and "losses" in modules
-    assert not modules & sys.stdlib_module_names
-
-
 # Ctrl-C
 
 

@@ -140,27 +140,6 @@ def test_compiled_cross_entropy_of_many_classes_is_that_of_a_loop(name: str, dim
         torch.testing.assert_close(losses[member], loss(logits[member], *own), **same)
 
 
-def test_logits_with_the_members_inside_are_not_copied() -> None:
-    x, weight, classes = torch.randn(2, 3, 8, 8), torch.randn(M, 20, 3, 1, 1), torch.randint(20, (M, 2, 8, 8))
-
-    def loss(x: Tensor, weight: Tensor, classes: Tensor) -> Tensor:
-        return F.cross_entropy(F.conv2d(x, weight), classes)
-
-    with Watch(M * 2 * 20 * 8 * 8) as watch:
-        hfta.vmap(loss, in_dims=(None, 0, 0))(x, weight, classes)
-    assert watch.calls == ["aten::convolution", "aten::_log_softmax"]
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-@pytest.mark.parametrize("indices_dim", [0, None])
-def test_the_gradient_of_tables_is_one_scatter(padding: int | None, indices_dim: int | None) -> None:
-    tables, indices = torch.randn(M, 50, 8, requires_grad=True), torch.randint(50, (M, 4) if indices_dim == 0 else (4,))
-    with Watch(50 * 8) as watch:
-        look_up = hfta.vmap(lambda w, i: F.embedding(i, w, padding), in_dims=(0, indices_dim))
-        look_up(tables, indices).sum().backward()
-    assert watch.calls == ["aten::embedding_dense_backward"]
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_dense(kind: Any, count: int) -> None:

@@ -138,25 +138,3 @@ def test_a_write_into_what_members_share_is_refused() -> None:
         with pytest.raises(hfta.errors.TraceError, match="in place into a tensor that all members share"):
             hfta.vmap(write)(mask)
     assert not shared.any()
-
-
-def test_masks_that_choose_what_is_written() -> None:
-    def write(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-        x = x.clone()
-        x[mask] = value
-        x[:, 0][mask] = 2 * value
-        return x
-
-    x, mask = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True), torch.rand(3, 4) > 0.5
-    value = torch.randn(3, dtype=torch.float64)
-    expected, written = torch.stack(list(map(write, x, mask, value))), hfta.vmap(write)(x, mask, value)
-    assert torch.equal(written, expected)
-    assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (written, expected)))
-
-
-def test_uninstall_hands_back_operators_without_a_rule() -> None:
-    x, index = torch.randn(3, 4), torch.randint(0, 4, (3, 2))
-    hfta.vmap(_take)(x, index)
-    hfta.rules.uninstall()
-    with pytest.raises(RuntimeError, match="hit the vmap fallback which is currently disabled"):
-        torch.func.vmap(_take)(x, index)

@@ -97,25 +97,6 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
     assert quick.is_compiled
 
 
-@pytest.mark.exhaustive
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("donate", [False, True])
-def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
-    """Elsewhere the same function runs, without a replay."""
-    (step, state), (_, own) = arrayed(donate=donate), arrayed(donate=donate)
-    chosen = kept.options(step, state, "cuda")
-    assert chosen == kept.options(step.many, state, "cuda")
-    assert any("cudagraphs" in name for name in chosen[0]) is donate and chosen[-1] == {}
-    run, tensors = kept.graph(step, chosen[0]), optree.tree_leaves(state)
-    for number in range(3):
-        x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        (state, found), (own, expected) = run(state, x), step(own, x)
-        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-9, atol=1e-9)
-    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9), state, own)
-    same = [a is b for a, b in zip(tensors, optree.tree_leaves(state), strict=True)]
-    assert all(same) is donate
-
-
 SCALE = 2.0
 
 

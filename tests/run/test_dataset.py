@@ -101,15 +101,6 @@ def test_noise_belongs_to_member_epoch_and_item():
     assert torch.equal(*noise_by_row([*loader([7, 7]).batches(0)]))
 
 
-def test_generators_of_one_kind_draw_different_bits():
-    class Words(Noisy):
-        def __getitem__(self, row):
-            return torch.randint(2**16, (4,)), torch.from_numpy(numpy.random.randint(0, 2**16, 4))
-
-    words, others = next(iter(hfta.DatasetLoader(Words(), ROWS, seeds=SEEDS)))
-    assert not torch.isin(words, others).all(-1).any()
-
-
 @pytest.mark.parametrize("deal", ["rows", "bootstrap", "folds", "weights"])
 def test_an_item_drawn_again_has_other_noise(deal):
     batches = [*loader(**DEALS[deal]).batches(0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import pathlib
 import subprocess
 import sys
@@ -59,10 +58,6 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["2", "4", "11"]
     assert lines[-2].endswith("predicted") and lines[-1].startswith("11 of 30 models fit")
-
-
-def _size(work: Any) -> int:
-    return hfta.num_models(inspect.getclosurevars(work).nonlocals["held"][0])
 
 
 @pytest.mark.exhaustive(ids="True")

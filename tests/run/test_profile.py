@@ -102,15 +102,6 @@ def test_the_costly_module_is_the_largest() -> None:
         assert max(lines, key=lambda line: line.in_kernels).module == "2"
 
 
-@pytest.mark.exhaustive
-def test_a_loader_has_the_phase_data() -> None:
-    step, state, _ = array()
-    data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
-    loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
-    assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
-    assert loader.state_dict() == {"epoch": 0, "batches": 0}
-
-
 class Event:
     """An event as PyTorch's profiler has it."""
 
