@@ -57,32 +57,21 @@ def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
 
-@pytest.mark.soak(unless="^(mlp|dcgan)$")
-@pytest.mark.parametrize("name", bench_workloads())
-def test_jax_gives_the_losses_of_the_loop(bench, name):
-    pytest.importorskip("jax", reason="needs JAX")
-    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
-    if name in bench("modes").NOT_FOR["JAX"]:
-        pytest.skip("is not written in JAX")
-    # In smaller batches MobileNet V3 makes much of PyTorch's constant of hard sigmoid, which has single precision.
-    spec = workloads.Spec(name, "small", 2, workloads.batch_size(name, "small", "cpu"))
-    expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
-
-
 # HFTA's own, where it is compiled at import.
-@pytest.mark.soak(unless="^(mlp|dcgan|transformer)-2$")
+@pytest.mark.soak(unless="^(mlp|dcgan|transformer)-HFTA-2$|^(mlp|dcgan)-JAX-2$")
 @pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
-@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize(("peer", "num_models"), [("JAX", 2), ("HFTA", 1), ("HFTA", 2)])
 @pytest.mark.parametrize("name", bench_workloads())
-def test_hfta_gives_the_losses_of_the_loop(bench, name, num_models):
-    pytest.importorskip("hfta.ops", reason="needs a checkout of HFTA in PYTHONPATH")
+def test_peers_give_the_losses_of_the_loop(bench, name, peer, num_models):
+    pytest.importorskip({"JAX": "jax", "HFTA": "hfta.ops"}[peer], reason=f"needs {peer}, HFTA in PYTHONPATH")
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
-    if name in bench("modes").NOT_FOR["HFTA"]:
-        pytest.skip("is not written with HFTA's operators")
-    spec = workloads.Spec(name, "small", num_models, 4)
+    if name in bench("modes").NOT_FOR[peer]:
+        pytest.skip(f"is not written for {peer}")
+    # In smaller batches MobileNet V3 makes much of PyTorch's constant of hard sigmoid, which has single precision.
+    rows = workloads.batch_size(name, "small", "cpu") if peer == "JAX" else 4
+    spec = workloads.Spec(name, "small", num_models, rows)
     expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
+    assert sweep.difference(worker.Desk(peer, spec).losses(), expected) < sweep.TOLERANCE
 
 
 @pytest.mark.soak
@@ -105,35 +94,6 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
         float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
     ]
     assert len(printed) == 4
-
-
-def test_a_figure_rests_on_enough(bench, monkeypatch):
-    """Of rounds and of seconds of every mode, whose turns take as many steps as fill them."""
-    sweep, processes = bench("sweep"), bench("_processes")
-
-    class Clock(processes.Measured):
-        def __init__(self, mode, step):
-            self.mode, self.device, self.row, self.calls, self.step, self.turns = mode, "cpu", {}, 1, step, 0
-
-        def ask(self, order, *args):
-            return [100]
-
-        def time(self, calls):
-            self.turns += 1
-            # Slow while it warms up, so that its turns are too short afterwards.
-            return self.step * (10 if self.turns <= sweep.WARMUP else 1), 0.0
-
-        def close(self):
-            pass
-
-    loop, fast = Clock("serial", 0.5), Clock("array", 0.001)
-    sweep.take_turns(loop, [fast], sweep.Least())
-    assert loop.calls == 1 and fast.calls == 30
-    assert fast.row["measured"] >= sweep.SECONDS > fast.row["measured"] - 0.03
-    assert fast.row["rounds"] == loop.row["rounds"] == 67 and fast.row["ratio"] == pytest.approx(500)
-    sweep.take_turns(loop, [slow := Clock("array", 1.0)], sweep.Least())
-    assert slow.row["rounds"] == sweep.ROUNDS and slow.row["measured"] == pytest.approx(9.0)
-    assert slow.row["seconds"] == [1.0] * 3 and slow.row["calls"] == 1
 
 
 def test_a_row_names_the_code_that_was_measured(bench, tmp_path):

@@ -96,14 +96,6 @@ def test_what_is_no_array(call, message):
         call()
 
 
-def test_lazy_module():
-    models = [nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2)) for _ in range(2)]
-    models[0](torch.randn(5, 4))
-    with pytest.raises(RuntimeError, match="uninitialized parameter"):
-        hfta.stack_params(models[1:])
-    assert nn.parameter.is_lazy(models[1][1].weight)
-
-
 @pytest.mark.parametrize("index", [[0, 3], [], torch.zeros(3, dtype=torch.bool), [[True, False, True]]], ids=str)
 def test_selecting_members_that_are_not_there(index):
     stacked = hfta.stack_params([Net() for _ in range(3)])

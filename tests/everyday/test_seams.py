@@ -37,6 +37,10 @@ def logging(way):
 @chunks
 @pytest.mark.parametrize("way", ["tensor", "tuple"])
 def test_a_log_has_the_value_of_each_member_for_each_step(chunk_size, way):
+    # A log of one member is that of a script.
+    (loss, log, _), (script, expected, _) = logging("tensor"), logging("tensor")
+    array(loss, members=1, chunk_size=chunk_size), loop(script, 0)
+    torch.testing.assert_close(torch.stack(log), torch.stack(expected), rtol=1e-10, atol=0)
     loss, log, box = logging(way)
     state = array(loss, chunk_size=chunk_size)
     alone = [logging("tensor") for _ in range(3)]
@@ -44,14 +48,6 @@ def test_a_log_has_the_value_of_each_member_for_each_step(chunk_size, way):
     values = torch.stack([entry[0] if way == "tuple" else entry for entry in log])
     torch.testing.assert_close(values, torch.stack([torch.stack(log) for _, log, _ in alone], 1), rtol=1e-10, atol=0)
     assert torch.equal(box.latest + 0, values[-1]) and type(values) is torch.Tensor and not values.requires_grad
-
-
-def test_a_log_of_one_member_is_that_of_a_script():
-    loss, log, _ = logging("tensor")
-    array(loss, members=1)
-    other, expected, _ = logging("tensor")
-    loop(other, 0)
-    torch.testing.assert_close(torch.stack(log), torch.stack(expected), rtol=1e-10, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")

@@ -354,13 +354,6 @@ def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
         images.load("lsun", tmp_path, 16)
 
 
-def test_digits(tmp_path):
-    data = images.load("digits", tmp_path, 32)
-    assert data.train[0].shape == (1348, 3, 32, 32) and data.test[0].shape == (449, 3, 32, 32)
-    assert torch.bincount(data.test[1]).min() > 35
-    assert images.to_float(data.train[0]).aminmax() == (-1, 1)
-
-
 # Text
 
 
@@ -392,15 +385,6 @@ def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
         BadInput, match="--length 4 needs 5 tokens, but the test part of wikitext2 has 4; take a smaller"
     ):
         text.load("wikitext2", tmp_path, 4)
-
-
-def test_topics(tmp_path):
-    data = text.load("topics", tmp_path, 32)
-    assert data.train[0].shape[1] == 32 and 10_000 < len(data.train[0]) < 20_000
-    assert 0.08 < len(data.test[0]) / len(data.train[0]) < 0.15
-    assert 80 < data.vocabulary < 200 and int(data.train[0].max()) < data.vocabulary
-    for inputs, targets in (data.train, data.test):
-        assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(targets[:-1, -1], inputs[1:, 0])
 
 
 # Clouds

@@ -90,9 +90,3 @@ def test_split_is_fixed_disjoint_and_stratified(demo):
     rows = torch.cat([images, test_images]).flatten(1)
     assert len(rows.unique(dim=0)) == 1797
     torch.testing.assert_close(demo.load_digits()[1][0], test_images, rtol=0, atol=0)
-
-
-def test_one_seed_is_refused(demo, capsys):
-    with pytest.raises(SystemExit):
-        demo.main(["--seeds", "1"])
-    assert "at least 2 seeds" in capsys.readouterr().err

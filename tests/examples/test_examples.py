@@ -18,7 +18,6 @@ from examples.bert.model import BERT
 from examples.common import fused, solo
 from examples.common.flags import AdamFlags, parse
 from examples.dcgan import fused as gan
-from examples.dcgan.frechet import frechet, moments
 from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 from examples.mobilenet.model import MobileNet
 from examples.pointnet.model import PointNetClassifier
@@ -303,16 +302,6 @@ def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules
     for name in RUNS:
         assert call(name, *only(0, RUNS[name]))[0] == 0
     refuses(call, "import of hfta_func halted", "resnet", "--hfta")
-
-
-def test_frechet_distance():
-    images = torch.rand(500, 3, 16, 16) * 2 - 1
-    assert frechet(moments(images), moments(images)).item() == pytest.approx(0, abs=1e-5)
-    # Moved by 0.5 in each of the 64 pixels; and with half the deviation.
-    assert frechet(moments(images), moments(images + 0.5)).item() == pytest.approx(64 * 0.25, rel=1e-4)
-    _, covariance = moments(images)
-    mean = moments(images)[0]
-    assert frechet((mean, covariance), (mean, covariance / 4)).item() == pytest.approx(0.25 * covariance.trace().item())
 
 
 # Run by path

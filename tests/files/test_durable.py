@@ -373,8 +373,7 @@ def test_directories_that_are_not_there(tmp_path):
 
 
 def test_exported_models_are_plain(tmp_path):
-    state = trained()
-    model = Net()
+    state, model = trained(), Net()
     for index in (0, 2, -1):
         exported = hfta.export_model(model, state, index)
         assert type(exported) is Net and exported.head.weight is exported.layer.weight
@@ -385,10 +384,7 @@ def test_exported_models_are_plain(tmp_path):
     # Plain PyTorch reads it, without this package.
     torch.save(exported.state_dict(), tmp_path / "model.pt")
     plain = Net()
-    assert (
-        str(plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)))
-        == "<All keys matched successfully>"
-    )
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     inputs = torch.randn(5, 3)
     assert torch.equal(plain.eval()(inputs), exported.eval()(inputs))
     stacked = hfta.models.Stacked(state.params, state.buffers)
@@ -397,8 +393,6 @@ def test_exported_models_are_plain(tmp_path):
         hfta.export_model(model, state, 4)
     with refused(hfta.errors.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
         hfta.export_model(Net(2), state, 0)
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        hfta.export_model(model, state, [0, 1])
 
 
 def test_models_are_imported(tmp_path):

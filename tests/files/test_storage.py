@@ -54,23 +54,6 @@ def test_files_are_on_the_disk_before_they_take_the_place_of_others(tmp_path, mo
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_no_descriptor_stays_open(tmp_path, monkeypatch):
-    opened = set()
-
-    def opening(*args, call=os.open):
-        opened.add(descriptor := call(*args))
-        return descriptor
-
-    def closing(descriptor, call=os.close):
-        opened.discard(descriptor)
-        call(descriptor)
-
-    monkeypatch.setattr(atomic.os, "open", opening)
-    monkeypatch.setattr(atomic.os, "close", closing)
-    hfta.save(TREE, tmp_path / "state")
-    assert not opened
-
-
 def test_tensors_lie_aligned_one_after_another(tmp_path):
     path = tmp_path / "state.safetensors"
     hfta.save(TREE, path)

@@ -512,17 +512,6 @@ class Into(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("randomness", ["error", "different"])
-def test_draws_outside_of_models(randomness):
-    run = hfta.vmap(lambda x: Noisy.apply(x, 0.5), randomness=randomness)
-    if randomness == "different":
-        rows = run(torch.ones(3, 8))
-        assert not torch.equal(rows[0], rows[1])
-        return
-    with pytest.raises(hfta.errors.RandomnessError, match="draws from PyTorch's global generator"):
-        run(torch.ones(3, 8))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["reversible", "noisy"])
 def test_what_graphs_cannot_hold_is_refused(name):

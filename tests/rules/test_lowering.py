@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -174,29 +173,6 @@ def test_the_latest_override_that_matches_decides() -> None:
 def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hfta.rules.override(**lowerings)
-
-
-def test_install_from_many_threads() -> None:
-    hfta.rules.uninstall()
-    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
-    results, errors, barrier = [], [], threading.Barrier(8)
-
-    def run() -> None:
-        try:
-            barrier.wait()
-            for _ in range(20):
-                hfta.rules.install()
-                results.append(hfta.vmap(torch.conv2d)(*inputs))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and all(torch.equal(result, results[0]) for result in results)
-    assert hfta.rules.is_installed()
 
 
 @pytest.mark.soak

@@ -92,13 +92,6 @@ def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
     assert machine.chosen() == (PRODUCT, "measured here: 2.0x of grouped")
 
 
-def test_close_to_the_tables_choice_is_not_enough(machine: Machine) -> None:
-    machine.costs |= {PRODUCT: 0.85e-3, LOOP: 2e-3}
-    assert machine.chosen() == (GROUPED, "measured here: no other is much faster")
-    machine.process()
-    assert machine.chosen()[0] == GROUPED and not machine.measured()
-
-
 def test_measuring_takes_a_small_share_of_the_time_and_no_case_twice(machine: Machine, tmp_path: pathlib.Path) -> None:
     machine.costs = {GROUPED: 2e-3, PRODUCT: 1e-3, LOOP: 3e-3}
     sizes, numbers = range(16, 22), [0]

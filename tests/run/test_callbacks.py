@@ -150,21 +150,6 @@ def test_tensorboard(run, tmp_path):
         assert [(event.step, event.value) for event in scalars] == [(1, table[0][member]), (2, table[1][member])]
 
 
-def test_tensorboard_with_a_writer(run):
-    calls = []
-
-    class Writer:
-        def add_scalar(self, *call):
-            calls.append(call)
-
-        def flush(self):
-            calls.append("flush")
-
-    run([[1.0, 2.0, 3.0, 4.0]], callbacks=[hfta.callbacks.tensorboard(Writer())])
-    assert [call for call in calls if call[0].startswith("score")] == [(f"score/{i}", i + 1.0, 1) for i in range(4)]
-    assert calls[-1] == "flush"
-
-
 @pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])
 def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, shape):
     history = hfta.run.History(torch.tensor(SEEDS))

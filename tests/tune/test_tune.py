@@ -302,24 +302,6 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
         population.copy([(2, 0)])
 
 
-def test_compiled_steps_see_few_sizes() -> None:
-    sizes = []
-
-    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-
-        def step(state: Any, batch: Any) -> Any:
-            sizes.append(hfta.num_models(state))
-            return found.step(state, batch)
-
-        return found._replace(step=step)
-
-    options = STUDY | {"trials": 9, "scheduler": tune.halving(eta=2)}
-    study = tune.run(build_compiled, SPACE, max_models=8, **options)
-    assert set(sizes) <= {1, 2, 4, 8}
-    assert told(study) == told(tune.run(build, SPACE, max_models=8, **options))
-
-
 def test_bad_builds() -> None:
     def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         return build(fixed, {name: values[:1] for name, values in members.items()})
