@@ -49,8 +49,12 @@ def test_splitmix64_itself():
     assert [mix(1234567 + i * GOLDEN) for i in range(1, 5)] == expected
 
 
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5), (2, 1, 3, 2)])
-def test_bits_are_those_of_the_reference(shape):
+def test_bits_are_those_of_the_reference(shape, fast, monkeypatch):
+    if not fast:
+        # As without a compiler of C.
+        monkeypatch.setattr(noise, "is_fast", lambda start: False)
     drawn = random.bits(random.keys(SEEDS), shape)
     assert drawn.shape == (len(SEEDS), *shape)
     for member, seed in zip(drawn, SEEDS, strict=True):
