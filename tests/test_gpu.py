@@ -50,24 +50,26 @@ def _on(device, tree):
     return optree.tree_map(lambda leaf: leaf.to(device), tree)
 
 
+def _start(name="mlp", dtype=torch.float64, device="cuda", **options):
+    """A step of three members, and its first state."""
+    members = models(name, 3, dropout=0.3, dtype=dtype)
+    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), **options)
+    return step, step.init(*_on(device, hfta.stack_params(members)), seeds=SEEDS)
+
+
 ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", ALL_BATCHED)
-def test_rules_match_the_loop_forward_and_backward(case):
-    with torch.device("cuda"):
-        check_against_loop(case, (True,) * len(case.make()))
-
-
-@pytest.mark.parametrize("case", ALL_BATCHED)
-def test_rules_match_the_loop_with_a_shared_first_input(case):
+def test_rules_match_the_loop_forward_and_backward(case, shared):
     with torch.device("cuda"):
         count = len(case.make())
-        if count == 1:
+        if shared and count == 1:
             pytest.skip("has one input")
         # PyTorch's kernel of weight normalisation takes the root in float32, whatever the dtype.
-        tolerance = 1e-6 if case.name in ("weight_norm", "weight_norm of columns") else 1e-11
-        check_against_loop(case, (False,) + (True,) * (count - 1), tolerance)
+        tolerance = 1e-6 if case.name == "weight_norm" else 1e-11
+        check_against_loop(case, (not shared,) + (True,) * (count - 1), tolerance)
 
 
 @pytest.mark.sampled(every=2)
@@ -86,19 +88,18 @@ def test_modules(info, training, dtype):
         check_every_sample(info, training, dtype, "cuda")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_members_are_arrays_of_one(name):
-    members = models(name, 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]))
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
-    assert_matches_solo(step, state, _on("cuda", batches(3, 50)), rtol=1e-10)
+def test_members_are_arrays_of_one(name, compiled):
+    torch._dynamo.reset()
+    step, state = _start(name)
+    run = torch.compile(step, fullgraph=True) if compiled else None
+    assert_matches_solo(step, state, _on("cuda", batches(3, 5 if compiled else 50)), run=run, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_trajectories_are_those_of_the_cpu(name):
-    members = models(name, 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]))
-    here = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    step, here = _start(name, device="cpu")
     there = _on("cuda", here)
     for batch in batches(3, 20):
         here, _ = step(here, batch)
@@ -108,21 +109,9 @@ def test_trajectories_are_those_of_the_cpu(name):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_compiled(name):
-    torch._dynamo.reset()
-    members = models(name, 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]))
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
-    compiled = torch.compile(step, fullgraph=True)
-    assert_matches_solo(step, state, _on("cuda", batches(3, 5)), run=compiled, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
 def test_a_step_in_place_is_captured_as_it_is(name):
     """Nothing in it waits for the device, or asks it for a value."""
-    members = models(name, 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=True)
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    step, state = _start(name, donate=True)
     given = _on("cuda", batches(3, 5))
     expected = optree.tree_map(torch.clone, state)
     for batch in given:
@@ -155,9 +144,7 @@ def waiting_is_an_error():
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_step_does_not_wait_for_the_device(name, donate, autocast, waiting_is_an_error):
-    members = models(name, 3, dropout=0.3, dtype=torch.float32)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=donate, autocast=autocast)
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    step, state = _start(name, torch.float32, donate=donate, autocast=autocast)
     first, *given = _on("cuda", batches(3, 3, dtype=torch.float32))
     # What is made once, such as workspaces of libraries, may wait.
     state, _ = step(state, first)
@@ -176,9 +163,7 @@ def test_a_step_goes_over_to_a_graph(donate, tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_FIRST", 1)
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
     torch.compiler.reset()
-    members = models("mlp", 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=donate)
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    step, state = _start(donate=donate)
     other, quick = optree.tree_map(torch.clone, state), hfta.compile(step)
     given, end = _on("cuda", batches(3, 4)), time.monotonic() + 120
     while not quick.is_compiled and time.monotonic() < end:
@@ -208,9 +193,7 @@ def test_a_step_goes_over_to_a_graph(donate, tmp_path, monkeypatch):
 
 def test_a_compiled_step_in_place_is_replayed():
     torch.compiler.reset()
-    members = models("mlp", 3, dropout=0.3)
-    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=True)
-    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    step, state = _start(donate=True)
     run = kept.graph(step, kept.options(step, state, "cuda")[0])
     (batch,) = _on("cuda", batches(3, 1))
     for _ in range(3):

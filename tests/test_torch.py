@@ -83,20 +83,6 @@ def test_a_release_without_a_private_name_is_refused_in_one_line(file, module, n
     )
 
 
-@pytest.mark.exhaustive
-def test_an_import_ends_in_that_line():
-    code = """
-import torch
-del torch._C._functorch._unwrap_batched
-import hfta_func
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "ImportError: hfta_func needs torch._C._functorch._unwrap_batched, which "
-    )
-
-
 def test_a_name_of_the_compiler_is_looked_up_at_first_use(monkeypatch):
     lacking("torch._dynamo.config", "allow_rnn", monkeypatch)
     with pytest.raises(ImportError, match=r"hfta_func needs torch\._dynamo\.config\.allow_rnn, which PyTorch"):

@@ -114,53 +114,6 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
-def test_a_clock_counts_down(bench):
-    clock, now = bench("gpu.clock"), [0.0]
-    one = clock.Clock(100, lambda: now[0])
-    part = one.until(0.3)
-    now[0] = 29.0
-    part.check()
-    with pytest.raises(clock.TimeUp):
-        part.check(1.0)
-    now[0] = 31.0
-    assert part.left() < 0 and one.left() == 69
-    with pytest.raises(clock.TimeUp):
-        part.check()
-
-
-@pytest.mark.soak
-def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys):
-    suite, stages = bench("gpu.suite"), bench("gpu.stages")
-    file = tmp_path / "test_some.py"
-    file.write_text(
-        "import os, pytest\n"
-        "@pytest.mark.parametrize('i', range(4))\n"
-        "def test_numbers(i):\n"
-        f"    assert i != 2 or os.path.exists({str(tmp_path / 'mended')!r})\n"
-        "def test_left_out():\n"
-        "    pytest.skip('needs a card')\n"
-    )
-    monkeypatch.setattr(suite, "FILES", {"cpu": str(file)})
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: 3)
-    args = types.SimpleNamespace(out=tmp_path, quick=False, commit=None)
-    ledger = stages.opened(args)
-    monkeypatch.setattr(ledger, "rows", {})
-    clock = bench("gpu.clock").Clock(1000)
-    suite.run(clock, ledger, "cpu", False)
-    said = suite.show(ledger, "cpu").splitlines()
-    assert said[0].startswith("FAILED ") and said[0].endswith("test_some.py::test_numbers[2]")
-    assert "assert" in said[1] and said[-1] == "tests: 3 passed, 1 failed, 1 skipped"
-    assert not suite.is_over(ledger, "cpu")
-    (tmp_path / "mended").touch()
-    suite.run(clock, ledger, "cpu", False)
-    assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu") == "tests: 4 passed, 0 failed, 1 skipped"
-    # A failure with other code than there is now is counted as older, and nothing that is known to fail.
-    ledger.add("tests", "a test that was renamed", "another", {"outcome": "failed", "error": "wrong"})
-    assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu").endswith("of which 1 with older code")
-    # What has passed was left out.
-    assert "\n1 passed in" in (tmp_path / "tests.log").read_text()
-
-
 def test_rows_are_read_back(bench, tmp_path, monkeypatch):
     ledger = bench("gpu.ledger")
     committed = tmp_path / "committed.jsonl"
@@ -185,7 +138,7 @@ def test_rows_are_read_back(bench, tmp_path, monkeypatch):
         ledger.read(committed)
 
 
-def test_rows_are_added_to_the_committed_ones(bench, tmp_path, monkeypatch, capsys):
+def test_rows_are_added_to_the_committed_ones(bench, tmp_path, monkeypatch):
     stages, file = bench("gpu.stages"), tmp_path / "new.jsonl"
     monkeypatch.setattr(stages, "COMMITTED", tmp_path / "gpu.jsonl")
     row = {"stage": "busy", "key": "a", "machine": GPU, "busy": 0.1}
@@ -237,41 +190,27 @@ def measured(bench, monkeypatch, tmp_path):
     return state
 
 
-@pytest.mark.exhaustive
-def test_a_mode_that_runs_out_of_memory_beside_others_runs_alone(measured):
-    measured.full = {"dense": "beside"}
+@pytest.mark.parametrize(
+    ("what", "modes", "wrong"),
+    [
+        ({"full": {"dense": "beside"}}, {"dense"}, None),
+        ({"full": {"dense": "always"}}, {"dense"}, "out of memory"),
+        # Without a loop there are no ratios.
+        ({"full": {"serial": "always"}}, {"serial", "array", "dense", "stock vmap"}, "out of memory"),
+        ({"wrong": {"array"}}, {"array"}, "differ from the loop's"),
+        ({"slow": {"dense": 100.0}}, {"dense"}, "too much of a cell's"),
+    ],
+)
+def test_a_cell_goes_on_without_modes_that_fail(measured, what, modes, wrong):
+    vars(measured).update(what)
     rows = measured.run()
-    assert all("ratio" in row for row in rows.values())
-    assert {mode for mode, row in rows.items() if "beside" in row} == {"dense"}
-
-
-@pytest.mark.exhaustive
-def test_a_cell_goes_on_without_a_mode_that_runs_out_of_memory(measured):
-    measured.full = {"dense": "always"}
-    rows = measured.run()
-    assert "out of memory" in rows["dense"]["error"] and "ratio" not in rows["dense"]
-    assert all("ratio" in row for mode, row in rows.items() if mode != "dense")
-
-
-@pytest.mark.exhaustive
-def test_without_a_loop_there_are_no_ratios(measured):
-    measured.full = {"serial": "always"}
-    rows = measured.run()
-    assert len(rows) == 4 and all("out of memory" in row["error"] and "ratio" not in row for row in rows.values())
-
-
-@pytest.mark.exhaustive
-def test_a_mode_whose_losses_differ_gets_no_ratio(measured):
-    measured.wrong = {"array"}
-    rows = measured.run()
-    assert "differ from the loop's" in rows["array"]["error"] and "ratio" not in rows["array"]
-    assert "ratio" in rows["stock vmap"]
-
-
-def test_what_takes_too_much_of_a_cell_is_left_out(measured):
-    measured.slow = {"dense": 100.0}
-    rows = measured.run()
-    assert "too much of a cell's" in rows["dense"]["error"] and "ratio" in rows["array"]
+    if wrong is None:
+        assert all("ratio" in row for row in rows.values()) and modes == {
+            mode for mode in rows if "beside" in rows[mode]
+        }
+        return
+    assert all(wrong in rows[mode]["error"] and "ratio" not in rows[mode] for mode in modes)
+    assert all("ratio" in row for mode, row in rows.items() if mode not in modes)
 
 
 def test_a_budget_too_short_for_a_cell_leaves_it(bench, measured):
@@ -312,15 +251,6 @@ def test_a_missing_package_and_an_old_driver_are_named(bench, monkeypatch, capsy
     assert gpu.why_no_cuda() == "The NVIDIA driver on your system is too old (found version 11040)."
 
 
-@pytest.mark.exhaustive
-def test_what_fits_into_a_budget_is_estimated(bench, capsys, tmp_path):
-    assert bench("gpu").main(["--plan", "--budget", "540", "--out", str(tmp_path)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert "of it in 540 s" in head and [line.split()[0] for line in lines] == [*bench("gpu").SHARES]
-    seconds = [float(line.split()[4]) for line in lines]
-    assert all(value > 0 for value in seconds)
-
-
 def rows_of_a_card(bench, gpu="NVIDIA H100"):
     cells, code = bench("gpu.cells"), bench("_code")
     about = {"machine": {**GPU, "gpu": gpu}, "commit": "0123456789abcdef", "dirty": False}
@@ -351,22 +281,16 @@ def test_pages_show_the_rows(bench, tmp_path):
     report, tables, x = bench("report"), bench("gpu.tables"), bench("_tables").TIMES
     file = tmp_path / "gpu.jsonl"
     assert report.gpus(tmp_path) == tables.NOTHING
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of_a_card(bench)))
+    # Another card has tables of its own, and rows of other code are named.
+    rows = rows_of_a_card(bench) + rows_of_a_card(bench, "NVIDIA H200")
+    rows[len(rows) // 2 + 1]["code"] = "another"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     page = report.gpus(tmp_path)
-    heads = [line for line in page.splitlines() if line.startswith("### ")]
-    assert heads[:3] == [
-        "### On one NVIDIA H100, small versions",
-        "### On one NVIDIA H100, published sizes",
-        "### On one NVIDIA H100, published sizes, bfloat16",
-    ]
+    kinds = "small versions", "published sizes", "published sizes, bfloat16"
+    assert all(f"### On one NVIDIA {card}, {kind}\n" in page for card in ("H100", "H200") for kind in kinds)
     assert f"| ResNet-18 | 16 {x} 128 | 2.0{x} | 9.0{x} | 3.0{x} |" in page
     assert f"| adam | 5.0{x} | 5.0{x} |" in page and "| 4,096 |" in page and "| 1.00 | 0.20 | 20% |" in page
     assert f"| convolution: M 4, x | groups 2.000 | matmul 1.000 | 2.00{x} |" in page
-    # Another card has tables of its own, and rows of other code are named.
-    rows = rows_of_a_card(bench, "NVIDIA H200")
-    rows[1]["code"] = "another"
-    file.write_text(file.read_text() + "".join(f"{json.dumps(row)}\n" for row in rows))
-    assert "### On one NVIDIA H200, small versions" in report.gpus(tmp_path)
     assert report.older(report.results(tmp_path)) == ["nvidia-h200-small: resnet, M = 16: array"]
 
 

@@ -36,38 +36,13 @@ def tensors_of(models):
 
 
 class Net(nn.Module):
-    def __init__(self, *, p=0.5, stride=1, bias=True, activation=torch.relu, constant=1.0):
+    def __init__(self, *, width=2, activation=torch.relu):
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 2, 3, stride=stride, bias=bias),
-            nn.BatchNorm2d(2),
-            nn.Dropout(p),
-            nn.Conv2d(2, 2, 1, bias=bias),
-        )
+        self.body = nn.Sequential(nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.Dropout(), nn.Conv2d(width, 2, 1))
         self.activation = activation
-        self.constant = constant
 
     def forward(self, x):
-        return self.activation(self.body(x)) * self.constant
-
-
-class Sized(nn.Linear):
-    """A module that is false as a condition, because it has a length of zero."""
-
-    def __init__(self, rate):
-        super().__init__(2, 2)
-        self.rate = rate
-
-    def __len__(self):
-        return 0
-
-
-def with_default(slope):
-    return lambda x, *, by=slope: x * by
-
-
-def changed(**settings):
-    return lambda: Net(**settings)
+        return self.activation(self.body(x))
 
 
 def net_with(change):
@@ -83,44 +58,23 @@ def tie(net):
     net.body[3].bias = net.body[0].bias
 
 
+HOOKED = net_with(lambda net: net.body[2].register_forward_hook(lambda module, args, output: None))
+FROZEN = net_with(lambda net: net.body[3].requires_grad_(False))
 DIFFERENT = [
-    (Net, lambda: nn.Linear(2, 2), "the model is a Linear but in model 0 it is a Net"),
-    (Net, net_with(lambda net: net.body.append(nn.Tanh())), "model 0 has no module 'body.4' but model 2 has one"),
-    (
-        Net,
-        net_with(lambda net: net.double()),
-        "the dtype of 'body.0.weight' is torch.float64 but model 0 has torch.float32",
-    ),
-    (
-        Net,
-        net_with(lambda net: net.body[3].requires_grad_(False)),
-        "the requires_grad of 'body.3.weight' is False but model 0 has True",
-    ),
-    (lambda: nn.Linear(4, 2), lambda: nn.Linear(4, 3), "'out_features' is 3 but in model 0 it is 2"),
-    (Net, changed(activation=torch.tanh), "'activation' is tanh but in model 0 it is relu"),
-    (
-        changed(activation=with_default(0.5)),
-        changed(activation=with_default(0.25)),
-        "'activation.__kwdefaults__['by']' is 0.25 but in model 0 it is 0.5",
-    ),
-    (
-        changed(constant={"shift": [torch.ones(2), torch.zeros(2)]}),
-        changed(constant={"shift": [torch.ones(2), torch.ones(2)]}),
-        "'constant['shift'][1]' is tensor([1., 1.]) but in model 0 it is tensor([0., 0.])",
-    ),
-    (lambda: Sized(1), lambda: Sized(2), "'rate' is 2 but in model 0 it is 1"),
-    (Net, net_with(tie), "model 2 ties 'body.3.bias' to 'body.0.bias' but model 0 does not"),
-    (
-        Net,
-        net_with(lambda net: net.body[2].register_forward_hook(lambda module, args, output: None)),
-        "'body.2._forward_hooks' is 1 but in model 0 it is 0",
-    ),
+    (lambda: nn.Linear(2, 2), "the model is a Linear but in model 0 it is a Net"),
+    (net_with(lambda net: net.body.append(nn.Tanh())), "model 0 has no module 'body.4' but model 2 has one"),
+    (net_with(lambda net: net.double()), "'body.0.weight' is torch.float64 but model 0 has torch.float32"),
+    (FROZEN, "the requires_grad of 'body.3.weight' is False but model 0 has True"),
+    (lambda: Net(width=3), "'body.0.out_channels' is 3 but in model 0 it is 2"),
+    (lambda: Net(activation=torch.tanh), "'activation' is tanh but in model 0 it is relu"),
+    (net_with(tie), "model 2 ties 'body.3.bias' to 'body.0.bias' but model 0 does not"),
+    (HOOKED, "'body.2._forward_hooks' is 1 but in model 0 it is 0"),
 ]
 
 
-@pytest.mark.parametrize(("usual", "other", "difference"), DIFFERENT)
-def test_models_that_differ(usual, other, difference):
-    models = [usual(), usual(), other()]
+@pytest.mark.parametrize(("other", "difference"), DIFFERENT)
+def test_models_that_differ(other, difference):
+    models = [Net(), Net(), other()]
     with refused(hfta.errors.StackError, "model 2", difference, spared=tensors_of(models)):
         hfta.stack_params(models)
 
@@ -129,17 +83,10 @@ def test_models_that_differ(usual, other, difference):
     ("call", "message"),
     [
         (lambda: hfta.stack_params([]), "no models to stack; pass at least one"),
-        (lambda: hfta.init_params(Net, seeds=[]), "no models to stack; pass at least one"),
         (lambda: hfta.stack_params(Net()), "expected a list of models but got one Net; pass [model]"),
-        (
-            lambda: hfta.stack_params([Net(), Net().state_dict()]),
-            "model 1: OrderedDict is not a torch.nn.Module; pass a model",
-        ),
+        (lambda: hfta.stack_params([Net(), {}]), "model 1: dict is not a torch.nn.Module; pass a model"),
         (lambda: hfta.num_models({}), "no tensors, so it has no members"),
-        (
-            lambda: hfta.num_models({"a": torch.zeros(3), "b": torch.zeros(2)}),
-            "tree['b'] has 2 members but tree['a'] has 3",
-        ),
+        (lambda: hfta.num_models([torch.zeros(3), torch.zeros(2)]), "tree[1] has 2 members but tree[0] has 3"),
         (lambda: hfta.num_models({"a": torch.tensor(3.0)}), "tree['a'] has no axes"),
         (lambda: hfta.concat([]), "nothing to join; pass at least one array"),
     ],
@@ -147,14 +94,6 @@ def test_models_that_differ(usual, other, difference):
 def test_what_is_no_array(call, message):
     with refused(hfta.errors.StackError, message):
         call()
-
-
-def test_lazy_module():
-    models = [nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2)) for _ in range(2)]
-    models[0](torch.randn(5, 4))
-    with pytest.raises(RuntimeError, match="uninitialized parameter"):
-        hfta.stack_params(models[1:])
-    assert nn.parameter.is_lazy(models[1][1].weight)
 
 
 @pytest.mark.parametrize("index", [[0, 3], [], torch.zeros(3, dtype=torch.bool), [[True, False, True]]], ids=str)
@@ -167,40 +106,24 @@ def test_selecting_members_that_are_not_there(index):
 def test_joining_what_does_not_fit():
     first, wide = (hfta.stack_params([nn.Linear(4, size) for _ in range(2)]) for size in (2, 3))
     named = hfta.stack_params([nn.Sequential(nn.Linear(4, 2))])
-    with refused(
-        hfta.errors.StackError,
-        "array 1 has tree.params['0.bias'] but array 0 does not",
-        "same model",
-        spared=(first, named),
+    size = "['bias'] is torch.float32[3] per member but array 0 has torch.float32[2]"
+    for arrays, fragments in (
+        ([first, named], ["array 1 has tree.params['0.bias'] but array 0 does not", "same model"]),
+        ([first, first, wide], ["array 2", size, "join arrays of the same model and dtype"]),
     ):
-        hfta.concat([first, named])
-    with refused(
-        hfta.errors.StackError,
-        "array 2",
-        "['bias'] is torch.float32[3] per member but array 0 has torch.float32[2]",
-        "join arrays of the same model and dtype",
-        spared=(first, wide),
-    ):
-        hfta.concat([first, first, wide])
+        with refused(hfta.errors.StackError, *fragments, spared=arrays):
+            hfta.concat(arrays)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: hfta.sgd(lr=[0.1, 0.2, NAN]), "model 2: lr is nan; it must be at least 0"),
-        (lambda: hfta.sgd(lr=torch.tensor([-1.0, 1.0, 1.0])), "model 0: lr is -1.0; it must be at least 0"),
         (lambda: hfta.sgd(momentum=0.9, dampening=NAN), "dampening is nan; it must be a finite number"),
         (lambda: hfta.adam(betas=(0.9, [0.9, 1.5, 0.9])), "model 1: beta2 is 1.5; it must be at least 0 and below 1"),
-        (
-            lambda: hfta.adamw(betas=([0.9, 0.9, -0.1], 0.9)),
-            "model 2: beta1 is -0.1; it must be at least 0 and below 1",
-        ),
         (lambda: hfta.optim.clip_grad_norm([1.0, 0.0, 1.0]), "model 1: max_norm is 0.0; it must be positive"),
         (lambda: hfta.sgd(lr=schedules.step_lr(0.1, [5, 0, 5])), "model 1: step_size is 0.0; it must be positive"),
-        (
-            lambda: hfta.sgd(lr=schedules.warmup(schedules.cosine([0.1, -0.1, 0.1], 5), 5)),
-            "model 1: lr is -0.1; it must",
-        ),
+        (lambda: hfta.sgd(lr=schedules.cosine([0.1, -0.1, 0.1], 5)), "model 1: lr is -0.1; it must"),
     ],
 )
 def test_hyperparameter_out_of_range(make, message):
@@ -227,32 +150,26 @@ def test_replacing_hyperparameters(new, fragments):
         hfta.with_hyperparams(state, **new)
 
 
-def test_hyperparameters_that_the_loss_does_not_take():
-    step = hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd())
-    stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
-    with refused(
-        hfta.errors.HyperparameterError,
-        "'smoothing' is no number of the model, and the loss takes only (model, batch); give it a third argument",
-        "give it a third argument",
-        spared=stacked,
-    ):
-        step.init(*stacked, seeds=[2, 0, 1], hparams={"smoothing": 0.1})
-
-
 @pytest.mark.parametrize(
-    ("seeds", "fragments"),
+    ("given", "fragments"),
     [
-        ([1, 2], ["got 2 seeds but the array has 3 models", "one per model"]),
-        (torch.tensor([1, 2]), ["got 2 seeds but the array has 3 models", "one per model"]),
-        ([1, 2, "3"], ["model 2: seed '3' is not a 64-bit integer", "one int per model"]),
-        ([1, 2, 2**63], [f"model 2: seed {2**63} is not a 64-bit integer", "one int per model"]),
+        (
+            {"hparams": {"smoothing": 0.1}},
+            [
+                "'smoothing' is no number of the model, and the loss takes only (model, batch)",
+                "give it a third argument",
+            ],
+        ),
+        ({"seeds": torch.tensor([1, 2])}, ["got 2 seeds but the array has 3 models", "one per model"]),
+        ({"seeds": [1, 2, "3"]}, ["model 2: seed '3' is not a 64-bit integer", "one int per model"]),
+        ({"seeds": [1, 2, 2**63]}, [f"model 2: seed {2**63} is not a 64-bit integer", "one int per model"]),
     ],
 )
-def test_seeds(seeds, fragments):
+def test_numbers_that_a_state_does_not_take(given, fragments):
     step = hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd())
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     with refused(hfta.errors.HyperparameterError, *fragments, spared=stacked):
-        step.init(*stacked, seeds=seeds)
+        step.init(*stacked, **{"seeds": [2, 0, 1], **given})
 
 
 def square(model, batch):
@@ -296,9 +213,8 @@ def test_batch_leaf_that_is_no_tensor():
     step, state = linear_step(lambda model, batch: square(model, batch[0]))
     for value, name in ((0.5, "float"), (np.ones((3, 8)), "ndarray")):
         batch = [torch.randn(3, 8, 4), value]
-        with refused(
-            hfta.errors.BatchError, f"batch[1] is a {name}", "leaves of a batch must be tensors", spared=(state, batch)
-        ):
+        fragments = f"batch[1] is a {name}", "leaves of a batch must be tensors"
+        with refused(hfta.errors.BatchError, *fragments, spared=(state, batch)):
             step(state, batch)
 
 
@@ -335,17 +251,6 @@ class Noisy(nn.Module):
         return self.linear(x) + self.draw(x[:, :1].abs())
 
 
-@pytest.mark.parametrize("draw", [torch.poisson, torch._sample_dirichlet, lambda x: torch.empty_like(x).random_(3)])
-def test_random_operator_that_is_not_routed(draw):
-    step, state = linear_step(model=Noisy(draw))
-    batch = torch.randn(3, 8, 4)
-    before = torch.get_rng_state()
-    fragments = "the model (Noisy)", "draws from PyTorch's global generator", "draw with torch.rand"
-    with refused(hfta.errors.RandomnessError, *fragments, spared=(state, batch)):
-        step(state, batch)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 SHARED_GENERATOR = torch.Generator()
 WITH_GENERATOR = {
     "torch.normal": lambda x: torch.normal(x, 1.0, generator=SHARED_GENERATOR),
@@ -356,11 +261,9 @@ WITH_GENERATOR = {
 @pytest.mark.parametrize("name", WITH_GENERATOR)
 def test_generator_of_the_users_own(name):
     step, state = linear_step(model=Noisy(WITH_GENERATOR[name]))
-    batch = torch.randn(3, 8, 4)
-    before = SHARED_GENERATOR.get_state()
-    with refused(
-        hfta.errors.RandomnessError, f"{name} got a generator", "leave it out", "own key", spared=(state, batch)
-    ):
+    batch, before = torch.randn(3, 8, 4), SHARED_GENERATOR.get_state()
+    fragments = f"{name} got a generator", "leave it out", "own key"
+    with refused(hfta.errors.RandomnessError, *fragments, spared=(state, batch)):
         step(state, batch)
     assert torch.equal(SHARED_GENERATOR.get_state(), before)
 
@@ -384,14 +287,12 @@ def line_of(name):
 
 
 class Nested(nn.Module):
-    """Reads a value in a function inside of ``forward``, or in a method that it calls, or in a hook."""
+    """Reads a value in a function inside of ``forward``, or in a method that it calls."""
 
     def __init__(self, kind):
         super().__init__()
         self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
         self.kind = kind
-        if kind == "hook":
-            self.linear.register_forward_pre_hook(positive)
 
     def forward(self, x):
         def helper(y):
@@ -407,15 +308,9 @@ class Nested(nn.Module):
         return y
 
 
-def positive(module, args):
-    (x,) = args
-    return (x if x.sum().item() > 0 else -x,)  # at fault: hook
-
-
 NESTED = {
     "helper": "module '1.0' (Nested), helper",
     "method": "module '1.0' (Nested), shrunk",
-    "hook": "module '1.0.linear' (Linear), positive",
 }
 
 
@@ -441,20 +336,6 @@ def test_the_line_below_a_module_that_reads_a_value(name, way):
         run(params, x)
 
 
-def test_an_output_that_is_no_tensor():
-    with pytest.raises(ValueError, match=r"must return tensors only, but one output is of type int$"):
-        hfta.vmap(lambda x: (x, 1))(torch.zeros(2))
-
-
-def test_other_errors_of_the_model_stay_what_they_are():
-    def loss_fn(model, batch):
-        raise RuntimeError("the user's own")
-
-    step, state = linear_step(loss_fn)
-    with pytest.raises(RuntimeError, match=r"^the user's own$"):
-        step(state, torch.randn(3, 8, 4))
-
-
 def test_state_of_another_model():
     step, state = linear_step()
     batch = torch.randn(3, 8, 4)
@@ -478,11 +359,6 @@ def test_chunk_size():
 
 def _loss(model, batch):
     return model(batch).mean()
-
-
-def _init(**options):
-    step = hfta.make_train_step(Net(), _loss, hfta.sgd(lr=0.1))
-    return step.init(**{**hfta.stack_params([Net(), Net()])._asdict(), "seeds": [0, 1], **options})
 
 
 MISUSES = {

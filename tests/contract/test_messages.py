@@ -50,13 +50,9 @@ def cached(m: Any, x: Tensor) -> Tensor:
     return x + m.cache
 
 
-DRAWS = "draws from PyTorch's global generator"
 Call = Callable[[Any, Tensor], Any]
 REFUSED: dict[str, tuple[str, Call]] = {
     "inner vmap": ("the value of a tensor", lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),
-    "generator": ("all members would share", lambda m, x: x + torch.rand(4, generator=torch.Generator())),
-    "poisson": (DRAWS, lambda m, x: x + torch.poisson(x.detach().abs())),
-    "random_": (DRAWS, lambda m, x: x + torch.empty(4).random_(3)),
     "noise in an inner vmap": ("inner vmap", lambda m, x: torch.vmap(lambda row: row + torch.rand(4))(x)),
     "noise of integers": ("draw integers with torch.randint", lambda m, x: torch.zeros(4).long().normal_() + x),
     "cache": ("make it a buffer", cached),
@@ -69,15 +65,10 @@ UNCOMPILED: dict[str, Call] = {
 """Models that run as an array that is not compiled, and what they are told otherwise."""
 WRONG: dict[str, Call] = {
     "shapes": lambda m, x: x + torch.zeros(5),
-    "product": lambda m, x: x @ torch.zeros(5, 2),
-    "index": lambda m, x: x[9],
     "gather": lambda m, x: x.gather(1, torch.tensor([[9]])),
-    "cat": lambda m, x: torch.cat([x, x[0]]),
-    "view": lambda m, x: x.view(5, 5),
     "save_for_backward": lambda m, x: Kept.apply(x),
     "gradients": lambda m, x: Short.apply(x, x),
     "out": lambda m, x: torch.add(x, 1, out=torch.empty(3, 4)),
-    "history": lambda m, x: torch.autograd.grad(x.detach().sum(), x)[0],
     "unused": lambda m, x: torch.autograd.grad(x.sum(), m.unused, create_graph=True)[0] + x,
     "in_dims": lambda m, x: torch.vmap(torch.sin, in_dims=5)(x),
 }

@@ -89,11 +89,6 @@ def test_an_optimizer_from_outside_keeps_the_laws() -> None:
             "law 'init': init returns a dict",
         ),
         (
-            broken_optimizer(init=lambda init, params: init(params)._replace(average=None)),
-            None,
-            r"law 'init': state.average is None; every leaf is a tensor",
-        ),
-        (
             broken_optimizer(init=lambda init, params: init(params)._replace(step=torch.zeros(1))),
             None,
             r"law 'init': state.step has shape \[1\]; axis 0 is that of the 3 models",
@@ -238,12 +233,7 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
             broken_scheduler(lambda c: {}, cohorts=lambda self, trials, epochs: [tune.Cohort(trials, (3, 2))]),
             r"law 'cohorts': the rungs are \[3, 2\]; let them ascend",
         ),
-        (
-            broken_scheduler(lambda c: {}, cohorts=lambda self, trials, epochs: [tune.Cohort(2, (epochs,))]),
-            "law 'cohorts': they have 2 trials, not 9",
-        ),
         (Clock, "law 'the same cohort gets the same verdicts', values .*: asked again, decide says"),
-        (broken_scheduler(lambda c: everyone(c, "wait")), "law 'verdicts are valid', .*decide says 'wait' of trial"),
         (
             broken_scheduler(lambda c: {99: "go"}),
             "law 'verdicts are valid'.*decide says 'go' of trial 99; say 'go', 'stop' or",
@@ -255,10 +245,6 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
         (
             broken_scheduler(lambda c: everyone(c, tune.Copy(max(everyone(c, 0)), {})) if everyone(c, 0) else {}),
             r"law 'verdicts are valid'.*decide says Copy\(source=\d, changes=.*that copies none",
-        ),
-        (
-            broken_scheduler(lambda c: {trial: tune.Copy(50, {}) for trial, found in c.alive.items() if found}),
-            "law 'verdicts are valid'.*decide says Copy\\(source=50",
         ),
         (
             broken_scheduler(scheduler.Pull().decide, copies=False),
@@ -334,12 +320,6 @@ class Swaps(executor.LastFirst):
         return call ^ 1, answer
 
 
-class Repeats(executor.LastFirst):
-    def submit(self, function: Any, limit: int = 0, /, **arguments: Any) -> int:
-        super().submit(function, limit, **arguments)
-        return 0
-
-
 class Keeps(executor.LastFirst):
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         # The first call first, so that dropped ones come before others.
@@ -348,12 +328,6 @@ class Keeps(executor.LastFirst):
 
     def forget(self, function: Any = None) -> None:
         pass
-
-
-class Stringifies(executor.LastFirst):
-    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
-        call, answer = super().wait(timeout)
-        return call, str(answer) if isinstance(answer, Exception) else answer
 
 
 class Rounds(executor.LastFirst):
@@ -371,9 +345,7 @@ def _rounded(leaf: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Repeats, r"law 'calls are answered by number': three calls have the numbers \[0, 0, 0\]"),
         (Swaps, r"law 'calls are answered by number': calls \[0, 1, 2\] were answered as \[3, 0, 1\]"),
-        (Stringifies, "law 'calls are answered by number': 6 / 0 is answered with 'division by zero'; answer"),
         (
             Keeps,
             "law 'dropped calls are not answered': call .* with {'seed': 2} is answered as call .* with {'seed': 1}",
@@ -384,67 +356,6 @@ def _rounded(leaf: Any) -> Any:
 def test_an_executor_that_breaks_a_law(kind: type[executor.LastFirst], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_executor(kind())
-
-
-def build(fixed: Any, members: Any) -> tune.Array:
-    def factory() -> torch.nn.Module:
-        return torch.nn.Linear(4, 1)
-
-    def loss_fn(model: Any, batch: Tensor) -> Tensor:
-        return (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
-
-    step = hfta.make_train_step(factory(), loss_fn, slow(lr=members["lr"]))
-    state = step.init(*hfta.init_params(factory, members["seed"]), seeds=members["seed"])
-    return tune.Array(step, state, hfta.ArrayLoader(torch.ones(16, 4) / 4, 8, seeds=members["seed"]))
-
-
-def study(pull: tune.Scheduler, **options: Any) -> tune.Study:
-    distributions = pytest.importorskip("optuna").distributions
-    space = {"lr": distributions.FloatDistribution(1e-4, 0.5, log=True)}
-    return tune.run(
-        *(build, space),
-        metric="loss",
-        direction="minimize",
-        trials=5,
-        epochs=3,
-        scheduler=pull,
-        progress=False,
-        **options,
-    )
-
-
-@pytest.mark.exhaustive
-def test_a_study_with_extensions_alone() -> None:
-    seen: list[Any] = []
-
-    found = study(scheduler.Pull(), callbacks=[seen.append])
-    assert [trial.status for trial in found.trials] == ["complete"] * 5 and seen == [found] * len(seen)
-    # Twice, the last one went on from the best with half its learning rate.
-    copies = [(trial, parent) for trial in found.population.members for parent in trial.parents]
-    assert [epoch for _, (epoch, _) in copies] in ([1, 2], [2, 1])
-    for member, (epoch, source) in copies:
-        assert source != member.number and epoch in (1, 2)
-
-
-@pytest.mark.exhaustive
-def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
-    whole, stops = study(scheduler.Pull()), []
-
-    def stop(found: tune.Study) -> None:
-        stops.append(1)
-        raise KeyboardInterrupt
-
-    while (found := study(scheduler.Pull(), resume=tmp_path, callbacks=[stop])).interrupted:
-        assert len(stops) < 9
-    assert len(stops) >= 3
-    for one, other in zip(found.population.members, whole.population.members, strict=True):
-        assert (one.config, one.parents, one.metrics) == (other.config, other.parents, other.metrics)
-
-
-@pytest.mark.exhaustive
-def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
-    with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or, if"):
-        study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())
 
 
 @pytest.mark.parametrize("module", [optimizer, rule, scheduler, callback, executor])

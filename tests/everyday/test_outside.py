@@ -10,47 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import hfta_func as hfta
+from scripts import BATCHES, X, Y, array, assert_same, loop, make, mse
 
-X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-Y = X.sum(1, keepdim=True)
-BATCHES = [(X[i : i + 6], Y[i : i + 6]) for i in range(0, 24, 6)]
 processes = pytest.mark.parametrize("workers", [None, 2])
 members = pytest.mark.parametrize("members", [1, 3])
-
-
-def make():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def mse(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def array(loss, make=make, members=3, loader=BATCHES, around=lambda step: step, epochs=3, fit=None, **options):
-    """The models of a trained array."""
-    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=0.1), **{"batch_dims": None} | options)
-    state = step.init(*hfta.init_params(make, range(members)), seeds=range(members))
-    state, _ = hfta.fit(around(step), state, loader, epochs=epochs, progress=False, **(fit or {}))
-    return hfta.unstack_params(make(), *hfta.step.stacked(state))
-
-
-def loop(loss, seed, make=make, epochs=3, end_epoch=lambda epoch: None, batch=lambda batch: batch):
-    """A script: one model trained alone."""
-    torch.manual_seed(seed)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(epochs):
-        for each in BATCHES:
-            optimizer.zero_grad()
-            loss(model, batch(each)).backward()
-            optimizer.step()
-        end_epoch(epoch + 1)
-    return model
-
-
-def assert_same(models, expected, tolerance=1e-10):
-    for found, model in zip(models, expected, strict=True):
-        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def outside(kind):
@@ -104,7 +67,7 @@ def test_a_callback_changes_the_transform_of_a_loader(workers):
     scale = Scale()
     loader = hfta.ArrayLoader((X, Y), 6, seeds=range(3), shuffle=False, transform=scale)
     fit = {"workers": workers, "callbacks": [lambda state, history: halve(scale)]}
-    models = array(mse, loader=loader, fit=fit, batch_dims=0)
+    models = array(mse, data=loader, fit=fit, batch_dims=0)
     expected = []
     for seed in range(3):
         alone = Scale()
@@ -169,7 +132,7 @@ def test_parametrized_models(name, workers):
     def make_parametrized():
         return nn.Sequential(getattr(parametrizations, name)(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1)).double()
 
-    models = array(mse, make_parametrized, fit={"workers": workers})
+    models = array(mse, make=make_parametrized, fit={"workers": workers})
     assert_same(models, [loop(mse, seed, make_parametrized) for seed in range(3)])
 
 
@@ -203,7 +166,7 @@ def test_a_criterion_that_writes_its_buffer_in_place():
     def loss(both, batch):
         return both["criterion"](both["model"](batch[0]), batch[1])
 
-    assert_same(array(loss, make_both), [loop(loss, seed, make_both) for seed in range(3)])
+    assert_same(array(loss, make=make_both), [loop(loss, seed, make_both) for seed in range(3)])
 
 
 class Constrained(nn.Linear):
@@ -220,7 +183,7 @@ def test_weights_that_a_forward_pass_assigns(members):
     with pytest.raises(
         hfta.errors.StateError, match=r"writes its parameter 'weight' in place.* change it between steps"
     ):
-        array(mse, lambda: Constrained(4, 1).double(), members)
+        array(mse, members, lambda: Constrained(4, 1).double())
 
 
 @members
@@ -250,7 +213,7 @@ def test_a_target_that_is_nan_for_one_member(chunk_size):
     spoiled = [(x.expand(3, -1, -1), y.repeat(3, 1, 1)) for x, y in batches]
     for _, y in spoiled:
         y[1, 0] = torch.nan
-    models = array(bce, loader=spoiled, batch_dims=0, chunk_size=chunk_size)
+    models = array(bce, data=spoiled, batch_dims=0, chunk_size=chunk_size)
     expected = [loop(bce, seed, batch=lambda batch: (batch[0], (batch[1] > 0).double())) for seed in (0, 2)]
     assert_same([models[0], models[2]], expected)
 

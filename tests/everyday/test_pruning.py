@@ -38,17 +38,7 @@ def masked(model: Any, member: int) -> None:
     prune.custom_from_mask(model[0], "weight", mask=torch.rand(8, 6) > 0.3)
 
 
-def twice(model: Any, member: int) -> None:
-    l1(model, member)
-    prune.l1_unstructured(model[0], "weight", amount=0.3)
-
-
-def by_module(model: Any, member: int) -> None:
-    masked(model, member)
-    prune.remove(model[0], "weight")
-
-
-PRUNINGS = [l1, random_and_bias, structured, everywhere, masked, twice, by_module]
+PRUNINGS = [l1, random_and_bias, structured, everywhere, masked]
 
 
 def make(change: Callable[[Any, int], None], count: int) -> list[nn.Module]:

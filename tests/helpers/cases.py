@@ -38,34 +38,39 @@ _ADAM = {
 }
 
 
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al., NeurIPS 2023, line by line."""
+class Published(torch.optim.Optimizer):
+    """An algorithm as its paper has it, line by line, in the parameters' own dtype."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-    ):
+    def __init__(self, params: Any, lr: float, *knobs: Any, maximize: bool):
         super().__init__(params, {"lr": lr})
-        self.knobs = *betas, weight_decay, maximize
+        self.knobs, self.maximize, self.t = knobs, maximize, 0
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lr, (beta1, beta2, weight_decay, maximize) = self.param_groups[0]["lr"], self.knobs
+        self.t += 1
         for theta in self.param_groups[0]["params"]:
-            assert theta.grad is not None
-            g = -theta.grad if maximize else theta.grad
-            m = self.state[theta].setdefault("m", torch.zeros_like(theta))
-            c = beta1 * m + (1 - beta1) * g
-            theta -= lr * (torch.sign(c) + weight_decay * theta)
-            self.state[theta]["m"] = beta2 * m + (1 - beta2) * g
+            grad = -theta.grad if self.maximize else theta.grad
+            self.descend(theta, grad, self.param_groups[0]["lr"], self.state[theta])
 
 
-class Lamb(torch.optim.Optimizer):
-    """Algorithm 2 of You et al., ICLR 2020, line by line, a layer being a parameter and its scaling the identity."""
+class Lion(Published):
+    """Algorithm 2 of Chen et al., NeurIPS 2023."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0, maximize: bool = False
+    ):
+        super().__init__(params, lr, *betas, weight_decay, maximize=maximize)
+
+    def descend(self, theta: Tensor, g: Tensor, lr: float, state: dict[str, Any]) -> None:
+        beta1, beta2, weight_decay = self.knobs
+        m = state.setdefault("m", torch.zeros_like(theta))
+        c = beta1 * m + (1 - beta1) * g
+        theta -= lr * (torch.sign(c) + weight_decay * theta)
+        state["m"] = beta2 * m + (1 - beta2) * g
+
+
+class Lamb(Published):
+    """Algorithm 2 of You et al., ICLR 2020, a layer being a parameter and its scaling the identity."""
 
     def __init__(
         self,
@@ -76,27 +81,19 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         maximize: bool = False,
     ):
-        super().__init__(params, {"lr": lr})
-        self.knobs, self.t = (*betas, eps, weight_decay, maximize), 0
+        super().__init__(params, lr, *betas, eps, weight_decay, maximize=maximize)
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        lr, (beta1, beta2, eps, weight_decay, maximize) = self.param_groups[0]["lr"], self.knobs
-        self.t += 1
-        for x in self.param_groups[0]["params"]:
-            assert x.grad is not None
-            g = -x.grad if maximize else x.grad
-            m, v = self.state[x].get("mv", (torch.zeros_like(x), torch.zeros_like(x)))
-            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            self.state[x]["mv"] = m, v
-            r = (m / (1 - beta1**self.t)) / ((v / (1 - beta2**self.t)).sqrt() + eps)
-            u = r + weight_decay * x
-            ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
-            x -= lr * ratio * u
+    def descend(self, x: Tensor, g: Tensor, lr: float, state: dict[str, Any]) -> None:
+        beta1, beta2, eps, weight_decay = self.knobs
+        m, v = state.get("mv", (torch.zeros_like(x), torch.zeros_like(x)))
+        m, v = state["mv"] = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        u = (m / (1 - beta1**self.t)) / ((v / (1 - beta2**self.t)).sqrt() + eps) + weight_decay * x
+        ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
+        x -= lr * ratio * u
 
 
-class Muon(torch.optim.Optimizer):
-    """Algorithm 2 of Jordan et al., 2024, line by line, in the parameters' own dtype."""
+class Muon(Published):
+    """Algorithm 2 of Jordan et al., 2024."""
 
     def __init__(
         self,
@@ -112,53 +109,32 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         maximize: bool = False,
     ):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr, weight_decay, momentum, eps, ns_coefficients, ns_steps, maximize=maximize)
         assert nesterov and adjust_lr_fn == "original", "the algorithm as published"
-        self.knobs = weight_decay, momentum, eps, ns_coefficients, ns_steps, maximize
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        lr, (weight_decay, mu, eps, (a, b, c), steps, maximize) = self.param_groups[0]["lr"], self.knobs
-        for theta in self.param_groups[0]["params"]:
-            assert theta.grad is not None
-            g = -theta.grad if maximize else theta.grad
-            m = self.state[theta].get("m", torch.zeros_like(theta))
-            m = self.state[theta]["m"] = mu * m + (1 - mu) * g
-            x = mu * m + (1 - mu) * g
-            x = x / max(float(x.norm()), eps)
-            wide = x if len(x) <= len(x.T) else x.T
-            for _ in range(steps):
-                gram = wide @ wide.T
-                wide = a * wide + (b * gram + c * gram @ gram) @ wide
-            o = wide if len(x) <= len(x.T) else wide.T
-            theta -= lr * (max(1, len(x) / len(x.T)) ** 0.5 * o + weight_decay * theta)
+    def descend(self, theta: Tensor, g: Tensor, lr: float, state: dict[str, Any]) -> None:
+        weight_decay, mu, eps, (a, b, c), steps = self.knobs
+        m = state["m"] = mu * state.get("m", torch.zeros_like(theta)) + (1 - mu) * g
+        x = mu * m + (1 - mu) * g
+        x = x / max(float(x.norm()), eps)
+        wide = x if len(x) <= len(x.T) else x.T
+        for _ in range(steps):
+            gram = wide @ wide.T
+            wide = a * wide + (b * gram + c * gram @ gram) @ wide
+        o = wide if len(x) <= len(x.T) else wide.T
+        theta -= lr * (max(1, len(x) / len(x.T)) ** 0.5 * o + weight_decay * theta)
 
 
+_MOMENTUM = {"lr": [0.05, 0.02, 0.1], "momentum": [0.9, 0.0, 0.5], "weight_decay": [0.0, 1e-2, 1e-3]}
+_NESTEROV = {**_MOMENTUM, "momentum": [0.9, 0.7, 0.5]}
 _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
 
 OPTIMIZERS = [
     OptimizerCase("sgd", hfta.sgd, torch.optim.SGD, {"lr": [0.1, 0.03, 0.2]}, {}),
-    OptimizerCase(
-        "sgd with momentum",
-        hfta.sgd,
-        torch.optim.SGD,
-        {
-            "lr": [0.05, 0.02, 0.1],
-            "momentum": [0.9, 0.0, 0.5],
-            "weight_decay": [0.0, 1e-2, 1e-3],
-            "dampening": [0.1, 0.5, 0.0],
-        },
-        {},
-    ),
-    OptimizerCase(
-        "sgd with nesterov",
-        hfta.sgd,
-        torch.optim.SGD,
-        {"lr": [0.05, 0.02, 0.1], "momentum": [0.9, 0.7, 0.5], "weight_decay": [0.0, 1e-2, 1e-3]},
-        {"nesterov": True},
-    ),
+    OptimizerCase("sgd with momentum", hfta.sgd, torch.optim.SGD, {**_MOMENTUM, "dampening": [0.1, 0.5, 0.0]}, {}),
+    OptimizerCase("sgd with nesterov", hfta.sgd, torch.optim.SGD, _NESTEROV, {"nesterov": True}),
     OptimizerCase("adam", hfta.adam, torch.optim.Adam, _ADAM, {}),
     OptimizerCase("adam with amsgrad", hfta.adam, torch.optim.Adam, _ADAM, {"amsgrad": True}),
     OptimizerCase("nadam", hfta.nadam, torch.optim.NAdam, {**_ADAM, "momentum_decay": [4e-3, 1e-2, 0.1]}, {}),
@@ -224,9 +200,8 @@ def theirs(case: OptimizerCase, member: int, parameters: Any) -> torch.optim.Opt
 class MLP(nn.Module):
     def __init__(self, dropout: float = 0.0):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(12, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5)
-        )
+        first, second = (nn.Linear(12, 16), nn.Tanh(), nn.Dropout(dropout)), (nn.Linear(16, 16), nn.GELU())
+        self.layers = nn.Sequential(*first, *second, nn.Linear(16, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.flatten(1))
@@ -236,14 +211,8 @@ class CNN(nn.Module):
     def __init__(self, dropout: float = 0.0):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout2d(dropout),
-            nn.Conv2d(4, 6, 2, padding=1, bias=False),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
+            *(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Dropout2d(dropout), nn.Conv2d(4, 6, 2, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()),
             nn.AdaptiveAvgPool2d(1),
         )
         self.dropout = nn.Dropout(dropout)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import importlib.abc
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import pathlib
@@ -168,85 +167,51 @@ def mutants(file: str) -> list[Mutant]:
     return found
 
 
-class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module of the package from another source."""
-
-    def __init__(self, file: str, source: str):
-        path = SOURCE / file
-        name = ".".join(("hfta_func", *pathlib.Path(file).with_suffix("").parts)).removesuffix(".__init__")
-        self.name, self.path, self.source = name, path, source
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        package = [str(self.path.parent)] if self.path.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(
-            fullname, self.path, loader=self, submodule_search_locations=package
-        )
-
-    def create_module(self, spec: Any) -> None:
-        return None
-
-    def exec_module(self, module: Any) -> None:
-        exec(compile(self.source, str(self.path), "exec"), vars(module))
-
-
 def quick_tests(file: str) -> list[str]:
     """The files of tests to run, most specific entry of the table first."""
     names = TESTS.get(file) or TESTS[file.partition("/")[0]]
     return [str(file) for name in names for file in (ROOT / "tests").rglob(name)]
 
 
-def _run(file: str, source: str | None, tests: list[str], options: list[str], log: str) -> int:
-    """In a process of its own: the exit status of the tests, with a module's source replaced; without one, all run."""
+def _run(is_changed: bool, tests: list[str], options: list[str], log: str) -> int:
+    """In a process of its own: the exit status of the tests, which end with the first that fails of a changed package."""
     import pytest
 
     with open(log, "w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    if source is not None:
-        sys.meta_path.insert(0, _Replaced(file, source))
     common = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "--show-capture=no", "--no-header"]
-    return int(pytest.main([*common, f"--rootdir={ROOT}", *options, *(["-x"] if source is not None else []), *tests]))
+    return int(pytest.main([*common, f"--rootdir={ROOT}", *options, *(["-x"] if is_changed else []), *tests]))
 
 
 def _forked(
     file: str, source: str | None, tests: list[str], options: list[str], limit: float
 ) -> tuple[int, float, str]:
-    """Exit status (-1 is out of time), seconds, and the last lines of what the tests printed."""
+    """Exit status (-1 is out of time), seconds, and the last lines of what the tests printed, with a file replaced."""
+    log, start = ROOT / "out" / f"mutant-{os.getpid()}.log", time.monotonic()
     with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(SOURCE, pathlib.Path(place, SOURCE.name), ignore=shutil.ignore_patterns("__pycache__"))
         if source is not None:
-            # For processes that the tests start.
-            shutil.copytree(SOURCE, pathlib.Path(place, SOURCE.name), ignore=shutil.ignore_patterns("__pycache__"))
             pathlib.Path(place, SOURCE.name, file).write_text(source)
-        return _watched(file, source, tests, options, limit, place)
-
-
-def _watched(
-    file: str, source: str | None, tests: list[str], options: list[str], limit: float, place: str
-) -> tuple[int, float, str]:
-    log, start = str(ROOT / "out" / f"mutant-{os.getpid()}.log"), time.monotonic()
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            os.setsid()
-            os.environ["PYTHONPATH"] = place
-            status = _run(file, source, tests, options, log)
-        finally:
-            os._exit(status)
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        seconds = time.monotonic() - start
-        if done:
-            break
-        if seconds > limit:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return -1, seconds, ""
-        time.sleep(0.02)
-    lines = pathlib.Path(log).read_text(errors="replace").splitlines()
-    return os.waitstatus_to_exitcode(status), seconds, "\n".join(lines[-60:])
+        child = os.fork()
+        if child == 0:
+            status = 70
+            try:
+                os.setsid()
+                # For this process, and for those that the tests start.
+                sys.path.insert(0, place)
+                os.environ["PYTHONPATH"] = place
+                status = _run(source is not None, tests, options, str(log))
+            finally:
+                os._exit(status)
+        while not (done := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() - start > limit:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return -1, time.monotonic() - start, ""
+            time.sleep(0.02)
+    lines = log.read_text(errors="replace").splitlines()
+    return os.waitstatus_to_exitcode(done[1]), time.monotonic() - start, "\n".join(lines[-60:])
 
 
 def _worker(tasks: Any, results: Any) -> None:
@@ -311,8 +276,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="files whose path begins so")
-    parser.add_argument("--thorough", action="store_true", help="run the slow tests of survivors, too")
-    parser.add_argument("--again", action="store_true", help="run the survivors of the last report only")
     parser.add_argument("--planted", action="store_true", help="plant the bugs of planted.py instead")
     parser.add_argument("--names", nargs="*", default=[], help="mutants whose name holds one of these")
     chosen = parser.parse_args()
@@ -326,10 +289,7 @@ def main() -> None:
         if str(path.relative_to(SOURCE)).startswith(chosen.only)
     ]
     every = [mutant for file in files for mutant in mutants(file)]
-    if chosen.again:
-        before = {line.rpartition(" | ")[0] for line in (ROOT / "out" / "mutants.txt").read_text().splitlines()}
-        sample = [mutant for mutant in every if mutant.name in before]
-    elif chosen.names:
+    if chosen.names:
         sample = [mutant for mutant in every if any(name in mutant.name for name in chosen.names)]
     else:
         size = len(every) if chosen.sample == "all" else min(int(chosen.sample), len(every))
@@ -339,8 +299,7 @@ def main() -> None:
     outcomes = dict.fromkeys((mutant.name for mutant in sample), "killed")
     left = [mutant for mutant in sample if mutant.name not in known]
     outcomes.update({mutant.name: "explained" for mutant in sample if mutant.name in known})
-    for words in [f"not ({SLOW})", *([""] if chosen.thorough else [])]:
-        left = run_tests(left, words, chosen.jobs)
+    left = run_tests(left, chosen.jobs)
     outcomes.update({mutant.name: "survived" for mutant in left})
     counts = collections.Counter(outcomes[mutant.name] for mutant in sample)
     shown = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -351,9 +310,9 @@ def main() -> None:
     raise SystemExit(counts["survived"] > 0.05 * len(sample))
 
 
-def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
+def run_tests(sample: list[Mutant], jobs: int) -> list[Mutant]:
     """The mutants that the chosen tests do not notice; out of time is noticed."""
-    chosen = ["-k", words] if words else []
+    chosen = ["-k", f"not ({SLOW})"]
     limits: dict[tuple[str, ...], float] = {}
     red: dict[tuple[str, ...], list[str]] = {}
     groups = {tuple(quick_tests(mutant.file)): mutant.file for mutant in sample}

@@ -52,20 +52,12 @@ PLANTED = [
     ),
     Planted(
         "the transform draws the same noise for every member",
-        *(
-            "run/data.py",
-            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)",
-            "random.fold_in(random.fold_in(self.keys * 0, _TRANSFORM), epoch)",
-        ),
+        *("run/data.py", ", _TRANSFORM), epochs", " * 0, _TRANSFORM), epoch"),
         "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
     ),
     Planted(
         "words of several axes are numbered by columns",
-        *(
-            "random.py",
-            "device=start.device).reshape(shape)",
-            "device=start.device).reshape([*shape][::-1]).permute([*range(len(shape))][::-1])",
-        ),
+        *("random.py", "reshape(shape", "reshape([*shape][::-1]).permute([*range(len(shape))][::-1]"),
         "test_random.py::test_bits_are_those_of_the_reference",
     ),
     Planted(
@@ -80,11 +72,7 @@ PLANTED = [
     ),
     Planted(
         "the peak of memory is halved",
-        *(
-            "run/memory.py",
-            "return max(itertools.accumulate(event.nbytes() for event in events), default=0)",
-            "return max(itertools.accumulate(event.nbytes() for event in events), default=0) // 2",
-        ),
+        *("run/memory.py", ", default=0)", ", default=0) // 2"),
         "test_plan.py::test_the_peak_is_the_most_at_one_time",
     ),
     Planted(
@@ -103,11 +91,7 @@ PLANTED = [
     ),
     Planted(
         "buffers of members that stand still change",
-        *(
-            "step/commit.py",
-            "outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers)",
-            "outputs.buffers",
-        ),
+        *("step/commit.py", " if keep is None else where(keep, outputs.buffers, state.buffers)", ""),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -161,11 +145,7 @@ PLANTED = [
     ),
     Planted(
         "take sorts",
-        *(
-            "_tree.py",
-            'atleast_1d(torch.arange(count, device="cpu")[given])',
-            'atleast_1d(torch.arange(count, device="cpu")[given]).sort().values',
-        ),
+        *("_tree.py", 'cpu")[given])', 'cpu")[given]).sort().values'),
         "test_stack.py::test_take",
     ),
     Planted(
@@ -190,11 +170,7 @@ PLANTED = [
     ),
     Planted(
         "what an earlier call has left is never tried",
-        *(
-            "models/attributes.py",
-            "_copied(run(body, not altered, buffers))\n        again",
-            "_copied(run(make(), not altered, buffers))\n        again",
-        ),
+        *("models/attributes.py", "body, not altered, buffers))\n", "make(), not altered, buffers))\n"),
         "test_attributes.py::test_what_is_carried_is_refused",
     ),
     Planted(
@@ -204,11 +180,7 @@ PLANTED = [
     ),
     Planted(
         "parts that run again draw other noise",
-        *(
-            "models/remat.py",
-            "mode.again(key, site, [leaves[number] for number in numbers]) as inner",
-            "mode.again(key, site + bool(reached), [leaves[n] for n in numbers]) as inner",
-        ),
+        *("models/remat.py", ", [leaves[number] for number", " + bool(reached), [leaves[n] for n"),
         "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
     ),
     Planted(
@@ -288,20 +260,12 @@ PLANTED = [
     ),
     Planted(
         "a member's rows depend on how many the others have",
-        *(
-            "run/row_sampling.py",
-            "start // size, (start + count - 1) // size + 1",
-            "start // count, start // count + count // size + 1",
-        ),
+        *("run/row_sampling.py", "size, (start + count - 1)", "count, start // count + count"),
         "test_rows.py::test_a_member_alone_sees_the_same",
     ),
     Planted(
         "a run gives back the best epoch of all members together",
-        *(
-            "run/run.py",
-            "better = is_better(value, self._value, self._sign)",
-            "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
-        ),
+        *("run/run.py", ", self._value, self._sign", ".mean(), self._value.mean(), self._sign).expand(len(value)"),
         "test_members.py::test_the_best_epoch_of_each_member_is_given_back",
     ),
     Planted(
@@ -316,11 +280,7 @@ PLANTED = [
     ),
     Planted(
         "Trainers see batches in the order of the first one's seed",
-        *(
-            "integrations/transformers.py",
-            "torch.manual_seed(trainer.args.seed)",
-            "torch.manual_seed(trainers[0].args.seed)",
-        ),
+        *("integrations/transformers.py", "(trainer.args", "(trainers[0].args"),
         "test_train_trainers.py::test_members_are_what_a_trainer_makes_of_each_alone[padded]",
     ),
     Planted(
@@ -395,7 +355,7 @@ PLANTED = [
     Planted(
         "TensorBoard shows epochs of a study that was broken off twice",
         *("tune/study.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
-        "test_watching.py::test_tensorboard_has_a_run_per_trial",
+        "test_again.py::test_tensorboard_has_a_run_per_trial",
     ),
     Planted(
         "an object store without room ends the worker",
@@ -418,11 +378,7 @@ PLANTED = [
     ),
     Planted(
         "a state keeps the numbers among its buffers too",
-        *(
-            "models/scalar_attributes.py",
-            "return buffers | placeholders if placeholders else buffers",
-            "return buffers",
-        ),
+        *("models/scalar_attributes.py", " | placeholders if placeholders else buffers", ""),
         "test_numbers.py::test_the_state_carries_them_as_hparams",
     ),
     Planted(
@@ -452,11 +408,7 @@ PLANTED = [
     ),
     Planted(
         "a replayed step updates members that do not take part",
-        *(
-            "step/replay.py",
-            "if self._second is None or (self._looks and not decision[self._keep].all()):",
-            "if self._second is None:",
-        ),
+        *("step/replay.py", " or (self._looks and not decision[self._keep].all())", ""),
         "test_replay.py::test_updates[a chain]",
     ),
     Planted(

@@ -68,15 +68,7 @@ class Program(nn.Module):
                     run.x = step(self, run)
                 if not 0 < run.x.numel() <= LARGEST or run.x.dim() > 5:
                     raise ValueError
-            except (
-                RuntimeError,
-                ValueError,
-                IndexError,
-                NotImplementedError,
-                AssertionError,
-                TypeError,
-                ZeroDivisionError,
-            ):
+            except Exception:
                 run.x, run.kept = before, kept
                 continue
             self.steps.append(step)

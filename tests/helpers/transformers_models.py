@@ -14,6 +14,12 @@ _HALVES = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 2,
 }  # fmt: skip
+_LOCAL = {
+    **_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "experts_implementation": "batched_mm",
+}  # fmt: skip
+_GPT = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
+_STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_labels": 5}
+_HEADS = {"num_attention_heads": [1, 1, 2, 2]}
 _PATCHES = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "big_bird": ("BigBirdForMaskedLM", {"attention_type": "original_full"}),
@@ -21,14 +27,11 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNetForCausalLM", _GROUPED),
     "blenderbot": ("BlenderbotForConditionalGeneration", _HALVES),
     "camembert": ("CamembertForMaskedLM", {}),
-    "codegen": (
-        "CodeGenForCausalLM",
-        {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 32, "n_ctx": 32},
-    ),
+    "codegen": ("CodeGenForCausalLM", {**_GPT, "rotary_dim": 4, "n_ctx": 32}),
     "cohere": ("CohereForCausalLM", _GROUPED),
     "cohere2": ("Cohere2ForCausalLM", {**_GROUPED, "sliding_window": 4}),
     "convbert": ("ConvBertForMaskedLM", {"embedding_size": 32, "conv_kernel_size": 3}),
-    "ctrl": ("CTRLLMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "dff": 48, "n_positions": 32}),
+    "ctrl": ("CTRLLMHeadModel", {**_GPT, "dff": 48}),
     "deberta": (
         "DebertaForMaskedLM",
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
@@ -60,19 +63,9 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 4}),
     "gemma3_text": ("Gemma3ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 4}),
     "glm4": ("Glm4ForCausalLM", {**_GROUPED, "head_dim": 8}),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        {
-            **_GROUPED,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 8,
-            "sliding_window": 4,
-            "experts_implementation": "batched_mm",
-        },
-    ),
-    "gptj": ("GPTJForCausalLM", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 32}),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT),
+    "gpt_oss": ("GptOssForCausalLM", {**_LOCAL, "sliding_window": 4}),
+    "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
     "granite": ("GraniteForCausalLM", _GROUPED),
     "helium": ("HeliumForCausalLM", {**_GROUPED, "head_dim": 8}),
     "ibert": ("IBertForMaskedLM", {}),
@@ -101,17 +94,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "marian": ("MarianMTModel", _HALVES),
     "mbart": ("MBartForConditionalGeneration", _HALVES),
-    "minimax": (
-        "MiniMaxForCausalLM",
-        {
-            **_GROUPED,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "experts_implementation": "batched_mm",
-            "head_dim": 8,
-            "block_size": 4,
-        },
-    ),
+    "minimax": ("MiniMaxForCausalLM", {**_LOCAL, "block_size": 4}),
     "mobilebert": (
         "MobileBertForMaskedLM",
         {"embedding_size": 16, "true_hidden_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 2},
@@ -125,7 +108,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", {**_GROUPED, "head_dim": 8}),
     "olmo2": ("Olmo2ForCausalLM", _GROUPED),
     "olmoe": ("OlmoeForCausalLM", _EXPERTS),
-    "openai-gpt": ("OpenAIGPTLMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", _GPT),
     "pegasus": ("PegasusForConditionalGeneration", _HALVES),
     "persimmon": ("PersimmonForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", _GROUPED),
@@ -188,26 +171,11 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_labels": 5,
         },
     ),
-    "poolformer": (
-        "PoolFormerForImageClassification",
-        {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_labels": 5},
-    ),
-    "pvt": (
-        "PvtForImageClassification",
-        {
-            "image_size": 32,
-            "depths": [1, 1, 1, 1],
-            "hidden_sizes": [8, 8, 16, 16],
-            "num_attention_heads": [1, 1, 2, 2],
-            "num_labels": 5,
-        },
-    ),
+    "poolformer": ("PoolFormerForImageClassification", _STAGES),
+    "pvt": ("PvtForImageClassification", {**_STAGES, **_HEADS, "image_size": 32}),
     "resnet": (
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},
     ),
-    "segformer": (
-        "SegformerForImageClassification",
-        {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2], "num_labels": 5},
-    ),
+    "segformer": ("SegformerForImageClassification", {**_STAGES, **_HEADS}),
 }

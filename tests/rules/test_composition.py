@@ -7,44 +7,12 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
-from rule_cases import (
-    ACTIVATION,
-    ATTENTION,
-    BATCH_AXES,
-    CONV,
-    DISTANCE,
-    EMBEDDING,
-    LINEAR,
-    LOSS,
-    NORM,
-    POOLING,
-    RECURRENT,
-    RESAMPLING,
-    ROWS,
-    RULE_CASES,
-    SHAPE,
-    RuleCase,
-)  # fmt: skip
+from rule_cases import BATCH_AXES, FAMILIES, RECURRENT, RULE_CASES, RuleCase
 from rule_checks import M, as_tuple, member_inputs, outputs_of_loop
 
 # PyTorch says that it takes another way for LSTMs with projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
 
-FAMILIES = {
-    "activation": ACTIVATION,
-    "resampling": RESAMPLING,
-    "shape": SHAPE,
-    "linear": LINEAR,
-    "conv": CONV,
-    "norm": NORM,
-    "pooling": POOLING,
-    "loss": LOSS,
-    "distance": DISTANCE,
-    "attention": ATTENTION,
-    "embedding": EMBEDDING,
-    "recurrent": RECURRENT,
-    "rows": ROWS,
-}
 BY_NAME = {case.name: case for case in RULE_CASES}
 BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AXES.items()]
 EVERY = [pytest.param(case, id=case.name) for case in RULE_CASES]
@@ -220,5 +188,4 @@ def test_inductor(family: str) -> None:
 
 def test_the_tables_name_rows_that_exist() -> None:
     assert set(BATCH_AXES) <= set(BY_NAME)
-    assert sum(map(len, FAMILIES.values())) == len(RULE_CASES)
     assert M >= 3

@@ -49,11 +49,6 @@ for operator in (cube, batched_cube, traced_cube):
     operator.register_autograd(cube_backward, setup_context=keep_cube)
 
 
-@batched_cube.register_vmap
-def _(info, in_dims, x, factor):
-    return batched_cube(x, factor), in_dims[0]
-
-
 def keep_products(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[1])
 
@@ -121,17 +116,3 @@ OPERATORS = {
 def test_operators_act_as_in_a_model_alone(name, shared, way):
     batch = torch.randn(5, 3) if shared else torch.randn(3, 5, 3)
     assert_as_alone(lambda: Model(OPERATORS[name]), batch, way, 3, shared)
-
-
-class All(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Model(func) for func in OPERATORS.values())
-
-    def forward(self, x):
-        return torch.stack([layer(x).sum() for layer in self.layers])
-
-
-@pytest.mark.exhaustive
-def test_operators_in_one_graph():
-    assert_as_alone(All, torch.randn(3, 5, 3), "compiled")

@@ -50,40 +50,34 @@ SIZES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("x", "weight", "options"), SIZES)
-def test_against_convolutions_of_pytorch(x: Any, weight: Any, options: Any, dtype: torch.dtype) -> None:
-    func = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(x)]
-    _compare(lambda *args: func(*args, **options), [x, weight, (weight[0],)], dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    ("x", "weight", "options"),
+    ("transposed", "x", "weight", "options"),
     [
-        ((2, 3, 40, 33), (3, 5, 4, 4), {"stride": 2, "padding": 1}),
-        ((1, 3, 50), (3, 2, 3), {"stride": 3, "output_padding": 2}),
-        ((33, 4, 4, 4), (4, 3, 2, 2), {"stride": 3, "groups": 2}),
-        ((2, 2, 7, 5, 4), (2, 3, 3, 2, 1), {"stride": (2, 3, 1), "padding": (1, 0, 0), "dilation": (1, 2, 1)}),
+        *((False, *size) for size in SIZES),
+        (True, (2, 3, 40, 33), (3, 5, 4, 4), {"stride": 2, "padding": 1}),
+        (True, (1, 3, 50), (3, 2, 3), {"stride": 3, "output_padding": 2}),
+        (True, (33, 4, 4, 4), (4, 3, 2, 2), {"stride": 3, "groups": 2}),
+        (True, (2, 2, 7, 5, 4), (2, 3, 3, 2, 1), {"stride": (2, 3, 1), "padding": (1, 0, 0), "dilation": (1, 2, 1)}),
     ],
 )
-def test_against_transposed_convolutions_of_pytorch(x: Any, weight: Any, options: Any, dtype: torch.dtype) -> None:
-    func = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}[len(x)]
-    bias = (weight[1] * options.get("groups", 1),)
-    _compare(lambda *args: func(*args, **options), [x, weight, bias], dtype)
+def test_against_convolutions_of_pytorch(
+    transposed: bool, x: Any, weight: Any, options: Any, dtype: torch.dtype
+) -> None:
+    func = getattr(F, f"conv_transpose{len(x) - 2}d" if transposed else f"conv{len(x) - 2}d")
+    bias = (weight[1] * options.get("groups", 1) if transposed else weight[0],)
 
+    def member(*args: Tensor) -> Tensor:
+        return func(*args, **options)
 
-def _compare(func: Any, shapes: Any, dtype: torch.dtype) -> None:
     with hfta.rules.override(conv="direct"):
         if dtype is torch.float64:
-            check_against_loop(
-                RuleCase("convolution", func, lambda: tuple(torch.randn(shape, dtype=dtype) for shape in shapes)),
-                (True,) * 3,
-            )
-        inputs = [torch.randn(3, *shape, dtype=dtype) for shape in shapes]
-        results = _passes(func, *inputs)
-        assert "direct" in str(hfta.rules.explain(hfta.vmap(func), *inputs))
+            alone = tuple(torch.randn(shape, dtype=dtype) for shape in (x, weight, bias))
+            check_against_loop(RuleCase("convolution", member, lambda: alone), (True,) * 3)
+        inputs = [torch.randn(3, *shape, dtype=dtype) for shape in (x, weight, bias)]
+        results = _passes(member, *inputs)
+        assert "direct" in str(hfta.rules.explain(hfta.vmap(member), *inputs))
     with hfta.rules.override(conv="loop"):
-        expected = _passes(func, *(x.double() for x in inputs))
+        expected = _passes(member, *(x.double() for x in inputs))
     for result, other in zip(results, expected, strict=True):
         torch.testing.assert_close(result.double(), other, rtol=0, atol=float(other.abs().max()) * 1e-5)
 

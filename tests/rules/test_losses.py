@@ -74,12 +74,6 @@ def test_ctc_loss_with_the_gradient_inside_vmap() -> None:
     torch.testing.assert_close(hfta.vmap(grad)(*columns), expected, rtol=1e-11, atol=1e-11)
 
 
-def test_multilabel_margin_loss_ignores_what_comes_after_the_end() -> None:
-    x, y = torch.randn(M, 4, 5), torch.randint(-1, 5, (M, 4, 5))
-    expected = torch.stack([F.multilabel_margin_loss(*member) for member in zip(x, y, strict=True)])
-    torch.testing.assert_close(hfta.vmap(F.multilabel_margin_loss)(x, y), expected)
-
-
 class Watch(TorchDispatchMode):
     """Which operators write a new tensor of at least ``size`` entries."""
 
@@ -146,47 +140,10 @@ def test_compiled_cross_entropy_of_many_classes_is_that_of_a_loop(name: str, dim
         torch.testing.assert_close(losses[member], loss(logits[member], *own), **same)
 
 
-def test_logits_with_the_members_inside_are_not_copied() -> None:
-    x, weight, classes = torch.randn(2, 3, 8, 8), torch.randn(M, 20, 3, 1, 1), torch.randint(20, (M, 2, 8, 8))
-
-    def loss(x: Tensor, weight: Tensor, classes: Tensor) -> Tensor:
-        return F.cross_entropy(F.conv2d(x, weight), classes)
-
-    with Watch(M * 2 * 20 * 8 * 8) as watch:
-        hfta.vmap(loss, in_dims=(None, 0, 0))(x, weight, classes)
-    assert watch.calls == ["aten::convolution", "aten::_log_softmax"]
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-@pytest.mark.parametrize("indices_dim", [0, None])
-def test_the_gradient_of_tables_is_one_scatter(padding: int | None, indices_dim: int | None) -> None:
-    tables, indices = torch.randn(M, 50, 8, requires_grad=True), torch.randint(50, (M, 4) if indices_dim == 0 else (4,))
-    with Watch(50 * 8) as watch:
-        look_up = hfta.vmap(lambda w, i: F.embedding(i, w, padding), in_dims=(0, indices_dim))
-        look_up(tables, indices).sum().backward()
-    assert watch.calls == ["aten::embedding_dense_backward"]
-
-
-def test_an_index_outside_a_table_is_an_error() -> None:
-    with pytest.raises(IndexError, match="out of range"):
-        hfta.vmap(lambda w, i: F.embedding(i, w))(torch.randn(2, 4, 3), torch.tensor([[0], [-1]]))
-    with pytest.raises(IndexError, match="out of range"):
-        hfta.vmap(lambda w, i: F.embedding(i, w))(torch.randn(2, 4, 3), torch.tensor([[4], [0]]))
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_dense(kind: Any, count: int) -> None:
     assert_as_alone(lambda: kind(7, 4, sparse=True), torch.randint(7, (3, 5, 2)), "together", count, tolerance=1e-5)
-
-
-def test_renormalised_rows_are_written_into_the_tables() -> None:
-    tables, indices = 10 * torch.randn(M, 3, 5).transpose(1, 2), torch.randint(5, (M, 2))
-    expected = tables.clone()
-    for table, chosen in zip(expected, indices, strict=True):
-        F.embedding(chosen, table, max_norm=1.0)
-    hfta.vmap(lambda w, i: F.embedding(i, w, max_norm=1.0))(tables, indices)
-    torch.testing.assert_close(tables, expected)
 
 
 def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
@@ -196,13 +153,3 @@ def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
     got = hfta.vmap(lambda *a: F.gaussian_nll_loss(*a, reduction="none"))(x, y, var)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(loss[:, :3].sum(), var)[0] for loss in (got, expected)))
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in PyTorch 2.13")
-def test_linear_cross_entropy_has_a_gradient_in_chunks_too() -> None:
-    x, weight, y = torch.randn(M, 4, 3), torch.randn(M, 5, 3, requires_grad=True), torch.randint(5, (M, 4))
-    options = torch.nn.LinearCrossEntropyOptions()
-    got = hfta.vmap(lambda *a: F.linear_cross_entropy(*a, options=options))(x, weight, y)
-    expected = torch.stack([F.linear_cross_entropy(*member) for member in zip(x, weight, y, strict=True)])
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss.square().sum(), weight)[0] for loss in (got, expected)))

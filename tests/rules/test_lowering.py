@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import subprocess
-import sys
-import threading
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import hfta_func as hfta
 from hfta_func._kernels import native
-from hfta_func.rules import _choice, _lowering, conv
+from hfta_func.rules import _choice, _lowering
 from rule_cases import CONV, RULE_CASES, RuleCase
-from rule_checks import check_against_loop, member_inputs
+from rule_checks import check_against_loop
 
 CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
 
@@ -43,45 +37,6 @@ def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
         check_against_loop(case, (False, *everything[1:]))
 
 
-@pytest.mark.parametrize(
-    ("lowering", "convolutions", "groups"),
-    [("grouped", 1, 3), ("wide", 1, 1), ("loop", 3, 1), ("matmul", 0, None), ("direct", 0, None), (None, 1, 3)],
-)
-def test_a_forced_lowering_is_what_runs(
-    lowering: str | None, convolutions: int, groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, backward = torch.convolution, torch.ops.aten.convolution_backward.default
-    forwards, backwards = [], []
-
-    def watched(*args):  # type: ignore[no-untyped-def]
-        forwards.append(args[8])
-        return plain(*args)
-
-    def watched_backward(*args):  # type: ignore[no-untyped-def]
-        backwards.append(args[9])
-        return backward(*args)
-
-    monkeypatch.setattr(conv, "_plain", watched)
-    monkeypatch.setattr(conv, "_convolution_backward", watched_backward)
-    shared = lowering == "wide"
-    x, weight = torch.randn(*(() if shared else (3,)), 2, 16, 5, 5), torch.randn(3, 32, 16, 3, 3, requires_grad=True)
-    with hfta.rules.override(conv=lowering) if lowering else contextlib.nullcontext():
-        hfta.vmap(torch.conv2d, (None if shared else 0, 0))(x, weight).sum().backward()
-    expected = [groups] * convolutions
-    assert forwards == expected
-    # The gradient of a plain convolution belongs to PyTorch.
-    assert backwards == (expected if lowering == "loop" else [])
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_one_pixel_is_spread_without_adding_windows_up(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.functional, "fold")
-    with hfta.rules.override(conv="matmul"):
-        inputs = torch.randn(2, 4, 3, 3).double(), torch.randn(6, 4 // groups, 3, 3).double()
-        func = functools.partial(torch.conv2d, groups=groups)
-        check_against_loop(RuleCase("conv2d", func, lambda: inputs), (True, True))
-
-
 @pytest.mark.parametrize("lowering", ["matmul", "direct", "loop"])
 @pytest.mark.parametrize("op", CONVOLUTION)
 def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, lowering: str) -> None:
@@ -91,10 +46,8 @@ def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, loweri
     inputs = torch.randn(3, 2, 16, 5, 5), torch.randn(3, 16, 16, 3, 3)
     with hfta.rules.override(**{op: lowering}):
         choices = {choice.op: choice.lowering for choice in hfta.rules.explain(hfta.vmap(func), *inputs)}
-        check_against_loop(
-            RuleCase("conv2d", func, lambda: (torch.randn(2, 4, 5, 5).double(), torch.randn(6, 4, 3, 3).double())),
-            (True, True),
-        )
+        smaller = torch.randn(2, 4, 5, 5).double(), torch.randn(6, 4, 3, 3).double()
+        check_against_loop(RuleCase("conv2d", func, lambda: smaller), (True, True))
     assert choices.pop(op) == lowering and lowering not in choices.values()
 
 
@@ -114,72 +67,25 @@ def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> Non
     torch.testing.assert_close(tangent, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
-    ("space", "kernel", "stride", "padding", "dilation", "taps"),
+    ("space", "kernel", "stride", "padding", "dilation"),
     [
-        ((1, 1), 3, 1, 1, 1, (1, 1)),
-        ((2, 2), 3, 2, 1, 1, (3, 3)),
-        ((2, 1), 3, 1, 1, 1, (3, 3)),
-        ((2, 1), 7, 1, 3, 1, (3, 1)),
-        ((2, 2), 7, 1, 3, 1, (3, 3)),
-        ((1, 1), 3, 1, 2, 2, (1, 1)),
-        ((4, 4), 3, 1, 1, 1, (3, 3)),
-        ((3, 3), 4, 2, 1, 1, (4, 4)),
-        ((1, 1), 3, 1, 2, 1, (3, 3)),
+        ((1, 1), 3, 1, 1, 1),
+        ((2, 1), 7, 1, 3, 1),
+        ((2, 2), 7, 1, 3, 1),
+        ((1, 1), 3, 1, 2, 2),
+        ((3, 3), 4, 2, 1, 1),
+        ((1, 1), 3, 1, 2, 1),
     ],
 )
-def test_taps_that_see_only_padding_are_left_out(
-    space: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int, taps: tuple[int, int]
+def test_taps_that_see_only_padding(
+    space: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int
 ) -> None:
     def func(x: Tensor, weight: Tensor) -> Tensor:
         return torch.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation)
 
-    def make() -> tuple[Tensor, Tensor]:
-        return torch.randn(2, 3, *space).double(), torch.randn(4, 3, kernel, kernel).double()
-
-    case = RuleCase("cropped", func, make)
-    check_against_loop(case, (True, True))
-    seen = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func is torch.ops.aten.convolution.default:
-                seen.append(tuple(args[1].shape[2:]))
-            return func(*args, **(kwargs or {}))
-
-    with Watch(), hfta.rules.override(conv="grouped"):
-        hfta.vmap(func)(*member_inputs(case, (True, True)))
-    assert seen == [taps]
-
-
-@pytest.mark.parametrize(
-    ("num_models", "transposed", "size", "expected"),
-    [
-        (2, False, 10, ("loop", "loop", "matmul")),
-        (2, True, 5, ("loop", "loop", "matmul")),
-        (2, False, 18, ("loop", "loop", "loop")),
-        (2, True, 9, ("loop", "loop", "loop")),
-        (1, False, 18, ("grouped", "grouped", "grouped")),
-    ],
-)
-def test_large_filters_stay_in_the_cache(
-    num_models: int, transposed: bool, size: int, expected: tuple[str, str, str]
-) -> None:
-    operator = torch.conv_transpose2d if transposed else torch.conv2d
-
-    def func(x: Tensor, weight: Tensor) -> Tensor:
-        return operator(x, weight, stride=2, padding=1)
-
-    def make() -> tuple[Tensor, Tensor]:
-        return torch.randn(2, 128, size, size).double(), torch.randn(128, 128, 4, 4).double() / 2**5
-
-    case = RuleCase("large", func, make)
-    inputs = [x[:num_models] for x in member_inputs(case, (True, True))]
-    gradients = hfta.vmap(torch.func.grad(lambda *inputs: func(*inputs).sin().sum(), argnums=(0, 1)))
-    chosen = {choice.op: choice.lowering for choice in hfta.rules.explain(gradients, *inputs)}
-    assert tuple(chosen[f"convolution{direction}"] for direction in ("", "_input_grad", "_weight_grad")) == expected
-    check_against_loop(case, (True, True))
+    inputs = torch.randn(2, 3, *space).double(), torch.randn(4, 3, kernel, kernel).double()
+    check_against_loop(RuleCase("cropped", func, lambda: inputs), (True, True))
 
 
 class _Model(nn.Module):
@@ -259,10 +165,7 @@ def test_the_latest_override_that_matches_decides() -> None:
 @pytest.mark.parametrize(
     ("lowerings", "message"),
     [
-        (
-            {"convolve": "loop"},
-            "no operator or family is called 'convolve'; name an operator, 'all', or one of the families .*'conv'",
-        ),
+        ({"convolve": "loop"}, "no operator or family is called 'convolve'; name an operator, .* families .*'conv'"),
         ({"conv": "fast"}, "'conv' has no lowering 'fast'; choose one of .*'grouped'.*'loop'.*'matmul'"),
         ({}, "override needs at least one lowering; pass for example conv='loop'"),
     ],
@@ -270,72 +173,6 @@ def test_the_latest_override_that_matches_decides() -> None:
 def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hfta.rules.override(**lowerings)
-
-
-def test_install_from_many_threads() -> None:
-    hfta.rules.uninstall()
-    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
-    results, errors, barrier = [], [], threading.Barrier(8)
-
-    def run() -> None:
-        try:
-            barrier.wait()
-            for _ in range(20):
-                hfta.rules.install()
-                results.append(hfta.vmap(torch.conv2d)(*inputs))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and all(torch.equal(result, results[0]) for result in results)
-    assert hfta.rules.is_installed()
-
-
-@pytest.mark.exhaustive
-def test_uninstall_inside_a_compiled_function() -> None:
-    def func(x: Tensor, weight: Tensor) -> Tensor:
-        y = hfta.vmap(torch.conv2d)(x, weight)
-        hfta.rules.uninstall()
-        return hfta.vmap(torch.relu)(y)
-
-    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="rules cannot change inside a graph"):
-        torch.compile(func, fullgraph=True, backend="aot_eager")(*inputs)
-    # Where graphs may break it runs between two of them, and the next use installs again.
-    broken = torch.compile(func, backend="aot_eager")
-    for _ in range(2):
-        torch.testing.assert_close(broken(*inputs), torch.stack(list(map(torch.conv2d, *inputs))).relu())
-    # A graph keeps the rules that it was compiled with.
-    compiled = torch.compile(hfta.vmap(torch.conv2d), fullgraph=True, backend="aot_eager")
-    before = compiled(*inputs)
-    hfta.rules.uninstall()
-    assert torch.equal(compiled(*inputs), before)
-
-
-_UNINSTALLED = """
-import torch
-import hfta_func as hfta
-from hfta_func.rules import _install
-hfta.vmap(torch.sin)(torch.ones(3))
-hfta.rules.uninstall()
-def refused(*args):
-    raise AssertionError("a rule is still in force")
-_install._unwrap = refused
-log_probs, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.randint(0, 4, (3, 5))
-run = torch.compile(torch.func.vmap(torch.nn.functional.nll_loss), fullgraph=True, backend="aot_eager")
-expected = torch.stack(list(map(torch.nn.functional.nll_loss, log_probs, targets)))
-torch.testing.assert_close(run(log_probs, targets), expected)
-"""
-
-
-@pytest.mark.exhaustive
-def test_uninstalled_rules_are_gone_from_compilers() -> None:
-    done = subprocess.run([sys.executable, "-c", _UNINSTALLED], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
@@ -360,21 +197,6 @@ def test_compiled_products_with_one_column_stay_within_their_results():
         torch.testing.assert_close(metrics["loss"], expected["loss"])
 
 
-@pytest.mark.parametrize("width", [8, 64])
-def test_linear_weights_get_gradients_of_any_size(width: int) -> None:
-    """Small and large layers take different ways, and what large ones get lies in memory as their weights do."""
-    params = [torch.randn(3, *shape, dtype=torch.float64, requires_grad=True) for shape in ((width, width), (width,))]
-    x = torch.randn(3, 5, width, dtype=torch.float64, requires_grad=True)
-    tensors = (x, *params)
-    found = torch.autograd.grad(hfta.vmap(F.linear)(*tensors).sin().sum(), tensors)
-    expected = torch.autograd.grad(
-        torch.stack([F.linear(*own) for own in zip(*tensors, strict=True)]).sin().sum(), tensors
-    )
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-    assert found[1].is_contiguous() or width == 8
-
-
 @pytest.mark.parametrize("op", ["convolution", "convolution_input_grad", "convolution_weight_grad"])
 def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
     # A thousand images and 2 MB of filters.
@@ -393,11 +215,7 @@ def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
         pytest.param(lambda: [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, stride=2)], (3, 9, 8), id="strided"),
         pytest.param(lambda: [nn.Conv2d(3, 8, (3, 2), dilation=2, padding=1)], (3, 9, 8), id="dilated"),
         pytest.param(lambda: [nn.Conv2d(3, 8, 3, stride=2, dilation=2)], (3, 9, 8), id="strided and dilated"),
-        pytest.param(
-            lambda: [nn.ConvTranspose2d(3, 6, 4, 2, 1), nn.ConvTranspose2d(6, 2, 3, 3, 1, output_padding=2)],
-            (3, 4, 5),
-            id="transposed",
-        ),
+        pytest.param(lambda: [nn.ConvTranspose2d(3, 2, 3, 3, 1, output_padding=2)], (3, 4, 5), id="transposed"),
         pytest.param(lambda: [nn.Conv1d(3, 4, 5, padding=2), nn.ConvTranspose1d(4, 2, 5, 2)], (3, 11), id="sequences"),
         pytest.param(lambda: [nn.Conv3d(2, 4, 3, stride=(1, 2, 1), padding=1)], (2, 4, 5, 6), id="volumes"),
     ],
@@ -433,14 +251,6 @@ def test_exported_convolutions_take_any_batch(space: tuple[int, int]) -> None:
         torch.testing.assert_close(program.module()(x), array(x))
     # What other runtimes know.
     assert not any("as_strided" in str(node.target) for node in program.graph.nodes)
-
-
-POINTWISE, STRIDED, PADDED, UPWARDS = (
-    ([1], [0], [1], False, [0], 1),
-    ([2, 2], [1, 1], [1, 1], False, [0, 0], 1),
-    ([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
-    ([2, 2], [1, 1], [1, 1], True, [0, 0], 1),
-)
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import hfta_func as hfta
 from hfta_func import random
-from hfta_func.rules import _registry
 
 # What PyTorch has to say about a projection on the CPU is not this package's concern.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -85,14 +84,6 @@ def test_modules(kind: str, setting: str, lowering: str) -> None:
         compare(member, params, torch.randn(M, T, N, I).double())
 
 
-@pytest.mark.parametrize("lowering", ["batched", "loop"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_in_single_precision(kind: str, lowering: str) -> None:
-    member, params = array_of(layers(kind, torch.float32, num_layers=2))
-    with hfta.rules.override(recurrent=lowering):
-        compare(member, params, torch.randn(M, T, N, I), tolerance=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_given_and_single_samples(kind: str) -> None:
     member, params = array_of(layers(kind, num_layers=2))
@@ -109,18 +100,6 @@ def test_states_given_and_single_samples(kind: str) -> None:
 def test_extreme_shapes(kind: str, shape: tuple[int, ...]) -> None:
     member, params = array_of(layers(kind, bidirectional=True))
     compare(member, params, torch.randn(M, *shape).double())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cells_as_modules(kind: str) -> None:
-    make = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}.get(kind)
-    modules = [
-        make(I, H).double() if make else nn.RNNCell(I, H, nonlinearity=kind.partition("_")[2]).double()
-        for _ in range(M)
-    ]
-    member, params = array_of(modules)
-    compare(member, params, torch.randn(M, N, I).double())
-    compare(member, params, torch.randn(M, I).double())
 
 
 def packed_member(module: nn.Module, lengths: Tensor, **options: Any) -> Callable[..., Any]:
@@ -162,21 +141,11 @@ def test_many_gradients_of_packed_data() -> None:
 
 
 def test_lengths_per_member_are_refused() -> None:
-    lengths = LENGTHS.expand(M, N)
+    def packed(x: Tensor, lengths: Tensor) -> Tensor:
+        return torch._VF._pack_padded_sequence(x, lengths, False)[0]
+
     with pytest.raises(hfta.errors.TraceError, match="each member has its own lengths of packed sequences"):
-        hfta.vmap(lambda x, lengths: torch._VF._pack_padded_sequence(x, lengths, False)[0])(
-            torch.randn(M, T, N, I), lengths
-        )
-    _, params = array_of(layers("gru"))
-    sizes = torch.tensor([4, 3, 3, 1, 1]).expand(M, T)
-    params = {path: p.detach() for path, p in params.items()}
-
-    def packed(params: dict[str, Tensor], x: Tensor, sizes: Tensor) -> Tensor:
-        hx = x.new_zeros(1, N, H)
-        return torch.gru(x, sizes, hx, list(params.values()), True, 1, 0.0, False, False)[0]
-
-    with pytest.raises(hfta.errors.TraceError, match="each member has its own batch_sizes of packed sequences"):
-        hfta.vmap(packed)(params, torch.randn(M, 12, I).double(), sizes)
+        hfta.vmap(packed)(torch.randn(M, T, N, I), LENGTHS.expand(M, N))
 
 
 class Deep(nn.Module):
@@ -236,35 +205,10 @@ def test_dropout_between_layers_has_rate_and_scale_of_torch() -> None:
         assert torch.equal(solo > 0, output[i] > 0)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_dropout_draws_nothing(kind: str, p: float) -> None:
-    modules = [Deep(kind, p).double().train(p == 0) for _ in range(M)]
-    member, params = array_of(modules)
-    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
-    got = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
-    expected = [torch.stack(column) for column in zip(*(m(y) for m, y in zip(modules, x, strict=True)), strict=True)]
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
-
-
 def test_dropout_without_a_key_is_refused() -> None:
     member, params = array_of([Deep("gru") for _ in range(M)])
     with pytest.raises(hfta.errors.RandomnessError, match=r"torch\.gru draws the dropout between its layers"):
         hfta.vmap(member)(params, torch.randn(M, T, N, I))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_per_sample(kind: str) -> None:
-    """The gradient inside vmap, of weights that all members share."""
-    module = KINDS[kind](I, H, 2)
-    params = {path: param.detach() for path, param in module.named_parameters()}
-    apply, x = hfta.functional(module), torch.randn(M, T, N, I)
-    grads = hfta.vmap(torch.func.grad(lambda p, x: apply(p, {}, x)[0][0].square().sum()), in_dims=(None, 0))(params, x)
-    for i in range(M):
-        module.zero_grad()
-        module(x[i])[0].square().sum().backward()
-        for path, param in module.named_parameters():
-            torch.testing.assert_close(grads[path][i], param.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sampled(every=5)
@@ -307,35 +251,3 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     double = {path: p.detach().double() for path, p in params.items()}
     exact = torch.func.jvp(lambda x: hfta.vmap(member)(double, x), (x.double(),), (along.double(),))[1]
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
-
-
-def test_nan_stays_with_its_member() -> None:
-    member, params = array_of(layers("lstm", num_layers=2))
-    x = torch.randn(M, T, N, I).double()
-    clean = hfta.vmap(member)(params, x)
-    clean_grads = gradients(clean, list(params.values()))
-    x[1, 2, 0, 0] = torch.nan
-    got = hfta.vmap(member)(params, x)
-    grads = gradients(got, list(params.values()))
-    for one, other in zip((*clean, *clean_grads), (*got, *grads), strict=True):
-        assert torch.equal(one[0], other[0]) and torch.equal(one[2], other[2])
-
-
-def test_the_table_chooses_by_the_size_of_the_weights() -> None:
-    def lowering(size: int, dtype: torch.dtype = torch.float32) -> str:
-        module = nn.LSTM(I, size, dtype=dtype)
-        params, _ = hfta.stack_params([module] * 16)
-        apply = hfta.functional(module)
-        choices = hfta.rules.explain(
-            hfta.vmap(lambda p, x: apply(p, {}, x)[0][0]), params, torch.randn(16, 2, 2, I, dtype=dtype)
-        )
-        (choice,) = [one for one in choices if one.op == "lstm.input"]
-        return choice.lowering
-
-    assert lowering(16) == "batched" and lowering(128) == "loop" and lowering(128, torch.float64) == "batched"
-    # Every lowering of a recurrent operator is reachable by name.
-    assert all(
-        hfta.rules._lowering.known_lowerings(op) == {"batched", "loop"}
-        for op in _registry.RULES
-        if op.startswith("gru.")
-    )

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hfta_func as hfta
-from hfta_func.rules import _registry
 from oracle import KEYS, assert_array_is_loop
 from rule_cases import RULE_CASES, RuleCase
 from rule_checks import M, as_tuple, assert_close, check_against_loop, member_inputs, outputs_of_loop
@@ -64,6 +64,8 @@ def test_gradient_inside_vmap(case: RuleCase) -> None:
     assert_close(list(hfta.vmap(grad)(*inputs)), expected)
 
 
+# PyTorch says once that a search copies what is not contiguous.
+@pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_array_of_arrays(case: RuleCase) -> None:
@@ -116,28 +118,6 @@ def test_running_statistics_shared_by_members_are_refused() -> None:
 
     with pytest.raises(hfta.errors.TraceError, match="running statistics that all members share"):
         hfta.vmap(norm)(torch.randn(M, 4, 3))
-
-
-def test_install_and_uninstall(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    entry, calls = _registry.RULES["convolution"], []
-
-    def counted(*args):  # type: ignore[no-untyped-def]
-        calls.append(args)
-        return entry.rule(*args)
-
-    monkeypatch.setitem(_registry.RULES, "convolution", entry._replace(rule=counted))
-    inputs = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
-    hfta.rules.uninstall()
-    plain = torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert not calls and not hfta.rules.is_installed()
-    torch.testing.assert_close(hfta.vmap(torch.nn.functional.conv2d)(*inputs), plain)
-    assert len(calls) == 1 and hfta.rules.is_installed()
-    hfta.rules.install()
-    torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert len(calls) == 2
-    hfta.rules.uninstall()
-    torch.vmap(torch.nn.functional.conv2d)(*inputs)
-    assert len(calls) == 2 and not hfta.rules.is_installed()
 
 
 _PROCESS = """
@@ -231,6 +211,7 @@ def test_rows_behind_a_members_groups_are_nobodys() -> None:
         lambda x, i: x.index_add(0, i, x[:50]),
         lambda x, i: x.index_select(0, i),
         lambda x, i: x[i],
+        lambda x, i: F.embedding(i, x),
         lambda x, i: x.scatter_add(0, i[:, None].expand(-1, 40), x[:50]),
         lambda x, i: x.scatter_reduce(0, i[:, None].expand(-1, 40), x[:50], "amax"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import queue
 import signal
 import subprocess
 import sys
@@ -98,25 +97,6 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
     assert quick.is_compiled
 
 
-@pytest.mark.exhaustive
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("donate", [False, True])
-def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
-    """Elsewhere the same function runs, without a replay."""
-    (step, state), (_, own) = arrayed(donate=donate), arrayed(donate=donate)
-    chosen = kept.options(step, state, "cuda")
-    assert chosen == kept.options(step.many, state, "cuda")
-    assert any("cudagraphs" in name for name in chosen[0]) is donate and chosen[-1] == {}
-    run, tensors = kept.graph(step, chosen[0]), optree.tree_leaves(state)
-    for number in range(3):
-        x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        (state, found), (own, expected) = run(state, x), step(own, x)
-        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-9, atol=1e-9)
-    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9), state, own)
-    same = [a is b for a, b in zip(tensors, optree.tree_leaves(state), strict=True)]
-    assert all(same) is donate
-
-
 SCALE = 2.0
 
 
@@ -197,22 +177,6 @@ def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not quick.is_compiled and len(graph._compiled) == 3
 
 
-def test_the_status_says_that_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Working:
-        def __init__(self, *args: Any, **options: Any):
-            self.submit = self.close = lambda *args, **options: None
-
-        def wait(self, seconds: float) -> Any:
-            raise queue.Empty
-
-    monkeypatch.setattr(background, "Pool", Working)
-    step, state = arrayed()
-    quick, batch = hfta.compile(step), torch.ones(M, 5, 4, dtype=torch.float64)
-    for _ in range(3):
-        quick(state, batch)
-    assert quick.status.endswith("; another process compiles it") and not quick.is_compiled
-
-
 @pytest.mark.parametrize(
     ("left", "eager", "spent", "processors", "yields"),
     [
@@ -251,31 +215,6 @@ def test_compiling_begins_where_it_may_pay(
     assert made == ([] if yields is None else [yields])
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_training_lends_a_thread_while_the_other_process_works(
-    monkeypatch: pytest.MonkeyPatch, two_threads: None
-) -> None:
-    seen: list[int] = []
-    graph = background.StepGraph(lambda *args: seen.append(torch.get_num_threads()))
-    _, state = arrayed()
-    monkeypatch.setattr(graph, "ask", lambda *args: [])
-    for processors, worker in ((4, object()), (4, object()), (2, object()), (2, None)):
-        graph.worker = worker  # pyright: ignore
-        monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
-        graph(state, None, None)
-    # With processors to spare, without, and with an answer.
-    assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
-    # What one thread less takes says nothing about the step.
-    assert len(graph.eager) == 3
-
-
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     data, asked = torch.randn(20, 4, dtype=torch.float64), []
@@ -308,15 +247,3 @@ print(worker.pid)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr
     assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
-
-
-def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
-    def apart(layers: int) -> list[bool | None]:
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
-        step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-        state = step.init(*hfta.stack_params([model]), seeds=[0])
-        return [found.get("cpp_wrapper_build_separate") for found in kept.options(step, state, "cpu")]
-
-    # The other way calls kernels from Python.
-    assert apart(8) == [False, None]
-    assert apart(9) == [True, None]

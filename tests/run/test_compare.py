@@ -132,44 +132,25 @@ def history(seeds: list[int], epochs: int) -> hfta.run.History:
     return made
 
 
+TWO = {"a": [1.0, 2.0], "b": [2.0, 1.0]}
+BY_KIND = {"metric": "loss", "by": "kind"}
+TWICE = pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]})
+UNEVEN = pandas.DataFrame({"seed": [0, 0, 1], "kind": ["a"] * 3, "loss": [1.0] * 3, "epoch": [1, 2, 1]})
+
+
 @pytest.mark.parametrize(
     ("runs", "options", "message"),
     [
         ({"a": [1.0, 2.0]}, {}, "there are 1 configurations; a comparison needs two"),
         ({"a": [1.0], "b": [2.0]}, {}, "'b' and 'a' have 1 seeds in common"),
         ({"a": [1.0, 2.0], "b": [2.0]}, {}, "give each one value per seed"),
-        (
-            {"a": [1.0, 2.0], "b": [2.0, 1.0]},
-            {"baseline": "c"},
-            "baseline is 'c' and level 0.95; pass one of 'a', 'b'",
-        ),
-        (
-            {"a": [1.0, 2.0], "b": [2.0, 1.0]},
-            {"level": 95},
-            "level 95; pass one of 'a', 'b', and a number between 0 and 1",
-        ),
+        (TWO, {"baseline": "c"}, "baseline is 'c' and level 0.95; pass one of 'a', 'b'"),
+        (TWO, {"level": 95}, "level 95; pass one of 'a', 'b', and a number between 0 and 1"),
         (7, {}, "pass a dict of values or histories by name"),
-        (
-            pandas.DataFrame({"seed": [0], "a": [1], "b": [1]}),
-            {"metric": "a", "by": ["a", "b"]},
-            "pass a dict of values or",
-        ),
-        (
-            pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]}),
-            {"metric": "loss", "by": "kind"},
-            "several values for 'a' and seed 0; keep one of them, or tell them apart",
-        ),
-        (
-            pandas.DataFrame({"seed": [0, 0, 1], "kind": ["a"] * 3, "loss": [1.0] * 3, "epoch": [1, 2, 1]}),
-            {"metric": "loss", "by": "kind"},
-            r"kind and seed end at different epochs, 1 to 2; pass rows .* frame\[frame.epoch == 1\]",
-        ),
+        (TWICE, BY_KIND, "several values for 'a' and seed 0; keep one of them, or tell them apart"),
+        (UNEVEN, BY_KIND, r"kind and seed end at different epochs, 1 to 2; pass rows .* frame\[frame.epoch == 1\]"),
         ({"a": history([0, 0], 1), "b": history([0, 1], 1)}, {"metric": "loss"}, "several values for 'a' and seed 0"),
-        (
-            {"a": history([0, 1], 1), "b": history([0, 1], 2)},
-            {"metric": "loss"},
-            "{'a': 1, 'b': 2} values, or epochs of",
-        ),
+        ({"a": history([0], 1), "b": history([0], 2)}, {"metric": "loss"}, "{'a': 1, 'b': 2} values, or epochs of"),
     ],
 )
 def test_bad_input(runs: object, options: dict[str, object], message: str) -> None:

@@ -162,26 +162,17 @@ def test_bad_experiments(call, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("given", "evaluate", "message"),
     [
-        ((DATA,), {}, "data needs a batch_size; or pass a loader as data"),
-        (([DATA],), {"rows": [[0]] * 4}, "rows needs a batch_size"),
-        ((DATA, 8), {"evaluate": mse}, r"evaluate is a function, step a TrainStep; pass \(metric, data\)"),
-        (
-            (DATA, 8),
-            {"evaluate": (mse, DATA, [[0], [], [1], [2]])},
-            "model 1: rows.1. is ..; give row numbers",
-        ),
-        (
-            (DATA, 8),
-            {"evaluate": torch.utils.data.TensorDataset(*DATA)},
-            "the data to evaluate on is a data set, TensorDataset; pass a DataLoader",
-        ),
-        ((DATA, 8), {"evaluate": (mse, [])}, "model 0 has no row to evaluate"),
-        ((DATA, 8), {"evaluate": (X[:0], X[:0, :1])}, "model 0 has no row to evaluate"),
+        ((DATA,), None, "data needs a batch_size; or pass a loader as data"),
+        ((DATA, 8), mse, r"evaluate is a function, step a TrainStep; pass \(metric, data\)"),
+        ((DATA, 8), (mse, DATA, [[0], [], [1], [2]]), "model 1: rows.1. is ..; give row numbers"),
+        ((DATA, 8), torch.utils.data.TensorDataset(*DATA), "is a data set, TensorDataset; pass a DataLoader"),
+        ((DATA, 8), (mse, []), "model 0 has no row to evaluate"),
+        ((DATA, 8), (X[:0], X[:0, :1]), "model 0 has no row to evaluate"),
     ],
 )
-def test_bad_runs(given, options, message):
+def test_bad_runs(given, evaluate, message):
     experiment = hfta.Experiment(make_model, mse, hfta.sgd, seeds=4)
     with pytest.raises(ValueError, match=message):
-        experiment.fit(*given, epochs=1, progress=False, **options)
+        experiment.fit(*given, epochs=1, progress=False, evaluate=evaluate)

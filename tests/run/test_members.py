@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfta_func as hfta
-from member_runs import DATA, SEEDS, M, Run, assert_same, stop
+from member_runs import SEEDS, M, Run, assert_same, stop
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -143,16 +143,6 @@ def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
         hfta.errors.StateError, match=r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
     ):
         Run([5, 3]).fit(7, resume=path)
-
-
-def test_loaders_with_rows_of_their_own_follow_too():
-    own = [[0, 1, 2], range(12), [5], range(4, 12)]
-    run, alone = Run(), Run([9])
-    run.loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, rows=own)
-    state, _ = run.fit(4, lambda state, history: hfta.take(state, [3]) if len(history) == 2 else None)
-    alone.loader = hfta.ArrayLoader(DATA, 5, seeds=[9], rows=own[3:])
-    expected, _ = alone.fit(4)
-    assert_same(state.params, expected.params)
 
 
 def test_plateaus_follow_members():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import pathlib
 import subprocess
 import sys
 import textwrap
-import time
 import weakref
 from typing import Any
 
@@ -18,9 +16,8 @@ import torch
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
-from hfta_func.run import memory, plan
+from hfta_func.run import memory
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes
-from hfta_func.run.plan import _line
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -61,57 +58,6 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["2", "4", "11"]
     assert lines[-2].endswith("predicted") and lines[-1].startswith("11 of 30 models fit")
-
-
-def _size(work: Any) -> int:
-    return hfta.num_models(inspect.getclosurevars(work).nonlocals["held"][0])
-
-
-def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {2: 1.0, 4: 7.0, 8: 3.0}
-
-    def measured(work: Any, device: torch.device) -> list[float]:
-        return [times[_size(work)]]
-
-    monkeypatch.setattr(plan, "_times", measured)
-    step, state, batch = _array()
-    found = hfta.plan(step, state, batch, sizes=[2, 4, 8], limit=100)
-    assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100
-
-
-@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (300, [1, 3]), (2000, [1, 3] * 5 + [1]), (None, [1, 3] * 8)])
-def test_sizes_take_turns_for_a_share_of_the_steps_to_come(
-    steps: int | None, turns: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[int] = []
-
-    def measured(work: Any, device: torch.device) -> list[float]:
-        order.append(_size(work))
-        return [0.01]
-
-    monkeypatch.setattr(plan, "_times", measured)
-    found = hfta.plan(*_array(), sizes=[1, 3], limit=3, steps=steps)
-    assert order == turns and found.num_models == 3 and found.chunk_size is None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("power", "chunk_size"), [(2, 1), (0, None)])
-def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:
-    _, state, batch = _array()
-
-    def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
-        time.sleep(2e-3 * hfta.num_models(state) ** power)
-        return state, {}
-
-    found = hfta.plan(step, state, batch, sizes=[1, 2, 4], limit=6)
-    assert (found.num_models, found.chunk_size) == (6, chunk_size)
-
-
-def test_measurements_are_kept_and_lines_drawn_between_and_beyond() -> None:
-    sizes, values = (1, 2, 8), (5.0, 6.0, 18.0)
-    assert [_line(sizes, values, at) for at in sizes] == list(values)
-    assert [_line(sizes, values, at) for at in (5, 16)] == [12.0, 34.0]
-    assert [_line((2,), (6.0,), at) for at in (1, 2, 5)] == [3.0, 6.0, 15.0]
 
 
 @pytest.mark.exhaustive(ids="True")
@@ -251,13 +197,6 @@ def test_the_largest_that_runs(most: int, error: Exception) -> None:
 
     assert hfta.run.max_models(step, state, batch, limit=64) == most
     assert len(set(tried)) <= 14
-
-
-@pytest.mark.exhaustive
-def test_a_budget_is_kept() -> None:
-    step, state, batch = _array()
-    free = int(hfta.plan(step, state, batch, sizes=[8, 16]).memory(20))
-    assert hfta.run.max_models(step, state, batch, free=free) == pytest.approx(20, abs=3)
 
 
 @pytest.mark.exhaustive

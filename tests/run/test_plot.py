@@ -47,27 +47,12 @@ def test_line_is_the_mean_and_band_the_central_members():
         assert colors.same_color(line.get_color(), band.get_facecolor()[0, :3])
 
 
-def test_level_one_spans_all_members():
-    values = numpy.array([[0.1, 0.7, 0.4], [0.3, 0.2, 0.9]])
-    ax = bands(history(values).frame(), "accuracy", level=1.0)
-    _, low, high = edges(ax.collections[0])
-    numpy.testing.assert_allclose(low, [0.1, 0.2], rtol=1e-12)
-    numpy.testing.assert_allclose(high, [0.7, 0.9], rtol=1e-12)
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_legend()) == ("epoch", "accuracy", None)
-
-
 def test_legend_names_the_groups_and_colours_differ():
     values = numpy.random.default_rng(1).random((2, 10))
     ax = bands(history(values).frame(width=range(10)), "accuracy", by="width", ax=Figure().subplots())
     assert ax.get_legend().get_title().get_text() == "width"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [str(width) for width in range(10)]
     assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == 10
-
-
-def test_one_epoch_is_still_seen():
-    ax = bands(history(numpy.array([[0.2, 0.6]])).frame(), "accuracy", ax=Figure().subplots())
-    assert ax.lines[0].get_marker() == "o"
-    numpy.testing.assert_allclose(ax.lines[0].get_ydata(), [0.4], rtol=1e-12)
 
 
 def test_members_that_are_not_finite_are_left_out_and_counted():

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import hfta_func as hfta
-from hfta_func.run import profile as of_run
 from hfta_func.run.recording import ITERATION, MARK, PHASES, STEP, Timeline, iterations_of, of_device
 from hfta_func.step import replay, train
 from hfta_func.step.commit import Commit
@@ -104,36 +103,6 @@ def test_the_costly_module_is_the_largest() -> None:
         assert max(lines, key=lambda line: line.in_kernels).module == "2"
 
 
-@pytest.mark.exhaustive
-def test_a_loader_has_the_phase_data() -> None:
-    step, state, _ = array()
-    data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
-    loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
-    assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
-    assert loader.state_dict() == {"epoch": 0, "batches": 0}
-
-
-def test_advice_is_for_the_largest_part() -> None:
-    def advice(kind: str, reason: str, *lines: tuple[Any, ...]) -> str:
-        return of_run._advice(kind, [hfta_line(*line) for line in lines], {("a", "convolution"): reason})
-
-    def hfta_line(phase: str, module: str, operator: str, lowering: str, seconds: float, kernels: float) -> Any:
-        return of_run.Line(phase, module, operator, lowering, seconds, kernels, 1)
-
-    kernels = ("forward", "a", "convolution", "loop", 5.0, 4.0)
-    python = ("Python", "", "", "", 9.0, 0.0)
-    assert "replay=True" in advice("eager", "", python, kernels)
-    assert "hfta_func.compile" in advice("replayed", "", python, kernels)
-    assert "step.many" in advice("compiled", "", python, kernels)
-    assert advice("eager", "", ("data", "", "", "", 9.0, 1.0), kernels).startswith("data takes 64%: keep the data")
-    assert "donate=True" in advice("eager", "", ("update", "", "", "", 9.0, 1.0), kernels)
-    assert "hfta_func.rules.register" in advice("eager", "no batching rule: one member after another", kernels)
-    assert "rules.override(modules='a', convolution='direct')" in advice("eager", "large", kernels)
-    linear = ("forward", "b", "linear", "folded", 5.0, 4.0)
-    assert "kernels are the limit" in advice("eager", "", linear)
-    assert "kernels are the limit" in advice("eager", "", ("loss", "", "exp", "", 5.0, 4.0))
-
-
 class Event:
     """An event as PyTorch's profiler has it."""
 
@@ -172,22 +141,21 @@ def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
 
 def test_bad_input() -> None:
     step, state, batch = array()
-    with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
-        hfta.profile(step, state, batch, steps=0)
-    with pytest.raises(hfta.errors.BatchError, match="the loader has no batch in epoch 0"):
-        hfta.profile(step, state, (rows for rows in ()))
-    with pytest.raises(hfta.errors.BatchError):
-        hfta.profile(step, state, (batch[0][:2], batch[1]))
+    calls = []
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
-        failing.calls += 1
-        if failing.calls > 6:
+        calls.append(1)
+        if len(calls) > 6:
             raise RuntimeError("it fails")
         return loss_fn(model, batch)
 
-    failing.calls = 0
-    step = hfta.make_train_step(make_model(), failing, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
-    with pytest.raises(RuntimeError, match="it fails"):
-        hfta.profile(step, state, batch, steps=5)
+    failing_step = hfta.make_train_step(make_model(), failing, hfta.sgd(lr=0.1))
+    for wrong, given, steps, error, message in (
+        (step, batch, 0, ValueError, "steps is 0; give an integer of at least 1"),
+        (step, (rows for rows in ()), 5, hfta.errors.BatchError, "the loader has no batch in epoch 0"),
+        (step, (batch[0][:2], batch[1]), 5, hfta.errors.BatchError, None),
+        (failing_step, batch, 5, RuntimeError, "it fails"),
+    ):
+        with pytest.raises(error, match=message):
+            hfta.profile(wrong, wrong.init(state.params, seeds=SEEDS), given, steps=steps)
     assert not torch_module._global_forward_hooks and train.judge.__module__ == "hfta_func.step.commit"

@@ -177,12 +177,6 @@ def test_a_loader_deals_windows_to_persons():
         assert (values // 1000 == labels[..., None, None]).all() and (values.diff() == 1).all()
 
 
-def pipeline(fast, slow):
-    fast, slow = (signals.fill(signal, window=2.0, within=0.1) for signal in (fast, slow))
-    fast = signals.normalise(signals.resample(signals.bandpass(fast, 2.0, 40.0, taps=201), 125.0), 2.0)
-    return signals.join(fast, signals.normalise(slow, 2.0))
-
-
 def test_columns_of_tables_are_read_in_order():
     frame = pandas.DataFrame({"time": [2.0, 0.0, 1.0], "value": [3.0, 1.0, 2.0]}, index=[7, 8, 9]).sort_values("time")
     assert signals.from_timestamps(frame["time"], frame["value"], 1).values.tolist() == [[1.0, 2.0, 3.0]]
@@ -201,75 +195,41 @@ def test_lists_are_persons_of_any_lengths():
     assert pieces[1][2].values.data_ptr() == persons[1].values[:, 200:].data_ptr()
 
 
+at, cut = signals.from_timestamps, signals.windows
 FINE, GAPS = Signal(torch.arange(8.0), 2), Signal(torch.full((8,), torch.nan), 2)
 BAD = {
     "values": (lambda: Signal(torch.ones(2, 3, 4), 1), r"values is \[2, 3, 4\]; a signal needs samples \[T\]"),
-    "empty": (lambda: Signal([], 1), r"values is \[1, 0\]"),
-    "valid": (
-        lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]),
-        r"valid is \[2\] of torch.float32; give one boolean",
-    ),
+    "valid": (lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]), r"valid is \[2\] of torch.float32; give one boolean"),
     "rate": (lambda: Signal([1.0], 0), "rate is 0 and start 0.0; give finite numbers, and a positive rate"),
-    "unsorted": (
-        lambda: signals.from_timestamps([0, 2, 1], [1, 2, 3], 1),
-        "samples 1 and 2 are at 2 and 1 s; sort them",
-    ),
-    "double": (
-        lambda: signals.from_timestamps([0, 1, 1], [1, 2, 3], 1),
-        "at 1 and 1 s; .* keep one sample of each time",
-    ),
-    "faster": (
-        lambda: signals.from_timestamps(torch.arange(9) / 5, torch.ones(9), 1),
-        "s; say 5 Hz, not 1; .* give the rate",
-    ),
-    "half": (lambda: signals.from_timestamps(torch.arange(9) * 2, torch.ones(9), 1), "times of samples say 0.5 Hz"),
-    "a little faster": (lambda: signals.from_timestamps(torch.arange(999) / 100.5, torch.ones(999), 100), "say 100.50"),
-    "slower": (
-        lambda: signals.from_timestamps(torch.arange(9) * 1.25, torch.ones(9), 1),
-        "times of samples say 0.8 Hz, but rate is 1",
-    ),
-    "no time": (lambda: signals.from_timestamps([0, torch.nan], [1, 2], 1), "times must be finite"),
-    "times": (lambda: signals.from_timestamps([0.0], [1, 2], 1), r"times is \[1\] for 2 samples"),
+    "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values is a table"),
+    "unsorted": (lambda: at([0, 2, 1], [1, 2, 3], 1), "samples 1 and 2 are at 2 and 1 s; sort them"),
+    "double": (lambda: at([0, 1, 1], [1, 2, 3], 1), "at 1 and 1 s; .* keep one sample of each time"),
+    "faster": (lambda: at(torch.arange(9) / 5, torch.ones(9), 1), "s; say 5 Hz, not 1; .* give the rate"),
+    "a little faster": (lambda: at(torch.arange(999) / 100.5, torch.ones(999), 100), "say 100.50"),
+    "slower": (lambda: at(torch.arange(9) * 1.25, torch.ones(9), 1), "times of samples say 0.8 Hz, but rate is 1"),
+    "no time": (lambda: at([0, torch.nan], [1, 2], 1), "times must be finite"),
+    "times": (lambda: at([0.0], [1, 2], 1), r"times is \[1\] for 2 samples"),
     "all gaps": (lambda: signals.fill([FINE, GAPS]), r"person 1: all of Signal\(.* 100.0 % missing\) is gaps"),
-    "no window": (
-        lambda: signals.windows([FINE, FINE.samples(0, 3)], 2, 1),
-        "person 1: .* has no whole window of 2 s without a gap; leave the",
-    ),
-    "gaps": (lambda: signals.windows([FINE, GAPS], 1, 1), "person 1: .* has no whole window of 1 s"),
+    "gaps": (lambda: cut([FINE, GAPS], 1, 1), "person 1: .* has no whole window of 1 s without a gap; leave the"),
     "rates": (
-        lambda: signals.windows([FINE, Signal([1.0, 2.0], 1)], 1, 1),
-        "person 1 has 1 channels at 1 Hz but person 0 has 1 channels at 2 Hz",
+        lambda: cut([FINE, Signal([1.0, 2.0], 1)], 1, 1),
+        "1 channels at 1 Hz but person 0 has 1 channels at 2 Hz",
     ),
-    "hop": (lambda: signals.windows(FINE, 1, 0.3), "hop is 0.3 s, which is 0.6 samples at 2 Hz; give a whole number"),
+    "hop": (lambda: cut(FINE, 1, 0.3), "hop is 0.3 s, which is 0.6 samples at 2 Hz; give a whole number"),
     "window": (lambda: signals.normalise([FINE], 0.75), "person 0: window is 0.75 s, which is 1.5 samples"),
-    "outside": (
-        lambda: signals.windows([FINE, FINE], 1, 1, [([0], [1]), ([1, 4], [1, 2])]),
-        "person 1: event 1 is at 4 s, outside of Signal",
-    ),
-    "before": (lambda: signals.windows(FINE, 1, 1, ([-1, 1], [1, 2])), "event 0 is at -1 s, outside of"),
-    "order": (lambda: signals.windows(FINE, 1, 1, ([1, 0], [1, 2])), "times of events must ascend"),
-    "labels": (lambda: signals.windows(FINE, 1, 1, ([0, 1], [1])), r"events have times \[2\] and labels \[1\]"),
-    "no label": (
-        lambda: signals.windows(FINE, 2, 1, ([0, 1, 2, 3], [0, 1, 2, 3])),
-        "no window of .* has one label throughout",
-    ),
-    "apart": (
-        lambda: signals.join([FINE], [Signal([1.0], 1, start=9)]),
-        "person 0: signals have no time in common: 0 to 4 s, 9 to 10 s",
-    ),
+    "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
+    "before": (lambda: cut(FINE, 1, 1, ([-1, 1], [1, 2])), "event 0 is at -1 s, outside of"),
+    "order": (lambda: cut(FINE, 1, 1, ([1, 0], [1, 2])), "times of events must ascend"),
+    "labels": (lambda: cut(FINE, 1, 1, ([0, 1], [1])), r"events have times \[2\] and labels \[1\]"),
+    "no label": (lambda: cut(FINE, 2, 1, ([0, 1, 2, 3], [0, 1, 2, 3])), "no window of .* has one label throughout"),
+    "apart": (lambda: signals.join([FINE], [Signal([1.0], 1, start=9)]), "no time in common: 0 to 4 s, 9 to 10 s"),
     "persons": (lambda: signals.join([FINE], [FINE, FINE]), "must have one signal a person each"),
     "target": (lambda: signals.resample(FINE, -1), "rate is -1; give a positive number"),
     "value": (lambda: signals.fill(GAPS, "median"), "value is 'median'; give a number, or 'mean'"),
+    "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
     "band": (lambda: signals.bandpass(FINE, 0.5, 2), "low is 0.5 and high 2 Hz; give 0 <= low < high <= 1"),
     "taps": (lambda: signals.bandpass(FINE, 0.5, 1, taps=8), "taps is 8; give an odd number"),
     "between": (lambda: FINE.between(9, 10), "there is no sample from 9 until 10 s"),
-    "too short": (
-        lambda: signals.windows([FINE, FINE.samples(0, 2)], 4, 0.5),
-        "person 1: .* has no whole window of 4 s",
-    ),
-    "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values is a table"),
-    "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
-    "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
 }
 
 

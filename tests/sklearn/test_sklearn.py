@@ -170,8 +170,6 @@ BAD = {
     "numbers": (lambda c, x, y: c.fit(x, x[:, 0]), "Unknown label type: continuous"),
     "nan": (lambda c, x, y: c.fit(x * numpy.nan, y), "Input X contains NaN"),
     "features": (lambda c, x, y: c.fit(x, y).predict(x[:, :1]), "X has 1 features, but ArrayClassifier is expecting 2"),
-    "lengths": (lambda c, x, y: c.fit(x, y[:3]), "inconsistent numbers of samples"),
-    "one-d": (lambda c, x, y: c.fit(x[:, 0], y), "Expected 2D array, got 1D array"),
     "hold_out": (
         lambda c, x, y: c.set_params(patience=2, hold_out=1.5).fit(x, y),
         "hold_out is 1.5 of 6 rows; give a share",
@@ -186,10 +184,6 @@ BAD = {
     "setting": (lambda c, x, y: ArraySearchCV(c, {"rate": [1]}, cv=2).fit(x, y), "Invalid parameter 'rate'"),
     "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "contains NaN"),
     "text": (lambda c, x, y: ArrayRegressor().fit(x, numpy.array(["a"] * 6)), "could not convert string to float"),
-    "some groups": (
-        lambda c, x, y: cross_val_score(c, x, y, groups=[1, 2], cv=LeaveOneGroupOut()),
-        "inconsistent numbers of samples",
-    ),
     "by": (lambda c, x, y: cross_val_score(c, x, y, by=[1], cv=2), "inconsistent numbers of samples"),
 }
 

@@ -17,7 +17,6 @@ from torch import nn
 import hfta_func as hfta
 
 optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
-from optuna.distributions import CategoricalDistribution, FloatDistribution  # noqa: E402
 
 from hfta_func import tune  # noqa: E402
 from studies import SCHEDULERS, SPACE, STUDY, X, Y, build, loss_fn, told  # noqa: E402
@@ -231,15 +230,8 @@ def sized(trial: Any) -> None:
     trial.suggest_float("lr", 0.01, 0.1)
 
 
-def fixed_space() -> Any:
-    return {"hidden": CategoricalDistribution([(4,), (6, 5)]), "lr": FloatDistribution(0.01, 0.1)}
-
-
-@pytest.mark.parametrize("kind", [fixed_space, lambda: sized])
 @pytest.mark.filterwarnings("ignore:Choices for a categorical distribution should be:UserWarning")
-def test_values_may_be_tuples(kind: Any, tmp_path: pathlib.Path) -> None:
-    space = kind()
-
+def test_values_may_be_tuples(tmp_path: pathlib.Path) -> None:
     def build_sized(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         def factory() -> nn.Module:
             sizes = (4, *fixed["hidden"], 1)
@@ -251,17 +243,74 @@ def test_values_may_be_tuples(kind: Any, tmp_path: pathlib.Path) -> None:
         return tune.Array(step, state, hfta.ArrayLoader((X, Y), 16, seeds=seeds), model=factory())
 
     options = SIX | {"nonfusible": ["hidden"], "metric": "loss", "enqueue": [{"hidden": (6, 5)}]}
-    whole = tune.run(build_sized, space, **options)
+    whole = tune.run(build_sized, sized, **options)
     assert {trial.params["hidden"] for trial in whole.trials} == {(4,), (6, 5)}
     assert whole.trials[0].params["hidden"] == (6, 5)
     for where in ("folder", "storage"):
         (tmp_path / where).mkdir()
         more = kept(where, tmp_path / where)
-        tune.run(build_sized, space, callbacks=[lambda study: study.optuna.stop()], **options, **more)
+        tune.run(build_sized, sized, callbacks=[lambda study: study.optuna.stop()], **options, **more)
         for _ in range(2):
-            study = tune.run(build_sized, space, **options, **more)
+            study = tune.run(build_sized, sized, **options, **more)
             assert told(study) == told(whole)
     study.population.save(tmp_path / "saved")
     again = tune.population(build_sized, nonfusible=["hidden"])
     again.load(tmp_path / "saved")
     assert [member.config for member in again.members] == [member.config for member in study.population.members]
+
+
+class BrokenOff(Exception):
+    pass
+
+
+def test_tensorboard_has_a_run_per_trial(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs TensorBoard; pip install 'hfta_func[tensorboard]'")
+    from tensorboard import context
+    from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
+    from tensorboard.plugins import base_plugin
+    from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+    options: dict[str, Any] = STUDY | {"scheduler": tune.halving(), "max_models": 4, "seeds": 2}
+    options["resume"] = tmp_path / "study"
+    arrays: list[int] = []
+
+    def stop(study: tune.Study) -> None:
+        arrays.append(sum(trial.status != "running" for trial in study.trials))
+        if len(arrays) == 7:
+            raise BrokenOff
+
+    # What is written again after a break replaces what was there.
+    with pytest.raises(BrokenOff):
+        tune.run(build, SPACE, callbacks=[tune.tensorboard(tmp_path / "board"), stop], **options)
+    assert 0 < arrays[-1] < 11
+    study = tune.run(build, SPACE, callbacks=[tune.tensorboard(tmp_path / "board")], **options)
+
+    members = study.population.members
+    for trial in study.trials:
+        run = event_accumulator.EventAccumulator(str(tmp_path / "board" / f"trial-{trial.number:04d}"))
+        run.Reload()
+        histories = [members[member].metrics for member in trial.members]
+        for name in ("loss", "error"):
+            expected = [[metrics[name] for metrics in history] for history in histories]
+            for place, values in enumerate(expected):
+                shown = run.Scalars(f"{name}/{place}")
+                assert [event.step for event in shown] == [*range(1, len(values) + 1)]
+                assert [event.value for event in shown] == pytest.approx(values, rel=1e-6)
+            means = [(a + b) / 2 for a, b in zip(*expected, strict=True)]
+            assert [event.value for event in run.Scalars(name)] == pytest.approx(means, rel=1e-6)
+
+    # As the page HPARAMS of TensorBoard asks for them.
+    found = plugin_event_multiplexer.EventMultiplexer()
+    found.AddRunsFromDirectory(str(tmp_path / "board"))
+    found.Reload()
+    provider = data_provider.MultiplexerDataProvider(found, str(tmp_path / "board"))
+    page = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    request = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99, allowed_statuses=[0, 1, 2, 3])
+    groups = list_session_groups.Handler(context.RequestContext(), page, "", request).run().session_groups
+    assert len(groups) == len(study.trials) == 11
+    for group in groups:
+        trial = study.trials[int(group.name[6:])]
+        assert {name: value.number_value for name, value in group.hparams.items()} == trial.params
+        (value,) = group.metric_values
+        assert value.name.tag == "error" and value.value == pytest.approx(trial.values[-1][0], rel=1e-6)
+        assert group.sessions[0].status == api_pb2.STATUS_SUCCESS

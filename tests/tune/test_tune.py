@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import random
-import signal
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -154,27 +153,23 @@ def test_a_study_that_is_killed_goes_on(
 
 def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
     storage, folder = f"sqlite:///{tmp_path}/study.db", tmp_path / "study"
-    options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
-    tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    given = STUDY | {"trials": 3, "epochs": 1, "max_models": 4, "storage": storage, "name": "study"}
+
+    def refused(message: str, error: Any = ValueError, space: Any = SPACE, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            tune.run(build, space, **given | options)
+
+    tune.run(build, SPACE, resume=folder, **given)
     other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
-    with pytest.raises(
-        ValueError, match=r"the storage has another study 'study', whose space is .*; pass another name"
-    ):
-        tune.run(build, other, storage=storage, name="study", **options)
-    with pytest.raises(ValueError, match="whose epochs is 1 and not 2; pass another name or folder"):
-        tune.run(build, SPACE, storage=storage, name="study", **options | {"epochs": 2})
-    with pytest.raises(ValueError, match="a storage keeps studies by name; pass name="):
-        tune.run(build, SPACE, storage=storage, **options)
-    with pytest.raises(ValueError, match="the folder has 3 members, but the storage 0 trials; pass the folder and the"):
-        tune.run(build, SPACE, resume=folder, **options)
+    refused("the storage has another study 'study', whose space is .*; pass another name", space=other)
+    refused("whose epochs is 1 and not 2; pass another name or folder", epochs=2)
+    refused("a storage keeps studies by name; pass name=", name=None)
+    message = "the folder has 3 members, but the storage 0 trials; pass the folder and the"
+    refused(message, resume=folder, storage=None, name=None)
     optuna.create_study(storage=storage, study_name="own").enqueue_trial({"lr": 0.1})
-    with pytest.raises(ValueError, match="the storage has another study 'own', whose"):
-        tune.run(build, SPACE, storage=storage, name="own", **options)
+    refused("the storage has another study 'own', whose", name="own")
     (folder / "members.json").write_bytes(b"{")
-    with pytest.raises(
-        hfta.errors.CheckpointError, match=r"members\.json is damaged: truncated, or changed after it was saved"
-    ):
-        tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    refused(r"members\.json is damaged: truncated, or changed", hfta.errors.CheckpointError, resume=folder)
 
 
 def test_a_trial_that_raises_fails_alone() -> None:
@@ -282,56 +277,6 @@ def test_population_based_training_copies_and_explores() -> None:
             assert members[parent].config["width"] == member.config["width"]
 
 
-@pytest.mark.exhaustive
-def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written then is not written again."""
-    for place, (kind, name) in enumerate(
-        (optuna.storages.JournalStorage, f"set_trial_{what}") for what in ("param", "intermediate_value", "user_attr")
-    ):
-        inner, calls = getattr(kind, name), []
-
-        def pressed(*args: Any, **named: Any) -> Any:
-            found = inner(*args, **named)  # noqa: B023
-            calls.append(1)  # noqa: B023
-            if len(calls) == 7:  # noqa: B023
-                raise KeyboardInterrupt
-            return found
-
-        options = STUDY | {"max_models": 4, "resume": tmp_path / str(place)}
-        with monkeypatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            patch.setattr(kind, name, pressed)
-            study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
-        assert study.interrupted and len(calls) == 7
-        study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
-        shown = study.optuna.trials
-        assert [trial.params for trial in shown] == [trial.params for trial in study.trials]
-        assert all(trial.state.is_finished() for trial in shown)
-        assert told(study) == told(tune.run(build, SPACE, scheduler=tune.halving(), **STUDY))
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_ends_both_halves_of_an_array() -> None:
-    calls: list[int] = []
-
-    def build_halved(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-
-        def evaluate(state: Any) -> dict[str, Tensor]:
-            if hfta.num_models(state) == 4:
-                raise ValueError("too many")
-            calls.append(1)
-            if len(calls) == 2:
-                signal.raise_signal(signal.SIGINT)
-            return found.evaluate(state)  # type: ignore[misc]
-
-        return found._replace(evaluate=evaluate)
-
-    population = tune.population(build_halved, {"lr": [0.1] * 4, "momentum": [0.0] * 4}, max_models=4)
-    population.fit(5)
-    assert population.interrupted and [member.epoch for member in population.members] == [0] * 4
-
-
 def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Path) -> None:
     seen: list[Any] = []
 
@@ -357,24 +302,6 @@ def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Pat
         population.copy([(2, 0)])
 
 
-def test_compiled_steps_see_few_sizes() -> None:
-    sizes = []
-
-    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        found = build(fixed, members)
-
-        def step(state: Any, batch: Any) -> Any:
-            sizes.append(hfta.num_models(state))
-            return found.step(state, batch)
-
-        return found._replace(step=step)
-
-    options = STUDY | {"trials": 9, "scheduler": tune.halving(eta=2)}
-    study = tune.run(build_compiled, SPACE, max_models=8, **options)
-    assert set(sizes) <= {1, 2, 4, 8}
-    assert told(study) == told(tune.run(build, SPACE, max_models=8, **options))
-
-
 def test_bad_builds() -> None:
     def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         return build(fixed, {name: values[:1] for name, values in members.items()})
@@ -383,19 +310,6 @@ def test_bad_builds() -> None:
         tune.run(few, SPACE, **STUDY)
     with pytest.raises(KeyError, match=r"no metric 'accuracy'; it has .*error"):
         tune.run(build, SPACE, **STUDY | {"metric": "accuracy", "epochs": 1, "max_models": 4})
-
-
-def test_a_grid_is_tried_whole() -> None:
-    grid = {"lr": [0.01, 0.1], "momentum": [0.0, 0.5, 0.9]}
-    study = tune.run(build, FLAT, sampler=optuna.samplers.GridSampler(grid, seed=0), **SIX)
-    assert {tuple(trial.params.values()) for trial in study.trials} == {
-        (a, b) for a in grid["lr"] for b in grid["momentum"]
-    }
-    assert all(trial.status == "complete" for trial in study.trials)
-    best = study.best
-    assert (
-        repr(study) == f"<Study of 6 trials (6 complete); best is trial {best.number}, error {best.values[-1][0]:.4g}>"
-    )
 
 
 @pytest.mark.sampled(every=2)
@@ -469,55 +383,6 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
         assert found.user_attrs.get("error") == trial.error
         assert found.datetime_start < found.datetime_complete
     assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
-
-
-def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    population = tune.population(build, {"lr": [0.1] * 9, "momentum": [0.0] * 9}, max_models=8)
-    sizes, fit = [], hfta.fit
-    monkeypatch.setattr(
-        hfta,
-        "fit",
-        lambda step, state, *args, **named: sizes.append(hfta.num_models(state)) or fit(step, state, *args, **named),
-    )
-    population.fit(1)
-    assert sizes == [5, 4]
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
-    fit, calls = hfta.fit, []
-
-    def pressed(*args: Any, **named: Any) -> Any:
-        calls.append(1)
-        found = fit(*args, **named)
-        found.history.interrupted = len(calls) == 2
-        return found
-
-    monkeypatch.setattr(hfta, "fit", pressed)
-    population.fit(3)
-    assert population.interrupted and [member.epoch for member in population.members] == [3, 3, 0, 0]
-    population.fit(3)
-    assert not population.interrupted and [member.epoch for member in population.members] == [6, 6, 3, 3]
-    alone = tune.population(build, [population.members[1].config])
-    alone.fit(6)
-    assert alone.members[0].metrics[-1] == pytest.approx(population.members[1].metrics[-1])
-
-
-def test_a_trial_that_cannot_be_made_fails_alone_even_if_it_is_asked_for_alone() -> None:
-    def build_some(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
-        if any(lr > 0.05 for lr in members["lr"]):
-            raise ValueError("too fast")
-        return build(fixed, members)
-
-    options = STUDY | {"trials": 6, "epochs": 1, "max_models": 4}
-    study = tune.run(build_some, SPACE, sampler=optuna.samplers.TPESampler(seed=0), batch=1, **options)
-    for trial in study.trials:
-        fast = trial.params["lr"] > 0.05
-        assert (trial.status, trial.error) == (("failed", "ValueError: too fast") if fast else ("complete", None))
-    assert {trial.status for trial in study.trials} == {"failed", "complete"}
-    with pytest.raises(RuntimeError, match="every trial failed, the first one with ValueError: too fast"):
-        tune.run(build_some, SPACE | {"lr": FloatDistribution(0.06, 0.1)}, **options)
 
 
 def test_several_objectives_have_a_front() -> None:
