@@ -205,12 +205,11 @@ class Trial:
         try:
             alone = case.alone(member, cast, start, judged)
             dropped = [*alone.pop("dropped", {})]
+            why = f"the model writes its buffer '{''.join(dropped[:1])}' in eval mode, where an array drops it"
             # A cache is recomputed to the same values.
             if dropped and difference(case.alone(member, cast, lambda model: None, judged, models[0]), alone, 0.0):
                 cure = "write it in train mode only, or evaluate by fit(evaluate=...) or an Ensemble, which keep it"
-                raise StateError(
-                    f"the model writes its buffer '{dropped[0]}' in eval mode, where it is dropped; {cure}"
-                )
+                raise StateError(f"{why}; {cure}")
         finally:
             moved = [each.restore() for each in held]
         if any(moved) and not again:
@@ -226,7 +225,6 @@ class Trial:
             )
         if dropped and not self._oracle.has_warned:
             self._oracle.has_warned = True
-            why = f"the model writes its buffer '{dropped[0]}' in eval mode, where an array drops it"
             warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)
         names = sorted(filter(None, map(self._reached.name_of, alone.pop("outside", {}).values())))
         if names and not self._oracle.has_warned:
