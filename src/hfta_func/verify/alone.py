@@ -239,9 +239,13 @@ def _unwrapped(leaf: Tensor, count: int | None) -> tuple[Tensor, Callable[[Tenso
 def assigned(changes: Mapping[str, Any], count: int | None) -> Params:
     """The tensors and numbers among what a call has assigned to attributes; of ``count`` members at once as ``[M, ...]``."""
     with out_of_sight():
-        named = {path: torch.tensor(x) if isinstance(x, int | float) else x for path, x in changes.items()}
-        pairs = {path: _unwrapped(x, count) for path, x in named.items() if isinstance(x, Tensor)}
+        named = {path: _tensor(x) for path, x in changes.items() if isinstance(x, Tensor | int | float)}
+        pairs = {path: _unwrapped(x, count) for path, x in named.items()}
         return {path: whole(x) for path, (x, whole) in pairs.items() if not is_wrapped(x)}
+
+
+def _tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
 
 
 def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Module], None]:

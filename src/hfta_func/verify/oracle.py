@@ -62,15 +62,14 @@ class Oracle:
             sizes: The buffers, which tell the sizes of padded members.
         """
         self.calls += 1
-        self.is_comparing = False
         kind = None if batch is _KNOWN or not self._first else _kind(keys, batch)
         is_new = kind is not None and kind not in self._kinds and len(self._kinds) < _MOST
-        if not (is_new or self.calls >= self._next) or not _can_compare(keys):
+        self.is_comparing = (is_new or self.calls >= self._next) and _can_compare(keys)
+        if not self.is_comparing:
             return None
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        self.is_comparing = True
         trial = Trial(self, Reached(self._func, self._model(), device=keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
@@ -110,6 +109,8 @@ class Trial:
     def __init__(self, oracle: Oracle, reached: Reached, is_replayed: bool):
         self._oracle, self._reached, self.before = oracle, reached, reached.held
         self._is_replayed = is_replayed
+        # Attributes that are other in each run of one member.
+        self._clocks: set[str] = set()
 
     def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
         """Compare; raises a VerifyError that names what differs, and the first module that does.
@@ -155,9 +156,11 @@ class Trial:
             raise
         if (met := difference(array, alone, eps)) is None:
             return
-        if met.kind == "attribute" and difference(self._alone(case, member), alone, eps) is not None:
-            # It is a clock, or the like.
-            return
+        if met.kind == "attribute":
+            again, before = self._alone(case, member)["attribute"], alone["attribute"]
+            if clocks := {path for path in before if path not in again or not torch.equal(before[path], again[path])}:
+                self._clocks |= clocks
+                return self._compare(case, results, member)
         try:
             # What rounding could explain shows in any two members, as well as in all.
             is_small = difference(array, alone, max(eps, _ROUNDING)) is None
@@ -223,6 +226,7 @@ class Trial:
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
                 f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
             )
+        alone["attribute"] = {path: x for path, x in alone["attribute"].items() if path not in self._clocks}
         if dropped and not self._oracle.has_warned:
             self._oracle.has_warned = True
             warnings.warn(f"{why}; write it in train mode if later calls are to find it", stacklevel=2)

@@ -204,13 +204,11 @@ class Reached:
         return self._watch(value)
 
     def _visit_tensor(self, value: Tensor) -> Sequence[Any]:
-        if type(value) not in (Tensor, nn.Parameter) and not isinstance(value, nn.Buffer):
-            self._cannot(f"a {type(value).__qualname__}")
-        elif value.layout == torch.strided:
+        if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
             self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             self.tensors += [] if value.is_meta else [value]
         else:
-            self._cannot("a sparse tensor")
+            self._cannot(f"a {type(value).__qualname__} of layout {value.layout}")
         # Tensors made in inference mode count no writes.
         if self._changes and not (value.is_inference() or value.is_meta or is_wrapped(value)):
             is_few = value.layout == torch.strided and value.numel() <= _FEW
