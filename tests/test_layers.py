@@ -27,7 +27,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 FILES_IN = {
     folder: names.split()
     for folder, names in {
-        "_kernels": "native operators noise nonfinite rows",
+        "_kernels": "native operators noise nonfinite",
         "_torch": "_release levels dispatcher compiler modules recorded tape ahead",
         "optim": "_base _kernel _leafwise",
         "calls": "body control_flow autodiff made rewrites draws padding routing scan recompute",

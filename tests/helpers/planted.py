@@ -205,7 +205,7 @@ PLANTED = [
     ),
     Planted(
         "a kernel updates members that stand still",
-        *("_kernels/rows.py", "!keep || keep[model]", "1"),
+        *("optim/_kernel.py", "!keep || keep[model]", "1"),
         "test_optim.py::test_in_place_of_some_members",
     ),
     Planted(

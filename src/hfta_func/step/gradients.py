@@ -60,17 +60,16 @@ class Gradients(ArrayFunction):
     def warn_if_changed(self) -> None:
         """Warn if the model, or an optimizer that was handed over, has been changed since, which no step sees."""
         for optimizer, before in [*_handed.items()]:
-            if before != (now := _numbers(optimizer)):
-                _handed[optimizer] = now
-                name = next(name for name in before | now if before.get(name) != now.get(name))
+            _handed[optimizer] = now = _numbers(optimizer)
+            for name in _changed(before, now)[:1]:
                 change = f"from {before.get(name)} to {now.get(name)}"
                 why = f"the {name} of an optimizer that from_torch was given has changed {change}"
                 cure = "which has no effect on the array; use with_hyperparams, or pass from_torch a scheduler"
                 warnings.warn(f"{why}, {cure}", stacklevel=3)
-        settings = self._settings if (template := self._template()) is None else _settings(template)
-        if changed := [name for name, value in settings.items() if self._settings.get(name) != value]:
-            self._settings = settings
-            why = f"the model was changed after make_train_step ({changed[0]}), which has no effect on the step"
+        before, model = self._settings, self._template()
+        self._settings = before if model is None else _settings(model)
+        for name in _changed(before, self._settings)[:1]:
+            why = f"the model was changed after make_train_step ({name}), which has no effect on the step"
             cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
             warnings.warn(f"{why}; {cure}", stacklevel=3)
 
@@ -151,11 +150,12 @@ def handed(optimizers: Iterable[Any], schedulers: Any) -> list[Any]:
 def _numbers(optimizer: Any) -> dict[str, Any]:
     groups = getattr(optimizer, "param_groups", ())
     names = groups[0].keys() - {"params", "initial_lr"} if groups else ()
-    return {name: [_plain(group.get(name)) for group in groups] for name in sorted(names)}
+    rows = {name: [group.get(name) for group in groups] for name in sorted(names)}
+    return {name: [x.tolist() if isinstance(x, Tensor) else x for x in row] for name, row in rows.items()}
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in before | now if before.get(name) != now.get(name)]
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:

@@ -46,12 +46,13 @@ class ManySteps(Compiled):
             BatchError: if the leaves do not have the same number of batches.
             Exception: what the step raises.
         """
-        if not _is_loop():
-            return self._take(self._step, state, batches)
-        # A compiler knows the values of a graph's inputs, but none of a loop.
-        gradients = self.in_graph._gradients
-        gradients.rehearse(gradients.tensors(state), _first(batches), {})
-        return self._committed(state, *self._take(self.in_graph, state, batches))
+
+        def rehearse() -> None:
+            # A compiler knows the values of a graph's inputs, but none of a loop.
+            gradients = self.in_graph._gradients
+            gradients.rehearse(gradients.tensors(state), _first(batches), {})
+
+        return self._run(state, lambda step, state: self._take(step, state, batches), rehearse)
 
     def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         tree = plain(batches)
@@ -60,7 +61,12 @@ class ManySteps(Compiled):
             raise BatchError(f"the batches have {sorted(counts)} as first axes; stack as many in each, [K, M, N, ...]")
         return looped(lambda state, batch, _: step(state, restored(batch, batches)), state, tree, counts.pop())
 
-    def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
+    def _run(self, state: TrainState, call: Any, rehearse: Callable[[], None]) -> tuple[TrainState, dict[str, Tensor]]:
+        """``call(step, state)``, in a graph with a step that writes nothing."""
+        if not torch.compiler.is_dynamo_compiling() or inside_transform():
+            return call(self._step, state)
+        rehearse()
+        after, metrics = call(self.in_graph, state)
         if not self.options.donate:
             return after, metrics
         write(state, after)
@@ -92,9 +98,11 @@ class Loop(ManySteps, Rehearsed):
             Exception: what the steps and ``collect`` raise.
         """
         check_counts(iterations=iterations)
-        return self._run(
-            state, lambda step, state: looped(lambda state, *_: self._iterate(step, state)[:2], state, None, iterations)
-        )
+
+        def call(step: Any, state: TrainState) -> Any:
+            return looped(lambda state, *_: self._iterate(step, state)[:2], state, None, iterations)
+
+        return self._run(state, call, lambda: self.rehearse(state))
 
     def once(self, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
         """One iteration as a step of :func:`fit`: metrics ``[M, ...]``, which sum up those of its K steps.
@@ -110,13 +118,7 @@ class Loop(ManySteps, Rehearsed):
             summed = {name: value if name in reports else _summary(value) for name, value in metrics.items()}
             return after, summed | {"failure": failure.gather(0, first[None])[0], "failed_step": start + first}
 
-        return self._run(state, call)
-
-    def _run(self, state: TrainState, call: Callable[[Any, TrainState], Any]) -> tuple[TrainState, dict[str, Tensor]]:
-        if not _is_loop():
-            return call(self._step, state)
-        self.rehearse(state)
-        return self._committed(state, *call(self.in_graph, state))
+        return self._run(state, call, lambda: self.rehearse(state))
 
     def _iterate(self, step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor], dict[str, Tensor]]:
         """Collect, and take a step with each batch: the state, all metrics, and those that ``collect`` returns."""
@@ -145,7 +147,3 @@ def _summary(value: Tensor) -> Tensor:
 
 def _first(batches: Tree) -> Any:
     return restored(tree_map(lambda leaf: leaf[0], plain(batches)), batches)
-
-
-def _is_loop() -> bool:
-    return torch.compiler.is_dynamo_compiling() and not inside_transform()
