@@ -94,7 +94,8 @@ def array(
     optimizer = hfta.sgd(lr=[LRS[member] for member in members])
     options |= {"batch_dims": dims, "chunk_size": chunk_size}
     train: Any = hfta.make_train_step(made[0], loss, optimizer, **options)
-    evaluate: Any = hfta.make_eval_step(made[0], metrics, **options)
+    # Buffers that are written in eval mode are dropped here.
+    evaluate: Any = hfta.make_eval_step(made[0], metrics, **options).that_keeps(dims)
     state = train.init(*hfta.stack_params([made[member] for member in members]), seeds=list(members))
     if compiled:
         torch._dynamo.reset()

@@ -79,8 +79,8 @@ PLANTED = [
         "running statistics become NaN",
         *(
             "models/functional.py",
-            'return output, {path: tensors[f"model.{path}"] for path in buffers}',
-            "return output, {path: tensors[f\"model.{path}\"] * (float('nan') if path.endswith('var') else 1) for path in buffers}",
+            'changed_buffers = {path: tensors[f"model.{path}"] for path in buffers}',
+            "changed_buffers = {path: tensors[f\"model.{path}\"] * (float('nan') if path.endswith('var') else 1) for path in buffers}",
         ),
         "test_contract.py::test_members_are_the_runs_of_torch[sgd-cnn]",
     ),

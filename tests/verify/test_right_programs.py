@@ -273,10 +273,10 @@ def test_evaluations_and_predictions_count_their_own_calls() -> None:
         optimizer.zero_grad()
         ensemble(batch()[0]).square().mean().backward()
         optimizer.step()
-    assert next(iter(ensemble._runs.values())).oracle.verified == [1, 10]
+    assert next(iter(ensemble._runs.values()))[1].oracle.verified == [1, 10]
     copied = copy.deepcopy(ensemble).eval()
     copied(batch()[0])
-    assert next(iter(copied._runs.values())).oracle.verified == [1]
+    assert next(iter(copied._runs.values()))[1].oracle.verified == [1]
 
 
 def test_losses_of_steps_that_take_numbers() -> None:

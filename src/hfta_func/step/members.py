@@ -157,7 +157,8 @@ class ArrayFunction(Rehearsed):
     def compute(self, given: Tensors, batch: Tree, common: Params, **how: Any) -> Any:
         """The results of all members, in groups if they are to run so."""
         self.rehearse(given, batch, common)
-        self._bound.assigned = [] if self.oracle.is_comparing else None
+        if not torch.compiler.is_compiling():
+            self._bound.assigned = [] if self.oracle.is_comparing else None
         run = functools.partial(self._run, batch, common=common)
         calls = self.oracle.as_one_call(run, len(given.keys))
         results = self.chunks(calls or run, given, plain(batch), self.dims_of(batch), **how)

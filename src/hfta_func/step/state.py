@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hfta_func._torch import inside_transform, is_captured
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import HyperparameterError, StateError
@@ -50,7 +51,11 @@ class TrainState(NamedTuple):
         # Trees of other leaves, such as of axes, are of this class, too.
         if not isinstance(self.keys, Tensor):
             return tuple.__repr__(self)
-        return f"TrainState({self.keys.numel()} members)"
+        text = f"{self.keys.numel()} members"
+        if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
+            steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
+            text += f", step {steps}, {int(self.active.sum())} active"
+        return f"TrainState({text})"
 
 
 def stacked(state: Any) -> Stacked:
