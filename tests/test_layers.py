@@ -30,10 +30,10 @@ FILES_IN = {
         "_kernels": "native operators noise nonfinite",
         "_torch": "_release levels dispatcher compiler modules recorded tape ahead",
         "optim": "_base _kernel _leafwise",
-        "calls": "body control_flow autodiff made rewrites draws padding routing scan recompute",
+        "calls": "body copies control_flow autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "
         "_recurrence _autocast _functions _install _extend _advice vmap",
-        "models": "scalar_attributes copies structure sharing sizes padding stack remat padded_calls attributes "
+        "models": "scalar_attributes structure sharing sizes padding stack remat padded_calls attributes "
         "skeleton functional adapters",
         "step": "state allocator batch options chunks members gradients replay commit many train joint evaluate "
         "prediction layers ensemble exchange",

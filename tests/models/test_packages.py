@@ -185,6 +185,7 @@ NEURONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the model writes its buffer")
 @pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="^(arctangent|synaptic)-")
 @pytest.mark.parametrize("way", WAYS)

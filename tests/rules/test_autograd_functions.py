@@ -365,6 +365,8 @@ CASES = [
     if not (way == "compiled" and (name in ONLY_EAGER or shared))
     # Without gradients, there is no penalty.
     if not (name == "twice" and way in ("evaluated", "ensemble", "mapped"))
+    # Members that read values run one by one, in steps and ensembles only.
+    if not (name == "reading" and way == "mapped")
 ]
 
 

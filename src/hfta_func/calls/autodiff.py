@@ -175,7 +175,8 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     # Alone, a parameter is a view of the leaf.
     Tensor.grad.__get__: lambda tensor: tensor.grad if tensor.is_leaf else None,  # pyright: ignore
     Tensor.grad_fn.__get__: lambda tensor: _torch.inside_vmap(tensor).grad_fn,  # pyright: ignore
-    Tensor.data.__get__: Tensor.detach,  # pyright: ignore
+    # A write into .data is not counted, which vmap has no way to do.
+    Tensor.data.__get__: lambda tensor: tensor.detach() if _torch.is_batched(tensor) else tensor.data,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
     _torch.takes_data: lambda param, value: True,
 }

@@ -15,11 +15,11 @@ from hfta_func._torch import NotReplayableError, first_member, pytree, tensors_o
 from hfta_func._types import Params
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
+from hfta_func.calls.copies import copied_module
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
-from hfta_func.models.copies import copied_module
 from hfta_func.models.padded_calls import Events
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
 from hfta_func._types import Params
+from hfta_func.calls.copies import copied_module
 from hfta_func.errors import StackError
 from hfta_func.models import sizes as by_size
-from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import may_differ
 from hfta_func.models.sizes import PRESENT, SIZE, Parts, joined, tensors_by_path
 from hfta_func.models.structure import check_module

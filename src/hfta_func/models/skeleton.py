@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import forget_flat_weights, is_compiled, run_uncompiled
-from hfta_func.models.copies import copied_module
+from hfta_func.calls.copies import copied_module
 from hfta_func.models.padded_calls import pass_over_blocks
 from hfta_func.models.scalar_attributes import numbers_of_python
 from hfta_func.models.sharing import base_of, shared_of

@@ -12,8 +12,8 @@ from hfta_func import random
 from hfta_func._torch import seed_cpu, weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params
+from hfta_func.calls.copies import copied_module, mark
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.copies import copied_module, mark
 from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of

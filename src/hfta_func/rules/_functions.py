@@ -8,7 +8,6 @@ under ``vmap`` no tensor seems to require a gradient; so a graph holds the call 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import inspect
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
@@ -27,6 +26,7 @@ from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.copies import copied_with_tensors
 from hfta_func.calls.made import making_for_each
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
@@ -46,7 +46,8 @@ def applied() -> contextlib.AbstractContextManager[None]:
 def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """``function.apply(*args, **kwargs)``."""
     if inside_array():
-        args, kwargs = pytree.tree_map(_with_tensors_of_call, (args, kwargs))
+        # Its backward pass runs when a module that it is given holds other tensors.
+        args, kwargs = pytree.tree_map(copied_with_tensors, (args, kwargs))
     if _torch.peek_interpreter() is None:
         return original(function, *args, **kwargs)
     if _torch.is_derivative_of_operator():
@@ -60,14 +61,6 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
     if function.generate_vmap_rule:
         function = _writing(function)
     return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-
-
-def _with_tensors_of_call(leaf: Any) -> Any:
-    """A module, or a method of one, as a copy that still holds the tensors of this call in the backward pass."""
-    module = getattr(leaf, "__self__", leaf)
-    if not isinstance(module, nn.Module):
-        return leaf
-    return copy.deepcopy(leaf, {id(x): x for x in (*module.parameters(), *module.buffers())})
 
 
 @functools.cache

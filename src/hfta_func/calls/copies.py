@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from hfta_func._torch import outside_transforms, pytree
 from hfta_func.calls.body import contents
 
-T = TypeVar("T", bound=nn.Module)
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 _UNCOPIED = torch.sparse_csr, torch.jagged
 _lock = threading.RLock()
 
 
-def copied_module(model: T, memo: dict[int, Any]) -> T:
+def copied_module(model: M, memo: dict[int, Any]) -> M:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
     parts = pytree.tree_leaves(held)
@@ -36,7 +37,7 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
     given = dict(memo)
     # Under vmap, a tensor that requires grad cannot be made.
     outside = contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms()
-    with outside, _copying_functions(held):
+    with outside, _copying_functions(_reached(held, through_functions=False)):
         try:
             return copy.deepcopy(model, memo)
         except (TypeError, RuntimeError):
@@ -45,15 +46,24 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
             return copy.deepcopy(model, {id(part): part for part in uncopied} | given)
 
 
+def copied_with_tensors(value: T) -> T:
+    """What holds a module as a copy that goes on to hold the tensors that it holds now; anything else as it is."""
+    held = {} if isinstance(value, Tensor) else _reached(value)
+    if not any(isinstance(each, nn.Module) for each in held.values()):
+        return value
+    with _copying_functions(held):
+        return copy.deepcopy(value, {at: each for at, each in held.items() if isinstance(each, Tensor)})
+
+
 def mark(tensor: Tensor, like: Tensor) -> None:
     """Give a tensor the attributes of another one that are no tensors, such as ``weight.no_decay = True``."""
     vars(tensor).update((name, held) for name, held in vars(like).items() if not isinstance(held, Tensor | nn.Module))
 
 
 @contextlib.contextmanager
-def _copying_functions(held: Any) -> Iterator[None]:
+def _copying_functions(of_model: dict[int, Any]) -> Iterator[None]:
     """A block in which ``copy.deepcopy`` also copies functions that reach something of a model."""
-    of_model, table = _reached(held, through_functions=False), vars(copy)["_deepcopy_dispatch"]
+    table = vars(copy)["_deepcopy_dispatch"]
 
     def function(func: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
         if of_model.keys().isdisjoint(_reached(func.__closure__ or ())):
