@@ -118,6 +118,7 @@ def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: 
     return value.detach()
 
 
+@pytest.mark.filterwarnings("ignore:members run one after another.*is_grads_batched:hfta_func.errors.LoopWarning")
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("loss", [*LOSSES, casts_to_its_own_dtype])

@@ -256,10 +256,6 @@ def check_kind(kind):
             r"writes '.*q_proj.base_layer.weight', which all members share",
         ),
         (lambda: peft.OSFConfig(effective_rank=4, **_ON_ATTENTION), "has a hook for the backward pass.* remove it"),
-        (
-            lambda: peft.OFTConfig(oft_block_size=4, coft=True, **_ON_ATTENTION),
-            r"writes its parameter '.*oft_R.*' in place, .*change it between steps",
-        ),
     ],
 )
 def test_kinds_that_write_or_hook_parameters_are_refused(make, message):

@@ -92,7 +92,7 @@ def _grad(
     if (has_history and _torch.inside_transform()) or not _must_unwrap():
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, **options)
     if options.get("is_grads_batched") and _torch.inside_transform():
-        raise Diverged(None)
+        raise Diverged(None) from TraceError("torch.autograd.grad(is_grads_batched=True) is a vmap in autograd")
     outputs, inputs = _sequence(outputs), _sequence(inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
     # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.

@@ -24,6 +24,7 @@ from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
 
 _STAND_IN = 0.5
+_ATTENTION = [*inspect.signature(F.multi_head_attention_forward).parameters]  # which a compiler cannot ask for
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
 
@@ -178,7 +179,7 @@ class routed(Mode):
         """Call a function some of whose arguments are numbers, and others the tensors ``met``."""
         if func is F.multi_head_attention_forward:
             # It compares its rate with numbers; the functions that it calls get the rate.
-            bound = inspect.signature(func).bind(*args, **kwargs).arguments
+            bound = dict(zip(_ATTENTION, args, strict=False)) | kwargs
             self._rate, bound["dropout_p"] = bound["dropout_p"], _STAND_IN
             try:
                 return self._replaced(func, **bound)

@@ -175,7 +175,8 @@ def _filled(tree: Any, parts: dict[Any, Any]) -> Any:
         return parts
     if isinstance(tree, (tuple, list)):
         return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())  # pyright: ignore
-    filled: Any = copy.copy(tree)
+    # A compiler does not know copies of dicts by another name.
+    filled: Any = tree.copy() if isinstance(tree, dict) else copy.copy(tree)
     if isinstance(tree, Mapping):
         filled.update(parts)
         return filled
