@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -175,8 +176,8 @@ def _filled(tree: Any, parts: dict[Any, Any]) -> Any:
         return parts
     if isinstance(tree, (tuple, list)):
         return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())  # pyright: ignore
-    # A compiler does not know copies of dicts by another name.
-    filled: Any = tree.copy() if isinstance(tree, dict) else copy.copy(tree)
+    # A compiler knows this one by no other name.
+    filled: Any = tree.copy() if isinstance(tree, collections.defaultdict) else copy.copy(tree)
     if isinstance(tree, Mapping):
         filled.update(parts)
         return filled
