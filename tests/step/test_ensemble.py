@@ -310,6 +310,7 @@ def test_predictions_are_those_of_the_members():
     levels = torch.tensor([0.0, 0.1, 0.77, 1.0]).double()
     assert_same(found.quantiles(levels.tolist()), torch.quantile(expected, levels, dim=0))
     assert_same(found.quantiles(0.5), expected.median(0).values)
+    assert type(found)(found.outputs.bfloat16()).quantiles([0.5]).dtype == torch.bfloat16
     spoilt = expected.clone()
     spoilt[1, 2] = torch.nan
     quantiles = type(found)(spoilt).quantiles(levels[:2].tolist())

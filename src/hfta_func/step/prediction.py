@@ -59,8 +59,10 @@ class Prediction:
         Returns:
             ``[N, ...]``, or ``[levels, N, ...]`` for several.
         """
-        at = torch.as_tensor(levels, dtype=self.outputs.dtype, device=self.outputs.device)
-        return self.outputs.quantile(at, dim=0)
+        # PyTorch has quantiles in single and double precision.
+        values = self.outputs.to(torch.promote_types(self.outputs.dtype, torch.float32))
+        at = torch.as_tensor(levels, dtype=values.dtype, device=values.device)
+        return values.quantile(at, dim=0).to(self.outputs.dtype)
 
     @property
     def probabilities(self) -> Tensor:
