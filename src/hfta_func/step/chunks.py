@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -76,10 +76,8 @@ class Chunks:
         if sides is None:
             # For good: each step would fail first.
             self._alone = True
-            turns, why = (
-                range(start + 1, stop),
-                f"members run one after another, because they cannot run as one: {cause}",
-            )
+            turns: Sequence[int] = range(start + 1, stop)
+            why = f"members run one after another, because they cannot run as one: {cause}"
         else:
             turns = [start + i for i in range(1, stop - start) if sides[i] != sides[i - 1]]
             cure = "members with different values run in groups; compute with tensors instead (torch.where, masks)"
