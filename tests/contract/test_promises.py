@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -350,6 +351,17 @@ def test_steps_are_pickled_and_copied(again: Callable[[Any], Any]) -> None:
     assert again(step).options.chunk_size == 1
     found = [one(states[0], x)["_mean_square"] for one in (evaluate, again(evaluate))]
     assert torch.equal(*found)
+
+
+def test_what_was_called_is_sent_to_other_processes() -> None:
+    models = [nn.Sequential(nn.Linear(FEATURES, 2), nn.BatchNorm1d(2)) for _ in range(M)]
+    stacked, x = hfta.stack_params(models), torch.randn(N, FEATURES)
+    function = hfta.functional(models[0])
+    mapped = hfta.vmap(function, (0, 0, None))
+    expected = mapped(*stacked, x)
+    sent = pickle.loads(cloudpickle.dumps((mapped, function)))
+    for found in (sent[0], hfta.vmap(sent[1], (0, 0, None))):
+        assert torch.equal(found(*stacked, x)[0], expected[0])
 
 
 def test_optimizers_and_schedules_are_pickled() -> None:

@@ -110,6 +110,10 @@ class Bound:
         padding = padding_of(inner)
         self._events = None if padding is None else Events(padding, numbers, self._func, self._recorded)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process, nobody else has the model.
+        return {**vars(self), "_template": type(None)}
+
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, remat and self._checkpoint)

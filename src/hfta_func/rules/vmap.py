@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
-from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls import autodiff
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import MadeCalls, tensors_in
@@ -57,7 +57,7 @@ def vmap(
             return func(*args, **kwargs)
 
     if not torch.compiler.is_compiling():
-        functools.update_wrapper(member, func)
+        functools.update_wrapper(member, func, updated=())
     return _vmap(member, in_dims, out_dims, randomness, chunk_size, MadeCalls(), routed=False)
 
 
@@ -86,7 +86,8 @@ def _vmap(
     def run(args: Any, kwargs: Any) -> Any:
         if kwargs or out_dims != 0 or chunk_size is not None:
             return mapped(*args, **kwargs)
-        return _mapped(member, args, in_dims, randomness, routed and not rehearsing.get())
+        # A function that is sent to another process takes along what it names, but for modules.
+        return _mapped(member, args, in_dims, randomness, routed and not autodiff.rehearsing.get())
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -104,7 +105,7 @@ def _vmap(
             failure = advice(error) or error
             if (
                 routed
-                and not rehearsing.get()
+                and not autodiff.rehearsing.get()
                 and (isinstance(failure, TraceError) or not isinstance(failure, HFTAError))
             ):
                 alone = _error_of_first(func, args, in_dims)
@@ -116,7 +117,7 @@ def _vmap(
                 failure = advice(alone) or alone
             raise failure from failure.__cause__ or error.__cause__
 
-    return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
+    return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func, updated=())
 
 
 def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
