@@ -381,7 +381,8 @@ def arrayed_images(**options: Any) -> tuple[hfta.step.TrainStep, hfta.step.Train
     return step, step.init(*hfta.init_params(images, range(M)), seeds=range(M))
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
+@pytest.mark.soak(unless=r"images\(\)")
 @pytest.mark.parametrize(
     ("arrayed", "x"),
     [

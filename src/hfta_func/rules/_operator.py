@@ -50,8 +50,8 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""
-        # An exported program runs without this package.
-        return (self.forward if torch.compiler.is_exporting() else self._op)(*args)
+        # An exported program runs without this package; of programs in C, it has none but those that a tape has recorded.
+        return (self.forward if torch.compiler.is_exporting() and self.fake is None else self._op)(*args)
 
     @functools.cached_property
     def _op(self) -> Any:

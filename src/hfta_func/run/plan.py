@@ -233,7 +233,9 @@ class _Arrays:
     def memory(self, size: int) -> float:
         """Bytes of the state and of a step of ``size`` members, predicted from the peaks of fewer if it is not measured."""
         sizes = sorted(self.peaks)
-        return self.shared + size * self.held + _line(sizes, [self.peaks[known] for known in sizes], size)
+        # Of what members share a step makes one new state, however many there are.
+        once = min(self.shared, *self.peaks.values())
+        return self.shared + size * self.held + once + _line(sizes, [self.peaks[known] - once for known in sizes], size)
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
