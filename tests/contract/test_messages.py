@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -35,16 +34,6 @@ class Kept(torch.autograd.Function):
         return grads[0]
 
 
-class Short(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
-
-
 def cached(m: Any, x: Tensor) -> Tensor:
     m.cache = x if not hasattr(m, "cache") else m.cache
     return x + m.cache
@@ -58,16 +47,10 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "cache": ("make it a buffer", cached),
 }
 """Models that run alone but not as an array, and what they are told."""
-UNCOMPILED: dict[str, Call] = {
-    "deepcopy": ("leave the step uncompiled", lambda m, x: copy.deepcopy(x.detach()) + x),
-    "deepcopy of a module": ("leave the step uncompiled", lambda m, x: copy.deepcopy(m.inner)(x)),
-}
-"""Models that run as an array that is not compiled, and what they are told otherwise."""
 WRONG: dict[str, Call] = {
     "shapes": lambda m, x: x + torch.zeros(5),
     "gather": lambda m, x: x.gather(1, torch.tensor([[9]])),
     "save_for_backward": lambda m, x: Kept.apply(x),
-    "gradients": lambda m, x: Short.apply(x, x),
     "out": lambda m, x: torch.add(x, 1, out=torch.empty(3, 4)),
     "unused": lambda m, x: torch.autograd.grad(x.sum(), m.unused, create_graph=True)[0] + x,
     "in_dims": lambda m, x: torch.vmap(torch.sin, in_dims=5)(x),
@@ -130,9 +113,9 @@ def test_what_only_an_array_refuses(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*REFUSED, *UNCOMPILED])
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_compiler_passes_it_on(name: str) -> None:
-    cure, func = {**REFUSED, **UNCOMPILED}[name]
+    cure, func = REFUSED[name]
     for count in (1, 3):
         assert cure in told(lambda: array(func, "compiled", count))  # noqa: B023
 

@@ -886,10 +886,11 @@ def models(spec: Spec, count: int) -> list[nn.Module]:
     for member, model in enumerate(copies):
         draws = torch.Generator().manual_seed(100 + member)
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if tensor.is_floating_point():
                     # Positive changes keep variances positive.
                     tensor.add_(torch.rand(tensor.shape, generator=draws) * 0.5)
-                else:
+                elif not name.endswith("num_batches_tracked"):
+                    # Norms read the value of theirs, which members that run as one share.
                     tensor.add_(member)
     return copies

@@ -162,12 +162,19 @@ def test_as_pytorch(row: Row) -> None:
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.SyncBatchNorm])
-def test_a_vmap_of_ones_own_reads_what_all_members_agree_on(make):
+def test_a_vmap_of_ones_own_reads_what_all_members_agree_on(make, inside):
     models = [make(4, momentum=None) for _ in range(3)]
     (params, buffers), x = hfta.stack_params(models), torch.randn(3, 5, 4)
+    function = hfta.functional(models[0])
+
+    def loss(params, buffers, x):
+        y, buffers = function(params, buffers, x)
+        return y.sum(), buffers
+
     for _ in range(2):
-        _, buffers = hfta.vmap(hfta.functional(models[0]))(params, buffers, x)
+        _, buffers = hfta.vmap(torch.func.grad(loss, has_aux=True) if inside else loss)(params, buffers, x)
         for model, row in zip(models, x, strict=True):
             model(row)
     torch.testing.assert_close(buffers["running_mean"], torch.stack([model.running_mean for model in models]))

@@ -24,7 +24,7 @@ vmap_level = private(_VMAP, "vmap_increment_nesting")
 add_batch_dim = private(_FUNCTORCH, "_add_batch_dim")
 # The same for tracing by the compiler, and the removal of a tensor's wrapper at a level of derivatives.
 traced_add_batch_dim = private(_VMAP, "_add_batch_dim")
-traced_unwrap_for_grad = private("torch._functorch.autograd_function", "_unwrap_for_grad")
+unwrap_for_grad = private("torch._functorch.autograd_function", "_unwrap_for_grad")
 remove_batch_dim = private(_FUNCTORCH, "_remove_batch_dim")
 # The plain tensor and its model axis at a level, None where the level does not map over it.
 unwrap_batched = private(_FUNCTORCH, "_unwrap_batched")

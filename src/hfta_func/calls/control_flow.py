@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import TransformType, current_interpreter, peek_interpreter, unwrap_batched
+from hfta_func._torch import TransformType, current_interpreter, peek_interpreter, unwrap_batched, unwrap_for_grad
+
+_DERIVATIVES = TransformType.Grad, TransformType.Jvp
 
 
 class Diverged(RuntimeError):
@@ -19,6 +22,20 @@ class Diverged(RuntimeError):
         self.sides = sides
 
 
+def _below_derivatives(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """``read(x)`` below the derivatives inside a ``vmap``, in which members still have values of their own."""
+
+    def below(x: Tensor) -> Any:
+        interpreter = peek_interpreter()
+        if torch.compiler.is_compiling() or interpreter is None or interpreter.key() not in _DERIVATIVES:
+            return read(x)
+        with current_interpreter().lower():
+            return below(unwrap_for_grad(x, interpreter.level()))
+
+    return below
+
+
+@_below_derivatives
 def item(x: Tensor) -> Any:
     """``x.item()``: the value that all members agree on, such as that of a counter; of a bool it is a branch."""
     if x.dtype == torch.bool or not _is_mapped() or x.numel() != 1:
@@ -38,6 +55,7 @@ def _is_mapped() -> bool:
     return is_mapped and not torch.compiler.is_compiling()
 
 
+@_below_derivatives
 def truth(x: Tensor) -> bool:
     """``bool(x)``: the value that all members agree on, else an error that makes them run in groups."""
     if not _is_mapped():

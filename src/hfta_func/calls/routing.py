@@ -119,7 +119,7 @@ class routed(Mode):
             )
         indices = torch.arange(size, device=stream.start.device)
         for inner in derivatives:
-            indices = _torch.traced_unwrap_for_grad(indices, inner)
+            indices = _torch.unwrap_for_grad(indices, inner)
         return random.stream(random.fold_in(stream.start, _torch.traced_add_batch_dim(indices, 0, level)))
 
     def _call(self, site: int, part: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
