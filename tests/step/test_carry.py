@@ -80,6 +80,7 @@ WAYS = {
 }
 
 
+@pytest.mark.exhaustive(ids="(one by one|pairs|in place|eager)-1")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_members_are_those_that_a_script_trains(way, count):
@@ -215,6 +216,18 @@ def test_an_epoch_of_ones_own_begins_by_restart():
     expected = torch.stack([alone(member, 2)[1].flatten() for member in range(3)], 1)
     torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-10, atol=0)
     assert hfta.step.restart(state._replace(carry=())).carry == ()
+
+
+def test_members_may_start_with_values_of_their_own():
+    step, state = array()
+    start = tuple(torch.randn(3, 2, COLUMNS, WIDTH, dtype=torch.float64) for _ in range(2))
+    state = step.init(state.params, seeds=SEEDS, carry=start)
+    after, metrics = step(state, batches()[0])
+    for member in range(3):
+        torch.manual_seed(SEEDS[member])
+        loss, _ = loss_fn(Model(), batches()[0], tuple(part[member] for part in start))
+        torch.testing.assert_close(metrics["loss"][member], loss.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(hfta.step.restart(after).carry.now, start, rtol=0, atol=0)
 
 
 def refused(loss, carry=None, **options):

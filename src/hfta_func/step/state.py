@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
         shared: What members share and train together, or ``()`` if the step has no ``shared_params``.
-        carry: Anything else that members take along, such as their environments; a step leaves it as it is. Of a step made with
+        carry: Anything else that members take along, such as their environments; a step leaves it as it is. Of a step with
             ``carry=`` it is :class:`Carried`. Integers called ``keys`` in it stay a member's own where it copies another in a
             study.
     """

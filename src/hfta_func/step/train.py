@@ -272,7 +272,8 @@ class TrainStep(Compiled):
             hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
                 in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's; ``"*.p"``
                 is every such path. Numbers in which stacked models differ are there without being named.
-            carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
+            carry: Anything else that members take along, a tree of tensors ``[M, ...]``; of a step with ``carry=``, what each
+                member starts with, in place of one start for all.
 
         Raises:
             StackError: if a leaf is not ``[M, ...]``.
@@ -286,7 +287,8 @@ class TrainStep(Compiled):
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         keys = random.keys(seeds, device=next(iter(params.values())).device)
         if leaves(self.options.carry):
-            start = tree_map(lambda x: x.detach().to(keys.device).repeat(count, *(1,) * x.dim()), self.options.carry)
+            alike = tree_map(lambda x: x.detach().to(keys.device).expand(count, *x.shape), self.options.carry)
+            start = tree_map(torch.clone, carry if leaves(carry) else alike)
             carry = Carried(start, tree_map(torch.clone, start))
         if keys.shape != (count,):
             raise HyperparameterError(f"got {keys.numel()} seeds but the array has {count} models; give one per model")
