@@ -59,6 +59,51 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
     return stop
 
 
+def stop_at(metric: str, value: float, mode: Mode = "min") -> Callback:
+    """Make each member inactive once a metric is good enough.
+
+    Args:
+        metric: Name of a metric in the history, one number per member.
+        value: What the metric must reach: at most this, or, with ``mode="max"``, at least this. NaN never does.
+        mode: Whether lower or higher values are better.
+
+    Raises:
+        ValueError: if ``mode`` is neither ``"min"`` nor ``"max"``.
+
+    Example:
+        >>> history = History(torch.tensor([7, 8]))
+        >>> history.epochs = [{"accuracy": torch.tensor([0.9, 0.97])}]
+        >>> step = make_train_step(torch.nn.Linear(1, 1), lambda model, batch: model(batch).mean(), sgd(lr=0.1))
+        >>> state = step.init(*init_params(lambda: torch.nn.Linear(1, 1), [7, 8]), seeds=[7, 8])
+        >>> stop_at("accuracy", 0.95, mode="max")(state, history).active
+        tensor([ True, False])
+    """
+    sign = SIGNS[direction_of(mode)]
+
+    def stop(state: TrainState, history: History) -> TrainState:
+        # In the precision of the metric, in which 0.95 may be a little less.
+        reached = sign * present(history, metric)[-1] <= sign * value
+        return state._replace(active=state.active & ~reached.to(state.active.device))
+
+    return stop
+
+
+def stop_after(seconds: float) -> Callback:
+    """End :func:`fit` with the first epoch that ends after some seconds; members stay active, so that a file goes on.
+
+    Args:
+        seconds: Counted from the call of :func:`fit`, compiling included.
+
+    Example:
+        >>> callback = stop_after(3600)
+    """
+
+    def stop(state: TrainState, history: History) -> None:
+        history.interrupted |= history.seconds >= seconds
+
+    return stop
+
+
 def while_active(state: TrainState, history: History) -> None:
     """A callback that sets to NaN what the last epoch says of members that took no part: their runs have ended."""
     away = history.members[~state.active.cpu()]

@@ -80,6 +80,52 @@ def test_early_stopping(run, tmp_path, patience, min_delta, mode):
     assert torch.equal(resumed.active, state.active)
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_members_leave_once_they_are_good_enough(run, mode):
+    sign = 1 if mode == "min" else -1
+    table = [[sign * value for value in row] for row in zip(*CURVES, strict=True)]
+    table[5][3] = sign * 0.95
+    state, history, states = run(table, callbacks=[hfta.callbacks.stop_at("score", sign * 0.95, mode)])
+    # The first epoch at or beyond the value, of which float32 has no exact form; never without one.
+    stops = [6, None, None, 6]
+    assert state.step.tolist() == [2 * (stop or len(table)) for stop in stops]
+    assert state.active.tolist() == [stop is None for stop in stops]
+    for member in (0, 3):
+        assert torch.equal(state.params["weight"][member], states[5].params["weight"][member])
+    assert not history.interrupted
+
+
+def test_callbacks_that_stop_keep_nothing():
+    hfta.testing.assert_callback(lambda: hfta.callbacks.stop_at("loss", 0.5))
+    hfta.testing.assert_callback(lambda: hfta.callbacks.stop_after(1e6))
+
+
+def test_a_run_that_all_members_have_left_is_over(run):
+    _, history, states = run([[1.0] * 4, [0.5] * 4, [0.1] * 4], callbacks=[hfta.callbacks.stop_at("score", 0.7)])
+    assert (len(history), len(states)) == (2, 2)
+
+
+def test_a_run_whose_time_is_over_goes_on_from_its_file(run, tmp_path):
+    path, seen = tmp_path / "run.safetensors", []
+
+    def clock(state, history):
+        seen.append(history.seconds)
+        history.seconds += 100.0 * (len(history) % 2 == 0)
+
+    table = [[float(epoch)] * 4 for epoch in range(5)]
+    options = {"callbacks": [clock, hfta.callbacks.stop_after(90.0)], "resume": path}
+    lengths = []
+    for _ in range(3):
+        state, history, _ = run(table, **options)
+        lengths.append((len(history), history.interrupted))
+        assert state.active.all()
+        assert history.seconds < 90.0
+    assert lengths == [(2, True), (4, True), (5, False)]
+    assert all(0.0 < seconds < 90.0 for seconds in seen)
+    expected, *_ = run(table)
+    assert torch.equal(state.params["weight"], expected.params["weight"])
+
+
 def test_keep_checkpoints(run, tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)

@@ -64,19 +64,17 @@ def main(argv=None):
     models = []
     for seed in range(args.seeds):
         torch.manual_seed(seed)
-        model = RNNModel()
-        model.h, model.c = map(nn.Buffer, model.init_hidden(args.columns))
-        models.append(model)
+        models.append(RNNModel())
 
-    def loss_fn(model, batch):
-        output, hidden = model(batch[0], (batch[2] * model.h, batch[2] * model.c))
-        model.h, model.c = (part.detach() for part in hidden)
-        return criterion(output, batch[1])
+    def loss_fn(model, batch, hidden):
+        output, hidden = model(batch[0], hidden)
+        return criterion(output, batch[1]), hidden
 
-    loader = [(*batch, torch.tensor(number > 0)) for number, batch in enumerate(batches(train_data, args.bptt))]
+    loader = list(batches(train_data, args.bptt))
     sgd = hfta.sgd(lr=hfta.schedules.step_lr(args.lr, len(loader), 0.5))
     optimizer = hfta.chain(hfta.clip_grad_norm(args.clip), sgd)
-    array = hfta.Experiment(models, loss_fn, optimizer, seeds=args.seeds, options={"batch_dims": None})
+    options = {"batch_dims": None, "carry": models[0].init_hidden(args.columns)}
+    array = hfta.Experiment(models, loss_fn, optimizer, seeds=args.seeds, options=options)
     array.fit(loader, epochs=args.epochs)
     return array.models()
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -43,13 +43,17 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     with atomic.replacing(path) as file:
         file.write(header)
         for tensor in ordered:
-            # One tensor at a time is copied, to contiguous memory of the host.
-            plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-            data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
-            file.write(data)
-            digest.update(data)
+            write_data(tensor, file.write, digest.update)
         file.seek(_CHECKSUM.start)
         file.write(digest.hexdigest().encode())
+
+
+def write_data(tensor: Tensor, *writers: Callable[[Any], Any]) -> None:
+    """Call each writer with the bytes of a tensor, which is copied to contiguous memory of the host."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+    for write_to in writers:
+        write_to(data)
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
@@ -71,10 +75,10 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
     ordered = dict(sorted({**tensors, **inner}.items(), key=lambda item: -item[1].element_size()))
     entries, end = {}, 0
     for name, tensor in ordered.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors does not support; convert it first")
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     entries = {"__metadata__": {"checksum": "0" * 64, "hfta_func": text}, **entries}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

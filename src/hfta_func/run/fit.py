@@ -81,7 +81,7 @@ def fit(
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
             ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
             members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow; in
-            states made in other ways, seeds tell the members.
+            states made in other ways, seeds tell the members. ``history.interrupted = True`` in a callback ends the run.
         progress: Show a progress bar with mean and standard deviation of each metric over the members.
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
@@ -165,7 +165,11 @@ def fit(
         hooks = SegmentHooks(
             check if resume is not None else lambda: None, lambda: (bar.update(), run.note_step()), pressed
         )
-        while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
+
+        def is_over() -> bool:
+            return pressed() or run.history.interrupted
+
+        while len(run.history) < epochs and not is_over() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             run.begin_epoch(original(step))
             ended = False
@@ -178,10 +182,11 @@ def fit(
                 bar.set_postfix_str(f"{trainer.status.partition(':')[0]}, {_summary(run.end_epoch())}")
                 # Members that are left may need fewer batches than the loader has.
                 bar.update(len(run.history) * length - bar.n if length else 0)
+                run.history.seconds = time.perf_counter() - begun
                 for callback in callbacks:
                     run.follow(callback)
             save()
-    run.history.interrupted, run.history.status = pressed(), trainer.status
+    run.history.interrupted, run.history.status = is_over(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
     return Result(run.result, run.history)

@@ -51,9 +51,9 @@ class History:
         since: For each member, the number of epochs before it was added.
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
-        interrupted: Whether Ctrl-C ended the last :func:`fit`.
+        interrupted: Whether Ctrl-C, or a callback that has set this, ended the last :func:`fit`.
         status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
-        seconds: How long the last :func:`fit` took.
+        seconds: How long the last :func:`fit` took, in callbacks so far.
         verified: The calls of the step in this process that were compared with members alone, see :func:`make_train_step`.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """

@@ -25,7 +25,7 @@ from hfta_func.run.row_sampling import is_dataset
 from hfta_func.run.running import Running
 from hfta_func.run.trainer import Members
 from hfta_func.step.batch import is_table
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, restart
 
 
 class Run(Members):
@@ -58,6 +58,8 @@ class Run(Members):
     def begin_epoch(self, step: Any = None) -> None:
         """Tell samplers that shuffle by the number of the epoch what it is, and users what a ``step`` does not see."""
         getattr(step, "warn_if_changed", lambda: None)()
+        if self.running.batches == 0:
+            self.state = restart(self.state)
         for owner in _samplers(self.loader):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(len(self.history))

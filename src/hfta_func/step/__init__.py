@@ -7,8 +7,10 @@ from hfta_func.step.evaluate import EvalStep as EvalStep
 from hfta_func.step.joint import JointStep as JointStep
 from hfta_func.step.options import LossScale as LossScale
 from hfta_func.step.prediction import Prediction as Prediction
+from hfta_func.step.state import Carried as Carried
 from hfta_func.step.state import TrainState as TrainState
 from hfta_func.step.state import average as average
 from hfta_func.step.state import mixing as mixing
+from hfta_func.step.state import restart as restart
 from hfta_func.step.state import stacked as stacked
 from hfta_func.step.train import TrainStep as TrainStep

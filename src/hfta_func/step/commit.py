@@ -17,7 +17,7 @@ from hfta_func import random
 from hfta_func._kernels import nonfinite
 from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
-from hfta_func._tree import per_model, where, write
+from hfta_func._tree import leaves, per_model, tree_map, where, write
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
 from hfta_func.errors import NonFiniteError
@@ -27,7 +27,7 @@ from hfta_func.optim._base import is_of_package, renew
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import Carried, TrainState
 
 # Negative, as all numbers are that this package folds into the keys of a state.
 NOISE = -(2**62) - 2**61
@@ -194,13 +194,16 @@ class Commit:
         optimizer: What updates the others; one of the user's own may draw random numbers, from the members' keys.
         options: Of the step.
         in_place: Whether the update may be written into the parameters.
+        carried: What members carry, by the names under which the loss reports it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: GradientTransformation, options: Options, in_place: bool):
+    def __init__(
+        self, model: nn.Module, optimizer: GradientTransformation, options: Options, in_place: bool, carried: Tree
+    ):
         self.shared = frozenset(shared_of(model, options.shared_params))
         self._optimizer, self._shared_optimizer = optimizer, options.shared_optimizer or optimizer
         self._draws, self._shared_draws = not is_of_package(optimizer), not is_of_package(self._shared_optimizer)
-        self._donate, self._in_place = options.donate, in_place
+        self._donate, self._in_place, self._carried = options.donate, in_place, carried
 
     def init_shared(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
         """Copies of the model's shared parameters and their optimizer's state; ``()`` if nothing is shared."""
@@ -225,12 +228,19 @@ class Commit:
             active=verdict.active,
             loss_scale=verdict.loss_scale,
             shared=self.renewed_shared(state, outputs, keep),
-            carry=state.carry,
+            carry=self.next_carry(state, outputs, keep),
         )
         if not self._donate:
             return after
         write(state, after)
         return state
+
+    def next_carry(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> Tree:
+        """What members carry to the next batch."""
+        if not isinstance(state.carry, Carried) or not leaves(self._carried):
+            return state.carry
+        now = tree_map(outputs.metrics.__getitem__, self._carried)
+        return state.carry._replace(now=now if keep is None else where(keep, now, state.carry.now))
 
     def renewed(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> tuple[Params, Tree]:
         """Parameters and the optimizer's state, new for members where ``keep`` is True."""

@@ -6,24 +6,27 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._torch import can_look, inside_transform
-from hfta_func._tree import per_model, tree_map
+from hfta_func._tree import difference, leaves, paths, per_model, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.recompute import Recalls
+from hfta_func.calls.scan import alike
 from hfta_func.errors import LossError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied
-from hfta_func.step.members import ArrayFunction, Tensors
+from hfta_func.step.members import ArrayFunction, Tensors, num_positional
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, expanded_shared, shared_params
+from hfta_func.step.state import Carried, TrainState, expanded_shared, shared_params
 from hfta_func.verify import Trial
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
@@ -51,6 +54,10 @@ class Gradients(ArrayFunction):
     """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
     def __init__(self, model: nn.Module, outline: nn.Module, loss_fn: Any, trainable: frozenset[str], options: Options):
+        self.carried = optree.tree_unflatten(optree.tree_structure(options.carry), paths(options.carry, "carry"))  # pyright: ignore
+        """What members carry, by the names under which the loss reports it."""
+        if leaves(options.carry):
+            loss_fn, options = carrying(loss_fn, self.carried), replace(options, batch_dims=(options.batch_dims, 0))
         super().__init__(model, outline, loss_fn, options, checkpoint=options.checkpoint, renorms=True)
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
@@ -75,6 +82,7 @@ class Gradients(ArrayFunction):
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
+        batch = self.with_carry(state, batch)
         given, shared, summed = self.tensors(state), shared_params(state), False
         grads, apart, others = cast("tuple[Params, Params, Any]", ({}, {}, ()))
         if shared and can_look(given.keys) and self.options.scaling is None and bool(state.active.all()):
@@ -96,13 +104,17 @@ class Gradients(ArrayFunction):
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
         if trial is not None:
             self.warn_if_changed()
-            given = self.tensors(state)
+            given, batch = self.tensors(state), self.with_carry(state, batch)
             # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
             buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
             grads = outputs.grads if outputs.summed else outputs.grads | outputs.shared
             after = given._replace(scale=(), trained=outputs.params)
             results = self._results((grads, outputs.losses, outputs.metrics, buffers), after, {})
             self.compare(trial, given, batch, {}, results)
+
+    def with_carry(self, state: TrainState, batch: Tree) -> Tree:
+        """What the loss is called with: a batch, and what members carry, if they do."""
+        return (batch, state.carry.now) if isinstance(state.carry, Carried) and leaves(self.carried) else batch
 
     def tensors(self, state: TrainState) -> Tensors:
         """What members run with, each with the parameters that all share as its own."""
@@ -138,6 +150,29 @@ class Gradients(ArrayFunction):
         grads, losses, metrics, after = outputs
         results = {"loss": {"": losses}, "metric": metrics, "buffer": after, "gradient": _unscaled(grads, given.scale)}
         return results | ({"parameter": given.trained} if self.rewrites_params else {})
+
+
+def carrying(loss_fn: Callable[..., Any], names: Tree) -> Callable[..., Any]:
+    """A loss of pairs of a batch and a carry, which reports the next carry by ``names`` beside its metrics."""
+
+    def call(model: nn.Module, pair: Any, *hparams: Any) -> Any:
+        result, carry = loss_fn(model, pair[0], *hparams, pair[1]), pair[1]
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise LossError("a loss with carry= returns (loss, carry) or (loss, carry, metrics)")
+        loss, after, *metrics = result
+        owners = "the state", "what the loss returns"
+        if torch.compiler.is_compiling() or difference(after, carry, "carry", *owners) is None:
+            # In mixed precision, what is computed has fewer bits than what is kept.
+            after = tree_map(lambda new, old: new.detach().to(old.dtype), after, carry)
+        alike(carry, "carry", owners, LossError)(after)
+        reported = dict(*metrics)
+        tree_map(reported.__setitem__, names, after)
+        return loss, reported
+
+    def call_with_hparams(model: nn.Module, pair: Any, hparams: Any) -> Any:
+        return call(model, pair, hparams)
+
+    return call_with_hparams if num_positional(loss_fn) >= 4 else call
 
 
 def handed(optimizers: Iterable[Any], schedulers: Any) -> list[Any]:

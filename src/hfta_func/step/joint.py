@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
-from hfta_func._tree import tree_map, where, write
+from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import Params, Tree
 from hfta_func.errors import StackError
 from hfta_func.models.structure import ties
@@ -82,6 +82,10 @@ class JointStep(Compiled):
             for field, other in (alike | {"shared_params": ()}).items():
                 if (value := getattr(step.options, field)) != other:
                     raise ValueError(f"{field} is {value} for '{name}'; in a joint step it must be {other} for all")
+            if leaves(step.options.carry):
+                raise ValueError(
+                    f"'{name}' has carry=, which a joint step does not pass on; keep it in buffers of the model"
+                )
             for path, other in ties(step.outline).items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():

@@ -50,7 +50,7 @@ class ManySteps(Compiled):
         def rehearse() -> None:
             # A compiler knows the values of a graph's inputs, but none of a loop.
             gradients = self.in_graph._gradients
-            gradients.rehearse(gradients.tensors(state), _first(batches), {})
+            gradients.rehearse(gradients.tensors(state), gradients.with_carry(state, _first(batches)), {})
 
         return self._run(state, lambda step, state: self._take(step, state, batches), rehearse)
 

@@ -118,6 +118,7 @@ class Options:
     replay: bool | None = None
     collect: Callable[..., Any] | None = None
     verify: Verify = True
+    carry: Tree = ()
     network: str = ""
     """The child of the model that is trained, in a joint step; all of it by default."""
 
@@ -132,6 +133,10 @@ class Options:
             if (value := getattr(self, name)) not in choices:
                 *others, last = map(repr, choices)
                 raise ValueError(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
+        if self.collect is not None and optree.tree_leaves(self.carry):
+            raise ValueError(
+                "collect makes batches out of what members carry, and carry belongs to the loss; pass one of both"
+            )
         scale = self.loss_scale
         if scale is not None and not isinstance(scale, LossScale):
             scale = LossScale(scale, backoff_factor=1.0, growth_factor=1.0)

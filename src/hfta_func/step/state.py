@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, is_captured
-from hfta_func._tree import num_models, tree_map
+from hfta_func._tree import num_models, tree_map, where
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
 
 T = TypeVar("T")
+
+
+class Carried(NamedTuple):
+    """What losses pass from batch to batch, ``[M, ...]`` each, with ``make_train_step(..., carry=)``."""
+
+    now: Tree
+    start: Tree  # what an epoch begins with
 
 
 class TrainState(NamedTuple):
@@ -32,8 +39,9 @@ class TrainState(NamedTuple):
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
         shared: What members share and train together, or ``()`` if the step has no ``shared_params``.
-        carry: Anything else that members take along, such as their environments; a step leaves it as it is. Integers called
-            ``keys`` in it stay a member's own where it copies another in a study.
+        carry: Anything else that members take along, such as their environments; a step leaves it as it is. Of a step with
+            ``carry=`` it is :class:`Carried`. Integers called ``keys`` in it stay a member's own where it copies another in a
+            study.
     """
 
     params: Params
@@ -56,6 +64,27 @@ class TrainState(NamedTuple):
             steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
             text += f", step {steps}, {int(self.active.sum())} active"
         return f"TrainState({text})"
+
+
+def restart(state: T) -> T:
+    """A state whose active members carry what they started with, as :func:`fit` does at the start of every epoch.
+
+    Args:
+        state: A state of a step with ``carry=``; another one is returned as it is.
+
+    Example:
+        >>> step = make_train_step(
+        ...     torch.nn.Linear(1, 1), lambda model, x, total: (model(x + total).sum(), total + x.sum()), sgd(lr=0.1),
+        ...     carry=torch.zeros(()))
+        >>> state = step.init(*stack_params([torch.nn.Linear(1, 1) for _ in range(2)]), seeds=[0, 1])
+        >>> state, metrics = step(state, torch.ones(2, 3, 1))
+        >>> state.carry.now, restart(state).carry.now
+        (tensor([3., 3.]), tensor([0., 0.]))
+    """
+    carry = getattr(state, "carry", ())
+    if not isinstance(carry, Carried):
+        return state
+    return state._replace(carry=carry._replace(now=where(state.active, carry.start, carry.now)))  # pyright: ignore
 
 
 def stacked(state: Any) -> Stacked:

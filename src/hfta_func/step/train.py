@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
-from hfta_func._tree import num_models, tree_map
+from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
@@ -35,7 +35,7 @@ from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import Carried, TrainState
 from hfta_func.verify import Verify
 
 
@@ -58,6 +58,7 @@ def make_train_step(
     replay: bool | None = None,
     collect: Callable[[TrainState], Any] | None = None,
     verify: Verify = True,
+    carry: Tree = (),
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -102,6 +103,10 @@ def make_train_step(
             :func:`fit`: what members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
         verify: Whether to compare the array with its first and last member alone in ordinary PyTorch, at the first call of
             each kind and at calls 10, 100, 1,000, ...; ``"first"`` leaves out the latter. Each takes two steps of one model.
+        carry: What a model passes from batch to batch, such as the hidden state of an LSTM: a tensor or a tree of tensors of
+            ONE model, with which each epoch of :func:`fit` begins. The loss is then ``loss_fn(model, batch, carry)``, or
+            ``loss_fn(model, batch, hparams, carry)``, and returns ``(loss, carry)`` or ``(loss, carry, metrics)``. No
+            gradient flows into the batches before.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -125,7 +130,7 @@ def make_train_step(
     """
     shared = tuple(shared_params), shared_optimizer
     kept = batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate, share_frozen, *shared
-    options = Options(*kept, replay, collect, verify)
+    options = Options(*kept, replay, collect, verify, carry)
     return TrainStep(model, loss_fn, optimizer, options)
 
 
@@ -151,7 +156,7 @@ class TrainStep(Compiled):
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
         in_place = options.donate and not self._gradients.rewrites_params
-        self._commit = Commit(model, optimizer, options, in_place)
+        self._commit = Commit(model, optimizer, options, in_place, self._gradients.carried)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
         self.base = self._gradients.base
@@ -220,7 +225,8 @@ class TrainStep(Compiled):
         """The next state and the metrics; unless it ``looks``, values have been looked at."""
         verdict = looked_at(verdict, state, self.options) if looks else verdict
         # A metric may be a tensor of the state, which is overwritten.
-        metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
+        metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else dict(outputs.metrics)
+        tree_map(metrics.pop, self._gradients.carried)
         return self._commit(state, outputs, verdict), {**verdict.report, **metrics}
 
     def _opt_state(self, trained: Params) -> Tree:
@@ -266,7 +272,8 @@ class TrainStep(Compiled):
             hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
                 in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's; ``"*.p"``
                 is every such path. Numbers in which stacked models differ are there without being named.
-            carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
+            carry: Anything else that members take along, a tree of tensors ``[M, ...]``; of a step with ``carry=``, what each
+                member starts with, in place of one start for all.
 
         Raises:
             StackError: if a leaf is not ``[M, ...]``.
@@ -279,6 +286,10 @@ class TrainStep(Compiled):
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         keys = random.keys(seeds, device=next(iter(params.values())).device)
+        if leaves(self.options.carry):
+            alike = tree_map(lambda x: x.detach().to(keys.device).expand(count, *x.shape), self.options.carry)
+            start = tree_map(torch.clone, carry if leaves(carry) else alike)
+            carry = Carried(start, tree_map(torch.clone, start))
         if keys.shape != (count,):
             raise HyperparameterError(f"got {keys.numel()} seeds but the array has {count} models; give one per model")
         check_hparams(hparams, known, self._gradients.takes_hparams)

@@ -79,7 +79,9 @@ def assert_matches_solo(
     after = tree_map(torch.clone, state)
     chosen = range(num_models(state)) if members is None else members
     if isinstance(plain := inspect.unwrap(step), TrainStep) and batches:
-        plain._gradients.verify(plain._gradients.tensors(state), batches[0], {}, chosen)
+        plain._gradients.verify(
+            plain._gradients.tensors(state), plain._gradients.with_carry(state, batches[0]), {}, chosen
+        )
     for batch in batches:
         after, _ = (run or step)(after, batch)
     for member in chosen:

@@ -31,6 +31,7 @@ class StudyOptions:
     keep: int | Literal["best", "all"]
     retry: int
     timeout: float | None
+    target: float | None = None
 
     def __post_init__(self) -> None:
         scheduler, space = self.scheduler, () if callable(self.space) else self.space
@@ -40,6 +41,8 @@ class StudyOptions:
             raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space)}")
         if len(self.metrics) > 1 and type(scheduler) is not Scheduler:
             raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
+        if self.target is not None and (len(self.metrics) > 1 or scheduler.copies):
+            raise ValueError("target is a value of one metric, and of trials that no other copies; leave it out here")
         if scheduler.copies and self.seeds > 1:
             raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")
 

@@ -39,6 +39,7 @@ def run(
     enqueue: Sequence[Mapping[str, Any]] = (),
     retry: int = 0,
     timeout: float | None = None,
+    target: float | None = None,
     keep: int | Literal["best", "all"] = "best",
     batch: int | None = None,
     max_models: Size = "auto",
@@ -70,6 +71,8 @@ def run(
         retry: How often the parameters of a trial that fails are tried again, each time as a new trial; also those of trials
             that failed in an earlier call.
         timeout: Seconds after which the study ends with the next epoch; the same call goes on.
+        target: A value of the metric that is good enough: a trial that has it after an epoch is complete, and a new one takes
+            its place. Schedulers see its last value at all later rungs, too.
         keep: Which complete trials keep their states: the ``"best"``, which is the front of several objectives, ``"all"``,
             or how many of the best.
         batch: Number of trials that the sampler is asked for at a time. By default all of a cohort, or, of a sampler that
@@ -130,7 +133,7 @@ def run(
         space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs
     )
     given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
-    options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout)
+    options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout, target=target)
     if workers is not None and executor is not None:
         raise ValueError("there are workers and an executor, which has its own; pass one of both")
     if storage is not None and name is None:

@@ -90,6 +90,11 @@ class Search:
         """The epochs in which a trial is compared."""
         return self.cohorts[trial.cohort].rungs
 
+    def _next_epoch(self, trial: Trial, member: Member) -> int:
+        """The epoch to which a member trains before its trial is looked at."""
+        rung = self.rungs_of(trial)[len(trial.values)]
+        return rung if self._options.target is None else min(rung, member.epoch + 1)
+
     def rounds(self) -> Iterator[bool]:
         """Train one segment of an array after another; yields True after each, and False when there are new trials."""
         study = self.study
@@ -99,7 +104,7 @@ class Search:
             if left > 0 and self._ask():
                 yield False
             going = [trial for trial in self._running() if left > 0 and self._goes(trial)]
-            targets = {member: self.rungs_of(trial)[len(trial.values)] for trial in going for member in trial.members}
+            targets = {member.number: self._next_epoch(trial, member) for trial in going for member in self._of(trial)}
             before = len(self._running())
             if trained := study.population.advance(targets, None if math.isinf(left) else left):
                 self._save()
@@ -197,6 +202,14 @@ class Search:
                 stride = math.ceil(rungs[-1] / 10)
                 shown = {*rungs[: len(trial.values)], *range(stride, epochs + 1, stride)}
                 study.session.report(trial.number, {epoch: study.value(trial, epoch)[0] for epoch in sorted(shown)})
+            target, left = self._options.target, rungs[len(trial.values) :]
+            if target is not None and epochs and left:
+                last = study.value(trial, epochs)
+                # Metrics in float32 may be a little off the number that is meant.
+                if study.score(last[0]) >= study.score(target) - 1e-6 * abs(target):
+                    trial.values += [last] * len(left)
+                    study.note(trial)
+                    study.session.report(trial.number, dict.fromkeys(left, last[0]))
             if len(trial.values) == len(rungs):
                 named = [*zip(study.metrics, trial.values[-1], strict=True)]
                 if not all(math.isfinite(value) for _, value in named):

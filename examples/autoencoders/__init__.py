@@ -1,0 +1,1 @@
+"""Sparse autoencoders over the activations of one frozen transformer."""

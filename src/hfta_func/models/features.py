@@ -1,0 +1,92 @@
+"""What layers of a frozen network compute, as data for an array."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func.models.structure import check_module
+
+
+def make_feature_extractor(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -> FeatureExtractor:
+    """A function that runs a frozen network once and returns the outputs of some of its layers.
+
+    It is called with the model's arguments, in eval mode and without gradients, as ``transform`` of an
+    :class:`ArrayLoader` whose batches all members share, or before a step. Nothing after the last of the layers runs.
+
+    Args:
+        model: The network, which is used as it is, without a copy; calls leave its mode and its hooks as they were.
+        layers: Paths of submodules, as ``model.named_modules()`` has them, or a dict from these to names of the results, as
+            that of torchvision takes.
+
+    Returns:
+        ``extractor(*args, **kwargs) -> dict[str, Tensor]``: the output of each layer by its path or name. Of a layer that
+        returns a tuple, such as an LSTM, it is the first element; of one that is called several times, the first call's.
+
+    Raises:
+        StackError: if ``model`` is not a module.
+        ValueError: if the model has no layer of a path; it names those with similar paths.
+
+    Example:
+        >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> extract = make_feature_extractor(trunk, {"1": "hidden"})
+        >>> extract(torch.randn(8, 4))["hidden"].shape
+        torch.Size([8, 16])
+    """
+    return FeatureExtractor(model, layers)
+
+
+class _AllComputedError(Exception):
+    """Ends a call of the network."""
+
+
+class FeatureExtractor:
+    """``extractor(*args, **kwargs) -> dict[str, Tensor]``; made by :func:`make_feature_extractor`."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str] | Mapping[str, str]):
+        check_module(model)
+        self.model, self.layers = (
+            model,
+            dict(layers) if isinstance(layers, Mapping) else {path: path for path in layers},
+        )
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if unknown := [path for path in self.layers if path not in modules]:
+            similar = difflib.get_close_matches(unknown[0], modules, n=5, cutoff=0.4) or [*modules][1:6]
+            raise ValueError(f"the model has no layer '{unknown[0]}'; similar ones are {', '.join(map(repr, similar))}")
+        self._submodules = {path: modules[path] for path in self.layers}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Run the network; raises a ValueError if a call of it does not reach one of the layers."""
+        outputs: dict[str, Tensor] = {}
+
+        def keeper(path: str) -> Any:
+            def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+                output = output[0] if isinstance(output, tuple | list) else output
+                # A copy, because a later layer may write it, as ReLU(inplace=True) does.
+                outputs.setdefault(path, output.clone())
+                if len(outputs) == len(self.layers):
+                    raise _AllComputedError
+
+            return keep
+
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with contextlib.ExitStack() as hooks, torch.no_grad(), contextlib.suppress(_AllComputedError):
+                for path, module in self._submodules.items():
+                    hooks.callback(module.register_forward_hook(keeper(path)).remove)
+                self.model(*args, **kwargs)
+        finally:
+            for module in training:
+                module.training = True
+        if missing := [path for path in self.layers if path not in outputs]:
+            raise ValueError(
+                f"a call of the model does not call its layer '{missing[0]}'; leave it out, or name another"
+            )
+        return {name: outputs[path] for path, name in self.layers.items()}
