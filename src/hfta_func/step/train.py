@@ -35,6 +35,7 @@ from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
+from hfta_func.step.searching import Searching
 from hfta_func.step.state import TrainState
 from hfta_func.verify import Verify
 
@@ -154,6 +155,7 @@ class TrainStep(Compiled):
         self._commit = Commit(model, optimizer, options, in_place)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
+        self._searching = None if optimizer.search is None else Searching(self, model)
         self.base = self._gradients.base
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         self.many = ManySteps(self)
@@ -195,6 +197,8 @@ class TrainStep(Compiled):
             return self.loop.once(state)
         # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
+            if self._searching is not None:
+                return self._searching(state, batch)
             call = self.eagerly if self._replay is None or torch.compiler.is_compiling() else self._replay
             return call(state, batch)
 
@@ -237,7 +241,10 @@ class TrainStep(Compiled):
         Args:
             steps: How often it will be called, if that is known.
         """
-        if self.options.replay is None:
+        if self._searching is not None:
+            # How often members will be evaluated is not known.
+            self._searching.evaluate.replayed()
+        elif self.options.replay is None:
             self._replay = self._replay or Replay(self)
             self._replay.left = None if self.options.collect else steps
         return self
@@ -245,6 +252,8 @@ class TrainStep(Compiled):
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
+        if self._searching is not None:
+            return self._searching.evaluate.status
         return "eager: not asked to be replayed" if self._replay is None else self._replay.status
 
     @torch.inference_mode(False)

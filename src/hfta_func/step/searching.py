@@ -1,0 +1,77 @@
+"""Steps of optimizers that evaluate losses themselves: as many evaluations as the members' searches ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import inside_transform
+from hfta_func._tree import tree_map, where
+from hfta_func._types import Params, Tree, recorded
+from hfta_func.errors import TraceError
+from hfta_func.optim._base import GradientTransformation, by_renew
+from hfta_func.step.commit import Commit, Failure, refuse
+from hfta_func.step.replay import Replay
+from hfta_func.step.state import TrainState
+
+
+@recorded
+def _keeping_gradients() -> GradientTransformation:
+    """An optimizer that changes nothing, and whose state is the latest gradients."""
+
+    def init(params: Params) -> Params:
+        return tree_map(torch.zeros_like, params)
+
+    def run(
+        grads: Params, state: Params, params: Params, keep: Any, donate: bool, apply: bool
+    ) -> tuple[Params, Params]:
+        after = grads if keep is None else where(keep, grads, state)
+        return (params if apply else init(params)), after
+
+    return by_renew(init, run)
+
+
+class Searching:
+    """``searching(state, batch)``: a step with an optimizer that has a ``search``.
+
+    Args:
+        step: The training step, of whose kind each evaluation is one.
+        model: Its model.
+    """
+
+    def __init__(self, step: Any, model: nn.Module):
+        if step.options.shared_params:
+            raise ValueError("lbfgs searches for each member apart; leave out shared_params, or take another optimizer")
+        self._search, self._options = step.optimizer.search, step.options
+        optimizer, options = _keeping_gradients(), replace(step.options, nonfinite="skip", donate=False, collect=None)
+        # The step itself, with what computes its gradients, but for what it does with them.
+        self.evaluate = object.__new__(type(step))
+        vars(self.evaluate).update(vars(step), optimizer=optimizer, options=options, _searching=None)
+        self.evaluate._made_from = *step._made_from[:2], optimizer, options
+        self.evaluate._commit = Commit(model, optimizer, options, False)
+        self.evaluate._replay = Replay(self.evaluate) if options.replay else None
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+        """Evaluate members until all searches have ended; the metrics are those of the first evaluation."""
+        if torch.compiler.is_compiling() or inside_transform():
+            raise TraceError("lbfgs evaluates as often as losses ask for, so its step is no graph; call it as it is")
+        trained = {path: param for path, param in state.params.items() if path in self.evaluate.trainable}
+        search, latest, metrics = self._search(state.opt_state, trained, state.active), state, {}
+        latest = state._replace(opt_state=self.evaluate.optimizer.init(trained))
+        while bool(search.searching.any()) or not metrics:
+            # All evaluations draw the noise of the step.
+            latest = latest._replace(params=state.params | search.params, active=search.searching, step=state.step)
+            latest, report = self.evaluate(latest, batch)
+            metrics = metrics or report
+            search.tell(report["loss"], latest.opt_state, report["finite"])
+        failure, active = metrics["failure"], state.active
+        if self._options.nonfinite == "raise":
+            refuse(torch.where(active, failure, 0), state.step, self._options.network)
+        if self._options.nonfinite == "freeze":
+            active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
+        metrics["failure"] = torch.where(search.stuck, int(Failure.SEARCH), failure)
+        after = latest._replace(params=state.params | search.params, opt_state=search.state, active=active)
+        return after._replace(step=state.step + state.active), metrics
