@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import inside_transform
-from hfta_func._tree import tree_map, where
-from hfta_func._types import Params, Tree, recorded
+from hfta_func._tree import tree_map
+from hfta_func._types import Tree, recorded
 from hfta_func.errors import TraceError
-from hfta_func.optim._base import GradientTransformation, by_renew
-from hfta_func.step.commit import Commit, Failure, refuse
+from hfta_func.optim._base import GradientTransformation
+from hfta_func.step.commit import Commit, Failure
 from hfta_func.step.replay import Replay
 from hfta_func.step.state import TrainState
 
@@ -21,17 +22,8 @@ from hfta_func.step.state import TrainState
 @recorded
 def _keeping_gradients() -> GradientTransformation:
     """An optimizer that changes nothing, and whose state is the latest gradients."""
-
-    def init(params: Params) -> Params:
-        return tree_map(torch.zeros_like, params)
-
-    def run(
-        grads: Params, state: Params, params: Params, keep: Any, donate: bool, apply: bool
-    ) -> tuple[Params, Params]:
-        after = grads if keep is None else where(keep, grads, state)
-        return (params if apply else init(params)), after
-
-    return by_renew(init, run)
+    zeros = functools.partial(tree_map, torch.zeros_like)
+    return GradientTransformation(lambda params: zeros(params), lambda grads, state, params: (zeros(grads), grads))
 
 
 class Searching:
@@ -45,8 +37,8 @@ class Searching:
     def __init__(self, step: Any, model: nn.Module):
         if step.options.shared_params:
             raise ValueError("lbfgs searches for each member apart; leave out shared_params, or take another optimizer")
-        self._search, self._options = step.optimizer.search, step.options
-        optimizer, options = _keeping_gradients(), replace(step.options, nonfinite="skip", donate=False, collect=None)
+        self._search = step.optimizer.search
+        optimizer, options = _keeping_gradients(), replace(step.options, donate=False)
         # The step itself, with what computes its gradients, but for what it does with them.
         self.evaluate = object.__new__(type(step))
         vars(self.evaluate).update(vars(step), optimizer=optimizer, options=options, _searching=None)
@@ -59,19 +51,14 @@ class Searching:
         if torch.compiler.is_compiling() or inside_transform():
             raise TraceError("lbfgs evaluates as often as losses ask for, so its step is no graph; call it as it is")
         trained = {path: param for path, param in state.params.items() if path in self.evaluate.trainable}
-        search, latest, metrics = self._search(state.opt_state, trained, state.active), state, {}
+        search, metrics, active = self._search(state.opt_state, trained, state.active), {}, state.active
         latest = state._replace(opt_state=self.evaluate.optimizer.init(trained))
         while bool(search.searching.any()) or not metrics:
             # All evaluations draw the noise of the step.
             latest = latest._replace(params=state.params | search.params, active=search.searching, step=state.step)
             latest, report = self.evaluate(latest, batch)
-            metrics = metrics or report
+            metrics, active = (metrics, active) if metrics else (report, latest.active)
             search.tell(report["loss"], latest.opt_state, report["finite"])
-        failure, active = metrics["failure"], state.active
-        if self._options.nonfinite == "raise":
-            refuse(torch.where(active, failure, 0), state.step, self._options.network)
-        if self._options.nonfinite == "freeze":
-            active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
-        metrics["failure"] = torch.where(search.stuck, int(Failure.SEARCH), failure)
-        after = latest._replace(params=state.params | search.params, opt_state=search.state, active=active)
-        return after._replace(step=state.step + state.active), metrics
+        metrics["failure"] = torch.where(search.stuck, int(Failure.SEARCH), metrics["failure"])
+        params, step = state.params | search.params, state.step + state.active
+        return latest._replace(params=params, opt_state=search.state, active=active, step=step), metrics

@@ -252,9 +252,8 @@ class TrainStep(Compiled):
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
-        if self._searching is not None:
-            return self._searching.evaluate.status
-        return "eager: not asked to be replayed" if self._replay is None else self._replay.status
+        replay = self._replay if self._searching is None else self._searching.evaluate._replay
+        return "eager: not asked to be replayed" if replay is None else replay.status
 
     @torch.inference_mode(False)
     def init(
