@@ -262,17 +262,17 @@ def _cubic_minimum(one: Any, two: Any, low: Tensor, high: Tensor) -> Tensor:
 
 def _direction(state: Any, grad: Tensor, rows: Tensor) -> Tensor:
     """Minus the approximate inverse Hessian times the gradient, for members at ``rows``: two loops over their pairs."""
-    count, size = state.num_pairs[rows], state.ro.shape[1]
-    pairs: list[tuple[Tensor, ...]] = []
-    rest = -grad[rows]
+    count, size, pairs = state.num_pairs[rows], state.ro.shape[1], []
     # From the latest pair to the first; places of the ring that hold none yet are zero and change nothing.
-    for back in range(1, 1 + min(int(count.max()), size)):
-        places = rows, (count - back) % size
-        change, move, ro = state.old_dirs[places], state.old_stps[places], state.ro[places]
+    backs = torch.arange(1, 1 + min(int(count.max()), size), device=count.device)
+    places = rows * size + (count - backs[:, None]) % size
+    changes, moves, rest = state.old_dirs.flatten(0, 1), state.old_stps.flatten(0, 1), -grad[rows]
+    for place, ro in zip(places, state.ro.flatten()[places], strict=True):
+        change, move = changes.index_select(0, place), moves.index_select(0, place)
         share = _dot(move, rest) * ro
-        rest = torch.addcmul(rest, change, -share[:, None])
+        rest = torch.addcmul(rest, change, share[:, None], value=-1)
         pairs.append((change, move, ro, share))
-    result = rest * state.H_diag[rows][:, None]
+    result = rest * state.H_diag[rows, None]
     for change, move, ro, share in reversed(pairs):
         result = torch.addcmul(result, move, (share - _dot(change, result) * ro)[:, None])
     return result
