@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import inside_transform
+from hfta_func._torch import inside_transform, untraced
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree, recorded
 from hfta_func.errors import TraceError
@@ -46,10 +46,13 @@ class Searching:
         self.evaluate._commit = Commit(model, optimizer, options, False)
         self.evaluate._replay = Replay(self.evaluate) if options.replay else None
 
+    @untraced("lbfgs evaluates as often as losses ask for, which is no graph")
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Evaluate members until all searches have ended; the metrics are those of the first evaluation."""
-        if torch.compiler.is_compiling() or inside_transform():
-            raise TraceError("lbfgs evaluates as often as losses ask for, so its step is no graph; call it as it is")
+        if inside_transform():
+            raise TraceError(
+                "lbfgs decides by values how often it evaluates, so no transform differentiates or maps it"
+            )
         trained = {path: param for path, param in state.params.items() if path in self.evaluate.trainable}
         search, metrics, active = self._search(state.opt_state, trained, state.active), {}, state.active
         latest = state._replace(opt_state=self.evaluate.optimizer.init(trained))
