@@ -276,7 +276,7 @@ def check(name: str, spec: Any, allowed: Range) -> None:
             raise HyperparameterError(f"{where}{name} is {value}; it must be {words}")
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+def check_choice(name: str, value: str | None, choices: Collection[str | None]) -> None:
     """Raise unless an option is one of its choices."""
     if value not in choices:
         raise HyperparameterError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")

@@ -20,7 +20,7 @@ from hfta_func.step.state import TrainState
 
 
 @recorded
-def _keeping_gradients() -> GradientTransformation:
+def _latest_gradients() -> GradientTransformation:
     """An optimizer that changes nothing, and whose state is the latest gradients."""
     zeros = functools.partial(tree_map, torch.zeros_like)
     return GradientTransformation(lambda params: zeros(params), lambda grads, state, params: (zeros(grads), grads))
@@ -38,7 +38,7 @@ class Searching:
         if step.options.shared_params:
             raise ValueError("lbfgs searches for each member apart; leave out shared_params, or take another optimizer")
         self._search = step.optimizer.search
-        optimizer, options = _keeping_gradients(), replace(step.options, donate=False)
+        optimizer, options = _latest_gradients(), replace(step.options, donate=False)
         # The step itself, with what computes its gradients, but for what it does with them.
         self.evaluate = object.__new__(type(step))
         vars(self.evaluate).update(vars(step), optimizer=optimizer, options=options, _searching=None)
