@@ -22,9 +22,6 @@ LBFGSState = namedtuple("LBFGSState", [*FIELDS, *_COUNTS, *_SLOTS])
 restrict(LBFGSState, lr=Range.POSITIVE, max_iter=Range.AT_LEAST_ONE, max_eval=Range.AT_LEAST_ONE)
 restrict(LBFGSState, tolerance_grad=Range.NONNEGATIVE, tolerance_change=Range.NONNEGATIVE)
 
-_C1, _C2 = 1e-4, 0.9
-"""The constants of Wolfe's conditions: sufficient decrease and curvature."""
-
 
 @recorded
 def lbfgs(
@@ -197,13 +194,12 @@ class Search:
 
     def _moved(self, loss: Tensor, grad: Tensor) -> Tensor:
         """Take the point of a fixed step as it is; where it is not finite, stay, and forget the pairs that led there."""
-        is_finite = loss.isfinite()
-        failed, moved = self.searching & ~is_finite, self.searching & is_finite
+        moved = self.searching & loss.isfinite()
         self._loss, self._grad = where(moved, (loss, grad), (self._loss, self._grad))
         fresh = {"t": 0, "n_iter": 0, "ro": 0, "H_diag": 1}
-        old = {name: getattr(self.state, name) for name in fresh}
-        new = {name: torch.full_like(old[name], value) for name, value in fresh.items()}
-        self.state = self.state._replace(**where(failed, new, old))
+        held = {name: getattr(self.state, name) for name in fresh}
+        reset = {name: torch.full_like(held[name], value) for name, value in fresh.items()}
+        self.state = self.state._replace(**where(self.searching & ~moved, reset, held))
         return self.searching
 
     def _searched(self, loss: Tensor, grad: Tensor) -> Tensor:
@@ -212,8 +208,8 @@ class Search:
         new = state.t, loss, _dot(grad, state.d).double(), grad
         begins, zooms = self.searching & ~self._zooms, self.searching & self._zooms
         low, high = where(is_second, (two, one), (one, two))
-        too_high = loss > start[1] + _C1 * state.t * start[2]
-        is_flat, is_out = new[2].abs() <= -_C2 * start[2], self._evals > self._max_eval
+        too_high = loss > start[1] + 1e-4 * state.t * start[2]
+        is_flat, is_out = new[2].abs() <= -0.9 * start[2], self._evals > self._max_eval
         # At first the interval is that between the last two points, and grows until it holds a minimum.
         holds = too_high | ((self._evals - self._began > 2) & (loss >= one[1]))
         accepted = begins & ~is_out & ~holds & is_flat

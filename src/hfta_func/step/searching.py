@@ -44,7 +44,8 @@ class Searching:
         vars(self.evaluate).update(vars(step), optimizer=optimizer, options=options, _searching=None)
         self.evaluate._made_from = *step._made_from[:2], optimizer, options
         self.evaluate._commit = Commit(model, optimizer, options, False)
-        self.evaluate._replay = Replay(self.evaluate) if options.replay else None
+        # One batch is evaluated many times.
+        self.evaluate._replay = None if options.replay is False else Replay(self.evaluate)
 
     @untraced("lbfgs evaluates as often as losses ask for, which is no graph")
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:

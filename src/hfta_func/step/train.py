@@ -241,10 +241,7 @@ class TrainStep(Compiled):
         Args:
             steps: How often it will be called, if that is known.
         """
-        if self._searching is not None:
-            # How often members will be evaluated is not known.
-            self._searching.evaluate.replayed()
-        elif self.options.replay is None:
+        if self.options.replay is None:
             self._replay = self._replay or Replay(self)
             self._replay.left = None if self.options.collect else steps
         return self
