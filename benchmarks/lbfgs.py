@@ -1,7 +1,7 @@
 """Physics-informed networks by L-BFGS: an array of members against a loop with closures, ``python -m benchmarks lbfgs``.
 
-Processor time of a step of one thread, side by side in one run, per evaluation of a member: line searches go apart by rounding. The
-losses of the first steps are compared before. The networks solve Burgers' equation (Raissi et al., 2019).
+Processor time of one thread, side by side in one run, per evaluation of a member, since rounding makes line searches
+differ. Losses of the first two steps are compared. The networks solve Burgers' equation (Raissi et al., 2019).
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def test_what_is_refused() -> None:
             outer(outer(outer.init(state.params, seeds=range(M)), data())[0], data())
     with pytest.raises(ValueError, match="lbfgs searches for each member apart; leave out shared_params"):
         hfta.make_train_step(mlp(), regression, hfta.lbfgs(), shared_params=["0"])
-    with pytest.raises(hfta.errors.TraceError, match="no transform differentiates or maps it"):
+    with pytest.raises(hfta.errors.TraceError, match="no transform can map or differentiate it"):
         torch.func.grad(lambda params: step(state._replace(params=params), data())[1]["loss"].sum())(state.params)
     with pytest.raises(hfta.errors.HyperparameterError, match="line_search_fn is 'armijo'"):
         hfta.lbfgs(line_search_fn="armijo")  # type: ignore

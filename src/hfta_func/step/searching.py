@@ -41,8 +41,8 @@ class Searching:
         optimizer, options = _latest_gradients(), replace(step.options, donate=False)
         # The step itself, with what computes its gradients, but for what it does with them.
         self.evaluate = object.__new__(type(step))
-        vars(self.evaluate).update(vars(step), optimizer=optimizer, options=options, _searching=None)
-        self.evaluate._made_from = *step._made_from[:2], optimizer, options
+        given = {"optimizer": optimizer, "options": options, "_made_from": (*step._made_from[:2], optimizer, options)}
+        vars(self.evaluate).update(vars(step) | given, _searching=None)
         self.evaluate._commit = Commit(model, optimizer, options, False)
         # One batch is evaluated many times.
         self.evaluate._replay = None if options.replay is False else Replay(self.evaluate)
@@ -51,9 +51,7 @@ class Searching:
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Evaluate members until all searches have ended; the metrics are those of the first evaluation."""
         if inside_transform():
-            raise TraceError(
-                "lbfgs decides by values how often it evaluates, so no transform differentiates or maps it"
-            )
+            raise TraceError("lbfgs evaluates as often as losses ask for; no transform can map or differentiate it")
         trained = {path: param for path, param in state.params.items() if path in self.evaluate.trainable}
         search, metrics, active = self._search(state.opt_state, trained, state.active), {}, state.active
         latest = state._replace(opt_state=self.evaluate.optimizer.init(trained))
