@@ -182,6 +182,10 @@ COMMANDS = {
         "--persons 2 --seconds 150 --rounds 1 --batch 4".split(),
         lambda found: len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5,
     ),
+    "lbfgs": (
+        "--models 3 --points 20 --width 6 --rounds 1".split(),
+        lambda found: found["20"]["difference"] < 1e-2 and min(found["20"][way] for way in ("loop", "array")) > 0,
+    ),
     # Accuracies; plain PyTorch deals the data in another order.
     "tune": (
         "--trials 3 --epochs 3 --max-models 4 --rounds 1".split(),

@@ -345,8 +345,8 @@ def _schedulers(optimizers: Any, make: Any = lr_scheduler.ExponentialLR, *argume
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: _refused(make=torch.optim.LBFGS),
-        r"model 0: torch.optim.lbfgs.LBFGS has no counterpart .* use one of SGD, .*extend",
+        lambda: _refused(make=torch.optim.Adafactor),
+        r"model 0: torch.optim.Adafactor has no counterpart .* use one of SGD, .*extend",
     ),
     (lambda: _refused(make=torch.optim.SparseAdam), "SparseAdam has no counterpart"),
     (lambda: _refused(make=Unknown), r"test_exchange.Unknown has no counterpart"),

@@ -17,6 +17,7 @@ from hfta_func.optim._elementwise import lion as lion
 from hfta_func.optim._elementwise import rmsprop as rmsprop
 from hfta_func.optim._elementwise import sgd as sgd
 from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
+from hfta_func.optim._lbfgs import lbfgs as lbfgs
 from hfta_func.optim._matrices import lamb as lamb
 from hfta_func.optim._matrices import muon as muon
 from hfta_func.optim._transforms import accumulate as accumulate

@@ -44,11 +44,13 @@ class GradientTransformation(NamedTuple):
         init: ``init(params) -> opt_state``.
         update: ``update(grads, opt_state, params) -> (updates, opt_state)``.
         renew: A :data:`Renew`, if it is faster than calling ``update`` and applying the result.
+        search: ``search(opt_state, params, active)``, of an optimizer that evaluates losses itself, as :func:`lbfgs` does.
     """
 
     init: Callable[[Params], Tree]
     update: Update
     renew: Renew | None = None
+    search: Callable[[Tree, Params, Tensor], Any] | None = None
 
     def __reduce__(self) -> Any:
         return recipe(self)
@@ -274,7 +276,7 @@ def check(name: str, spec: Any, allowed: Range) -> None:
             raise HyperparameterError(f"{where}{name} is {value}; it must be {words}")
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+def check_choice(name: str, value: str | None, choices: Collection[str | None]) -> None:
     """Raise unless an option is one of its choices."""
     if value not in choices:
         raise HyperparameterError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")

@@ -29,7 +29,7 @@ class FailedStep(NamedTuple):
         seed: The member's seed.
         epoch: The epoch, counted from 1.
         step: Number of batches the member had seen before; seed and step determine the noise of the step.
-        cause: Name of the :class:`Failure`: ``"loss"``, ``"gradient"`` or ``"overflow"``.
+        cause: Name of the :class:`Failure`: ``"loss"``, ``"gradient"``, ``"overflow"`` or ``"search"``.
     """
 
     member: int

@@ -94,6 +94,7 @@ def can_be_kept(step: Any, state: Any) -> bool:
         and step.options.nonfinite != "raise"
         and not (state.shared or step.options.network)
         and is_of_package(step.optimizer, closed=True)
+        and step.optimizer.search is None
         and all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves(state))
     )
 

@@ -44,6 +44,8 @@ class Failure(enum.IntEnum):
     """Its loss is finite, its gradient is not."""
     OVERFLOW = 3
     """Its gradient overflowed under a loss scale, which was then lowered."""
+    SEARCH = 4
+    """The search of :func:`lbfgs` found no lower loss in its last direction: the member stays at its best point."""
 
 
 def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from hfta_func.step.gradients import handed
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
+_FUNCTIONS[torch.optim.LBFGS] = optim.lbfgs
 _KEYS = {"momentum": "momentum_buffer"}
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
@@ -134,8 +135,10 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
     """What keeps an optimizer and its scheduler from being a member of an array; empty if nothing does."""
     kind, ids = type(optimizer), {id(param) for param in params.values()}
     if kind not in _FUNCTIONS:
-        cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
+        cure = f"use one of {', '.join(_NAMES)}, LBFGS, or write one as docs/howto/extend.md shows"
         return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
+    if kind is torch.optim.LBFGS and optimizer.state:
+        return "its LBFGS has made steps, whose memory stays there; make a new one, or start from it with hfta.lbfgs"
     if has_step_hooks(optimizer):
         return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
     if any(id(param) not in ids for group in optimizer.param_groups for param in group["params"]):

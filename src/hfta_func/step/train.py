@@ -35,6 +35,7 @@ from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
+from hfta_func.step.searching import Searching
 from hfta_func.step.state import Carried, TrainState
 from hfta_func.verify import Verify
 
@@ -159,6 +160,7 @@ class TrainStep(Compiled):
         self._commit = Commit(model, optimizer, options, in_place, self._gradients.carried)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed
         self._replay = Replay(self) if options.replay else None
+        self._searching = None if optimizer.search is None else Searching(self, model)
         self.base = self._gradients.base
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
         self.many = ManySteps(self)
@@ -200,6 +202,8 @@ class TrainStep(Compiled):
             return self.loop.once(state)
         # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
+            if self._searching is not None:
+                return self._searching(state, batch)
             call = self.eagerly if self._replay is None or torch.compiler.is_compiling() else self._replay
             return call(state, batch)
 
@@ -251,7 +255,8 @@ class TrainStep(Compiled):
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
-        return "eager: not asked to be replayed" if self._replay is None else self._replay.status
+        replay = self._replay if self._searching is None else self._searching.evaluate._replay
+        return "eager: not asked to be replayed" if replay is None else replay.status
 
     @torch.inference_mode(False)
     def init(

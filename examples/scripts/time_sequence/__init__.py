@@ -1,0 +1,1 @@
+"""A training script, before and after a move to arrays."""
