@@ -102,8 +102,8 @@ class Bound:
         self._evaluates = not any(module.training for module in inner.modules())
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        # What calls have changed; what of it are counters, which calls may read.
-        self._examined: set[str] = set()
+        self.changed_by_calls: set[str] = set()
+        # What of it are counters, which calls may read.
         self._counters: set[str] = set()
         self._is_counted = False
         self._undoing: list[Undoing] = []
@@ -150,10 +150,10 @@ class Bound:
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
-        if not self._examined.issuperset(changed):
+        if not self.changed_by_calls.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self._examined.update(changed)
-            self._undoing = self._first[1].undoing(self._examined)
+            self.changed_by_calls.update(changed)
+            self._undoing = self._first[1].undoing(self.changed_by_calls)
         if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
