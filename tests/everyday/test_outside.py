@@ -396,3 +396,48 @@ def test_buffers_that_a_pure_function_cannot_keep(use):
         UserWarning, match="writes its buffer 'waves' in eval mode, where an array drops it; .* train mode"
     ):
         run(Cached)
+
+
+class Adapted(nn.Sequential):
+    """Its batch norm stays in train mode, to follow the data that it is tested on."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].train()
+        return self
+
+
+@members
+def test_batch_norms_that_stay_in_train_mode_follow_an_evaluation(members):
+    batches = [(X[i : i + 8] + 1, Y[i : i + 8]) for i in range(0, 24, 8)]
+    expected = []
+
+    def evaluated(epoch):
+        with torch.no_grad():
+            means[-1].append(torch.stack([mse(expected[-1].eval(), batch) for batch in batches]).mean())
+        expected[-1].train()
+
+    def make_adapted():
+        expected.append(Adapted())
+        means.append([])
+        return expected[-1]
+
+    step = hfta.make_train_step(Adapted(), mse, hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.init_params(Adapted, range(members)), seeds=range(members))
+    state, history = hfta.fit(step, state, BATCHES, epochs=3, evaluate=(mse, batches), progress=False)
+    means = []
+    for seed in range(members):
+        loop(mse, seed, make_adapted, end_epoch=evaluated)
+    assert_same(hfta.unstack_params(Adapted(), state.params, state.buffers), expected)
+    torch.testing.assert_close(history["mse"], torch.tensor(means, dtype=torch.float64).T)
+    with pytest.raises(
+        hfta.errors.StateError, match=r"its buffer '0\.running_mean' in eval mode, .* or an Ensemble, which"
+    ):
+        hfta.predict(Adapted(), state, X)
+    ensemble = hfta.Ensemble(Adapted(), state.params, state.buffers).eval()
+    torch.testing.assert_close(ensemble(X), torch.stack([model.eval()(X) for model in expected]))
+    assert_same(ensemble.members(), expected)
