@@ -151,7 +151,7 @@ def _one_tensor(output: Any) -> Tensor:
 
 def gather(run: Callable[..., Any], batches: Any, inputs: Callable[[Any], Any] | None) -> Prediction:
     """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for the others."""
-    if isinstance(batches, Dataset) and not hasattr(batches, "__iter__"):
+    if not hasattr(batches, "__iter__") and isinstance(batches, Dataset):
         raise BatchError(
             f"a {type(batches).__qualname__} has no batches; pass a DataLoader of it, or a tensor of its rows"
         )
