@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import pickle
 from typing import Any
 
@@ -263,3 +264,37 @@ def test_a_straight_through_estimator_is_exported(count):
     (x,) = batches(1)
     program = torch.export.export(ensemble, (x,)).module()
     assert torch.equal(program(x), torch.stack([member(x) for member in ensemble.members()]))
+
+
+class Gaussian(nn.Linear):
+    """It returns a mean and a variance."""
+
+    def __init__(self):
+        super().__init__(6, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        mean, rho = super().forward(x).chunk(2, -1)
+        return mean, rho.exp()
+
+
+def test_predictions_of_models_that_return_several_tensors():
+    models = [Gaussian() for _ in range(3)]
+    ensemble, x = hfta.Ensemble.from_modules(models), batches()[0]
+    for predict in (ensemble.predict, ensemble.deploy(), lambda x: hfta.predict(models[0], ensemble.stacked(), x)):
+        with pytest.raises(
+            hfta.errors.BatchError, match=r"returns a tuple, and predictions are of one tensor .*; wrap"
+        ):
+            predict(x)
+    # The cures of the message.
+    metrics = hfta.make_eval_step(models[0], lambda model, x: dict(zip(("mean", "variance"), model(x), strict=True)))
+    for found in (ensemble(x), [*metrics(ensemble.stacked(), x).values()]):
+        assert_trees_close([*found], [torch.stack(part) for part in zip(*(m(x) for m in models), strict=True)], 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_an_exported_ensemble_is_saved_and_loaded():
+    ensemble, models = make(3)
+    program, file = torch.export.export(ensemble.eval(), (batches()[0],)).run_decompositions({}), io.BytesIO()
+    torch.export.save(program, file)
+    found = torch.export.load(io.BytesIO(file.getvalue())).module()(batches()[1])
+    torch.testing.assert_close(found, torch.stack([model.eval()(batches()[1]) for model in models]))

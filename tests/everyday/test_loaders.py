@@ -434,3 +434,64 @@ def test_a_sum_of_a_metric_that_nobody_reports(data):
         hfta.fit(step, state, batches(), epochs=1, evaluate=evaluate, sums=["corect"], progress=False)
     # A loader that shuffles is not asked before its time.
     assert len(taken) == (3 if isinstance(data, DataLoader) else 1)
+
+
+def measured(model, batch):
+    """Metrics as scripts have them: numbers of Python and NumPy beside tensors."""
+    errors = (model(batch[0]).squeeze(-1) - batch[1]).abs().detach()
+    worst = numpy.float32(errors.numpy().max())
+    return {"rows": len(batch[1]), "share": 0.1, "worst": worst, "mean": errors.mean().item(), "error": errors.mean()}
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+def test_metrics_that_are_numbers(members):
+    def loss(model, batch):
+        named = measured(model, batch)
+        return loss_fn(model, batch), named | {"seen": named.pop("rows")}
+
+    def last(model, batch):
+        return measured(model, batch)["mean"]
+
+    step, state = array(loss, LRS[:members], batch_dims=None)
+    batches = [*DataLoader(TensorDataset(X, Y), 8)]
+    test = {"evaluate": (last, (X, Y)), "sums": ["seen"]}
+    state, history = hfta.fit(step, state, batches, epochs=2, progress=False, **test)
+    models = [loop(seed, batches * 2) for seed in range(members)]
+    assert_trained(state, models)
+    assert history["seen"].tolist() == [[26] * members] * 2
+    torch.testing.assert_close(history["mean"], history["error"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(history["share"], torch.full((2, members), 0.1, dtype=torch.float64), rtol=1e-15, atol=0)
+    assert history["last"][-1].tolist() == pytest.approx([last(model, (X, Y)) for model in models], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss: None, "the loss function returned NoneType; return the loss, or the loss and a dict of metrics"),
+        (lambda loss: (loss, loss), "the loss function returned Tensor, Tensor; return"),
+        (lambda loss: (loss, {}, {}), "the loss function returned Tensor, dict, dict; return"),
+        (lambda loss: (loss, {"name": "a"}), "metric 'name' is or holds str; return tensors or numbers"),
+    ],
+)
+def test_what_a_loss_may_not_return(result, message):
+    step, state = array(lambda model, batch: result(loss_fn(model, batch)), batch_dims=None)
+    with pytest.raises(hfta.errors.LossError, match=message):
+        step(state, (X, Y))
+
+
+def test_a_data_set_in_place_of_tensors():
+    data = TensorDataset(X, Y)
+    message = r"not tensors with a row per sample; .* dataset\.tensors, or a DatasetLoader"
+    for given in (data, DataLoader(data, 8)):
+        with pytest.raises(hfta.errors.BatchError, match=rf"a {type(given).__name__}, {message}"):
+            hfta.ArrayLoader(given, 8, seeds=[0, 1])
+    ensemble = hfta.Ensemble.from_modules([make() for _ in range(3)])
+    predictions = [
+        lambda data: ensemble.predict(data, inputs=lambda item: item[0]),
+        lambda data: hfta.predict(make(), ensemble.stacked(), data, inputs=lambda item: item[0]),
+    ]
+    for predict in predictions:
+        with pytest.raises(hfta.errors.BatchError, match="a TensorDataset has no batches; pass a DataLoader of it"):
+            predict(data)
+        torch.testing.assert_close(predict(DataLoader(data, 8)).outputs, ensemble(X))

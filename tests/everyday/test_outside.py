@@ -234,6 +234,62 @@ def test_numbers_that_are_changed_in_what_was_handed_over():
     assert len(texts) == 2 and "the weight_decay of an optimizer" in texts[0] and "('1.p')" in texts[1]
 
 
+class Tempered(nn.Linear):
+    """It has a temperature of its own, and counts its calls."""
+
+    def __init__(self):
+        super().__init__(4, 1, dtype=torch.float64)
+        self.tau, self.calls = 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.tau
+
+
+def test_a_temperature_that_a_script_lowers():
+    made = []
+
+    def make_tempered():
+        made.append(Tempered())
+        return made[-1]
+
+    def lower(epoch):
+        made[-1].tau = 1 / (1 + epoch)
+
+    def trained(callback, **options):
+        model = make_tempered()
+        step = hfta.make_train_step(model, mse, hfta.sgd(lr=0.1), batch_dims=None)
+        state = step.init(*hfta.init_params(Tempered, range(3)), seeds=range(3), **options)
+        state, _ = hfta.fit(step, state, BATCHES, epochs=3, callbacks=[callback], progress=False)
+        return hfta.unstack_params(model, *hfta.step.stacked(state))
+
+    message = r"\('tau'\), which has no effect .* step\.init\(\.\.\., hparams={'tau': \.\.\.}\) .* with_hyperparams"
+    with pytest.warns(UserWarning, match=message):
+        trained(lambda state, history: lower(len(history)))
+    expected = [loop(mse, seed, make_tempered, end_epoch=lower) for seed in range(3)]
+    cured = trained(
+        lambda state, history: hfta.with_hyperparams(state, tau=1 / (1 + len(history))), hparams={"tau": 1.0}
+    )
+    assert_same(cured, expected)
+    assert [model.tau for model in cured] == [model.tau for model in expected]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_a_teacher_that_is_left_in_train_mode(chunk_size):
+    def distil(teacher):
+        def loss(model, batch):
+            with torch.no_grad():
+                target = teacher(batch[0])[:, :1]
+            return F.mse_loss(model(batch[0]), target)
+
+        return loss
+
+    teachers = [nn.BatchNorm1d(4, affine=False).double() for _ in range(4)]
+    models = array(distil(teachers[3]), chunk_size=chunk_size)
+    assert_same(models, [loop(distil(teachers[seed]), seed) for seed in range(3)])
+    assert_same(teachers[:3], [teachers[3]] * 3)
+
+
 class Counts(nn.Linear):
     """It counts rows, and follows the mean of its outputs, in eval mode, too."""
 
@@ -340,3 +396,48 @@ def test_buffers_that_a_pure_function_cannot_keep(use):
         UserWarning, match="writes its buffer 'waves' in eval mode, where an array drops it; .* train mode"
     ):
         run(Cached)
+
+
+class Adapted(nn.Sequential):
+    """Its batch norm stays in train mode, to follow the data that it is tested on."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].train()
+        return self
+
+
+@members
+def test_batch_norms_that_stay_in_train_mode_follow_an_evaluation(members):
+    batches = [(X[i : i + 8] + 1, Y[i : i + 8]) for i in range(0, 24, 8)]
+    expected = []
+
+    def evaluated(epoch):
+        with torch.no_grad():
+            means[-1].append(torch.stack([mse(expected[-1].eval(), batch) for batch in batches]).mean())
+        expected[-1].train()
+
+    def make_adapted():
+        expected.append(Adapted())
+        means.append([])
+        return expected[-1]
+
+    step = hfta.make_train_step(Adapted(), mse, hfta.sgd(lr=0.1), batch_dims=None)
+    state = step.init(*hfta.init_params(Adapted, range(members)), seeds=range(members))
+    state, history = hfta.fit(step, state, BATCHES, epochs=3, evaluate=(mse, batches), progress=False)
+    means = []
+    for seed in range(members):
+        loop(mse, seed, make_adapted, end_epoch=evaluated)
+    assert_same(hfta.unstack_params(Adapted(), state.params, state.buffers), expected)
+    torch.testing.assert_close(history["mse"], torch.tensor(means, dtype=torch.float64).T)
+    with pytest.raises(
+        hfta.errors.StateError, match=r"its buffer '0\.running_mean' in eval mode, .* or an Ensemble, which"
+    ):
+        hfta.predict(Adapted(), state, X)
+    ensemble = hfta.Ensemble(Adapted(), state.params, state.buffers).eval()
+    torch.testing.assert_close(ensemble(X), torch.stack([model.eval()(X) for model in expected]))
+    assert_same(ensemble.members(), expected)

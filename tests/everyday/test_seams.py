@@ -1,6 +1,7 @@
 """What scripts keep around a model: logs, counters, criteria and features, each beside the loop of a script."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import os
@@ -243,6 +244,51 @@ def test_a_model_that_is_changed_while_its_step_trains(what, compiled):
         state = array(mse, template=template, fit={"callbacks": [change], "compile": compiled})
     assert len(said) == len(told) == 1
     assert_same(state, [loop(mse, seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_average_begins_after_the_first_update_or_with_a_copy(copied):
+    step = hfta.make_train_step(make(), mse, hfta.chain(hfta.sgd(lr=0.1), hfta.ema([0.9, 0.5])), batch_dims=None)
+    state = step.init(*hfta.init_params(make, [0, 1]), seeds=[0, 1])
+    if copied:
+        *others, ema = state.opt_state
+        state = state._replace(opt_state=(*others, ema._replace(step=ema.step + 1)))
+    state, _ = hfta.fit(step, state, BATCHES, epochs=1, progress=False)
+    averages = []
+    for seed, decay in enumerate([0.9, 0.5]):
+        torch.manual_seed(seed)
+        model = make()
+        average = copy.deepcopy(model) if copied else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            mse(model, batch).backward()
+            optimizer.step()
+            average = average or copy.deepcopy(model)
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                old.data.lerp_(new.data, 1 - decay)
+        averages.append(average)
+    found = hfta.unstack_params(make(), state.opt_state[-1].average, state.buffers)
+    assert_same(found, averages)
+
+
+def test_what_is_forgotten_around_a_step_is_named():
+    step = hfta.make_train_step(make(), mse, hfta.sgd(lr=0.1), batch_dims=None)
+    models = [make() for _ in range(3)]
+    stacked = hfta.stack_params(models)
+    for call in (lambda: step(stacked, BATCHES[0]), lambda: hfta.fit(step, stacked, BATCHES, epochs=1)):
+        with pytest.raises(
+            hfta.errors.StateError, match=r"Stacked, models alone; pass what step\.init\(\*stacked, seeds="
+        ):
+            call()
+    for given in (models, stacked):
+        with pytest.raises(
+            hfta.errors.StateError, match=rf"{type(given).__name__}; unpack .* step\.init\(\*stack_params\("
+        ):
+            step.init(given, seeds=range(3))
+    for call in (lambda: step.init(*stacked, seeds=3), lambda: hfta.init_params(make, 3)):
+        with pytest.raises(hfta.errors.HyperparameterError, match=r"seeds is 3; pass .* such as range\(3\)"):
+            call()
 
 
 def test_a_step_without_fit_says_it_when_the_oracle_looks():

@@ -70,7 +70,7 @@ def near(*bounds):
 AGREE = {
     "seeds": near(0.01, 0.006),
     "folds": near(0.015, 0.012),
-    "trials": near(0.02, 0.0),
+    "trials": near(0.02, 0.05),
     "checkpoints": near(0.008, 5.0),
     "ensemble": near(0.06, 0.06, 0.06),
 }

@@ -90,6 +90,13 @@ class Bound:
         self.ends_calls = True
         """Whether counters go on after each call; otherwise :meth:`end_call` says so, after those of all groups."""
         self._skeleton = inner
+        # A model may keep layers in train mode.
+        self._evaluates = training is False or not any(module.training for module in inner.modules())
+        for path, layer in inner.named_modules() if self._evaluates else ():
+            # A batch norm writes its running statistics uncounted.
+            if layer.training and getattr(layer, "track_running_stats", False):
+                names = [joined(path, name) for name, _ in layer.named_buffers(recurse=False)]
+                self.written |= {name: None for name in names if name not in self._base.buffers}
         self._paths = {path for path, _ in (*inner.named_parameters(), *inner.named_buffers())}
         self._start(inner)
 
@@ -99,11 +106,10 @@ class Bound:
         self._shared = {id(tensor): tensor for tensor in tensors_by_path(inner).values()}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
-        self._evaluates = not any(module.training for module in inner.modules())
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        # What calls have changed; what of it are counters, which calls may read.
-        self._examined: set[str] = set()
+        self.changed_by_calls: set[str] = set()
+        # What of it are counters, which calls may read.
         self._counters: set[str] = set()
         self._is_counted = False
         self._undoing: list[Undoing] = []
@@ -154,10 +160,10 @@ class Bound:
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
-        if not self._examined.issuperset(changed):
+        if not self.changed_by_calls.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self._examined.update(changed)
-            self._undoing = self._first[1].undoing(self._examined)
+            self.changed_by_calls.update(changed)
+            self._undoing = self._first[1].undoing(self.changed_by_calls)
         if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():

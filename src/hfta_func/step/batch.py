@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
-from hfta_func.errors import BatchError
+from hfta_func.errors import BatchError, LossError
 
 
 def plain(batch: Tree) -> Tree:
@@ -36,6 +37,17 @@ def restored(tree: Tree, batch: Tree) -> Any:
     """What :func:`plain` has made of a batch, in the containers of that batch."""
     parts = _parts(batch)
     return tree if parts is None else _filled(batch, {name: restored(tree[name], x) for name, x in parts.items()})
+
+
+def as_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of one model as tensors, also those that are numbers, as of ``len(batch)`` or scikit-learn."""
+    made = {**named}
+    for name, value in made.items():
+        if isinstance(value, numbers.Number):
+            made[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        elif other := {type(leaf).__qualname__ for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)}:
+            raise LossError(f"metric '{name}' is or holds {', '.join(sorted(other))}; return tensors or numbers")
+    return made
 
 
 _TENSOR = object()

@@ -186,8 +186,8 @@ class Ensemble(nn.Module):
             >>> prediction.mean.shape, prediction.std.shape, prediction.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
-        (run, _), given = self._choose(False), batches if inputs is None else map(inputs, batches)
-        return gather(lambda *args, **kwargs: self._called(run, False, args, kwargs, batch_dims), given)
+        run, _ = self._choose(False)
+        return gather(lambda *args, **kwargs: self._called(run, False, args, kwargs, batch_dims), batches, inputs)
 
     def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
         """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.

@@ -17,7 +17,7 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, plain
+from hfta_func.step.batch import as_metrics, check_batch, plain
 from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
@@ -39,8 +39,8 @@ def make_eval_step(
 
     Args:
         model: Any module of the architecture.
-        metric_fn: ``metric_fn(model, batch)`` or ``metric_fn(model, batch, hparams)`` of ONE model: returns a tensor, or a
-            dict of tensors. ``hparams`` are those of a training state.
+        metric_fn: ``metric_fn(model, batch)`` or ``metric_fn(model, batch, hparams)`` of ONE model: returns a tensor or a
+            number, or a dict of these. ``hparams`` are those of a training state.
         batch_dims: None if all members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree of these.
             The default is not that of :func:`make_train_step`.
         chunk_size: Members that run together, as for :func:`make_train_step`.
@@ -103,7 +103,7 @@ class EvalStep(ArrayFunction, Compiled):
             StateError: if the state does not belong to this model, has no ``hparams`` where the metrics take them, or members
                 write a buffer in eval mode from which a second call would compute something else.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
-            LossError: if a metric is not a tensor.
+            LossError: if a metric is neither a tensor nor a number.
             VerifyError: if a member alone computes something else.
         """
         return self.with_buffers(state, batch)[0]
@@ -147,7 +147,7 @@ class EvalStep(ArrayFunction, Compiled):
         return self._mapped(batch, given, tree, common, lambda made, new: (self._read(made)[1]["metric"], new), judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        return None, {"metric": dict(result) if isinstance(result, dict) else {self._name: result}}
+        return None, {"metric": as_metrics(result if isinstance(result, dict) else {self._name: result})}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
         return {"metric": outputs[0], "buffer": outputs[1]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -22,8 +22,9 @@ from hfta_func.calls.scan import alike
 from hfta_func.errors import LossError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
+from hfta_func.models.sizes import joined
 from hfta_func.rules._advice import advice
-from hfta_func.step.batch import copied
+from hfta_func.step.batch import as_metrics, copied
 from hfta_func.step.members import ArrayFunction, Tensors, num_positional
 from hfta_func.step.options import Options
 from hfta_func.step.state import Carried, TrainState, expanded_shared, shared_params
@@ -75,9 +76,13 @@ class Gradients(ArrayFunction):
                 warnings.warn(f"{why}, {cure}", stacklevel=3)
         before, model = self._settings, self._template()
         self._settings = before if model is None else _settings(model)
-        for name in _changed(before, self._settings)[:1]:
+        # Counters go on in the model.
+        counted = {f"'{path}'" for path in self._bound.changed_by_calls}
+        for name in [name for name in _changed(before, self._settings) if name not in counted][:1]:
             why = f"the model was changed after make_train_step ({name}), which has no effect on the step"
             cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
+            if type(self._settings.get(name)) in (int, float):
+                cure = f"begin with step.init(..., hparams={{{name}: ...}}) and change it by with_hyperparams"
             warnings.warn(f"{why}; {cure}", stacklevel=3)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
@@ -199,9 +204,9 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         name = f"train or eval mode, or hooks, of '{path or type(module).__name__}'"
         settings[name] = module.training, *module._forward_hooks, *module._forward_pre_hooks
-        # Such as the rate of a dropout; other numbers may be counters, which go on in the model.
-        values = {name: vars(module).get(name) for name in getattr(type(module), "__constants__", ())}
-        settings |= {f"'{path}.{name}'": x for name, x in values.items() if isinstance(x, float | int | str)}
+        # Such as the rate of a dropout, or a temperature that a script lowers.
+        values = {name: x for name, x in vars(module).items() if name != "training" and name[0] != "_"}
+        settings |= {f"'{joined(path, name)}'": x for name, x in values.items() if isinstance(x, float | int | str)}
     return settings
 
 
@@ -248,10 +253,13 @@ def grad_and_aux(
 
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors and numbers."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping)):
+        kinds = ", ".join(type(part).__qualname__ for part in (result if isinstance(result, tuple) else [result]))
+        raise LossError(f"the loss function returned {kinds}; return the loss, or the loss and a dict of metrics")
     if loss.dim() != 0:
         raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
     if hidden := [name for name in _REPORTED if name in metrics]:
         raise LossError(f"metric '{hidden[0]}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
-    return loss, dict(metrics)
+    return loss, as_metrics(metrics)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import Params, Tree
@@ -105,7 +106,7 @@ class Deployed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation over members, ``[N, ...]``."""
-        prediction = Prediction(self.ensemble(*args, **kwargs))
+        prediction = Prediction(_one_tensor(self.ensemble(*args, **kwargs)))
         if self.outputs == "probabilities":
             prediction = Prediction(prediction.scores.softmax(-1))
         return prediction.mean, prediction.std
@@ -139,13 +140,26 @@ class Deployed(nn.Module):
             return torch.export.export(self, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
 
 
-def gather(run: Callable[..., Any], batches: Any) -> Prediction:
-    """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for ``batches``."""
-    parts = []
+def _one_tensor(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    cure = "wrap it in a module that returns the one to predict; an Ensemble and make_eval_step return all of them"
+    raise BatchError(
+        f"the model returns a {type(output).__qualname__}, and predictions are of one tensor [N, ...]; {cure}"
+    )
+
+
+def gather(run: Callable[..., Any], batches: Any, inputs: Callable[[Any], Any] | None) -> Prediction:
+    """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for the others."""
+    if not hasattr(batches, "__iter__") and isinstance(batches, Dataset):
+        raise BatchError(
+            f"a {type(batches).__qualname__} has no batches; pass a DataLoader of it, or a tensor of its rows"
+        )
+    batches, parts = batches if inputs is None else map(inputs, batches), []
     for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         try:
-            parts.append(run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs))
+            parts.append(_one_tensor(run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)))
         except TypeError as error:
             if "argument" not in str(error):
                 raise
@@ -184,12 +198,11 @@ def predict(
         >>> predict(models[0], stack_params(models), torch.randn(8, 4)).mean.shape
         torch.Size([8, 1])
     """
-    shared, batches = [*shared_params(state)], batches if inputs is None else map(inputs, batches)
-    options = {"share_frozen": share_frozen, "shared_params": shared, "verify": verify}
+    options = {"share_frozen": share_frozen, "shared_params": [*shared_params(state)], "verify": verify}
     # A batch is the arguments by position and those by name.
     dims = (tuple(batch_dims), None) if isinstance(batch_dims, tuple | list) else batch_dims
     evaluate = EvalStep(model, _output, Options(dims, **options), type(model).forward)
-    return gather(lambda *args, **kwargs: evaluate(state, (args, kwargs))["output"], batches)
+    return gather(lambda *args, **kwargs: evaluate(state, (args, kwargs))["output"], batches, inputs)
 
 
 class Arguments(NamedTuple):
@@ -205,7 +218,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _output(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {"output": _call(model, batch)}
+    return {"output": _one_tensor(_call(model, batch))}
 
 
 class Predicting(ArrayFunction):

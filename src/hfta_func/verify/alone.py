@@ -84,7 +84,8 @@ class Case(NamedTuple):
         attributes = Snapshot(model)
         device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
         before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
-        evaluates = self.kept is not None and not any(module.training for module in model.modules())
+        is_training = self.training is not False and any(module.training for module in model.modules())
+        evaluates = self.kept is not None and not is_training
         buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
         with torch.set_grad_enabled(bool(self.trained) or self.takes_gradients), checkpoints_of(model, frozenset()):
             casting = autocasting(device, None if judged else self.autocast, cached=True)

@@ -60,7 +60,7 @@ class Held:
         """Put everything back; returns the name of a generator that has drawn, empty if none has."""
         undo((content, None, before) for content, before in self.contents if is_changed(content, before))
         for tensor, count, values in self.tensors:
-            if values is not None and writes(tensor) != count:
+            if values is not None and _is_written(tensor, count, values):
                 tensor.detach().copy_(values)
         for holder, key, value in self.names:
             put(holder, key, value)
@@ -75,7 +75,7 @@ class Held:
         """The same of the places that are not as they were, but for generators; None if all are."""
         contents = [x for x in self.contents if is_changed(*x)]
         names = [x for x in self.names if _get(x[0], x[1]) is not x[2]]
-        tensors = [x for x in self.tensors if writes(x[0]) != x[1]]
+        tensors = [x for x in self.tensors if _is_written(*x)]
         return Held(contents, names, tensors) if contents or names or tensors else None
 
     def again(self) -> Held:
@@ -88,7 +88,7 @@ class Held:
     def written(self) -> list[Tensor]:
         """The values now of all small tensors, of those that were not written those before."""
         held = [(x, count, before) for x, count, before in self.tensors if before is not None]
-        return [before if writes(x) == count else x.detach().clone() for x, count, before in held]
+        return [x.detach().clone() if _is_written(x, count, before) else before for x, count, before in held]
 
     def new(self) -> Iterator[tuple[Any, Any, Any]]:
         """What calls have put there since: who holds it, its key there, and the value."""
@@ -96,6 +96,13 @@ class Held:
             old = dict(_entries(before))
             yield from [(content, key, x) for key, x in _entries(content) if old.get(key, self) is not x]
         yield from [(x, key, _get(x, key)) for x, key, before in self.names if _get(x, key) is not before]
+
+
+def _is_written(tensor: Tensor, count: int, before: Tensor | None) -> bool:
+    # A batch norm writes its running statistics uncounted.
+    return writes(tensor) != count or (
+        before is not None and not torch.equal(tensor.detach().nan_to_num(), before.nan_to_num())
+    )
 
 
 def _entries(content: Any) -> list[tuple[Any, Any]]:

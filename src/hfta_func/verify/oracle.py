@@ -122,6 +122,10 @@ class Trial:
         """
         if self._oracle.changing is self.before:
             self._oracle.changing = self.before.changed()
+        written = {x.data_ptr() for x, *_ in changing.tensors} if (changing := self._oracle.changing) else set()
+        for path, x in case.shared.items() if written else ():
+            if x.data_ptr() in written:
+                raise StateError(f"a call writes '{path}', which all members share; leave its module in eval mode")
         after = self.before.again()
         self.before.restore()
         left = self.before
