@@ -18,9 +18,10 @@ from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, plain
-from hfta_func.step.members import ArrayFunction, Tensors
+from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
+from hfta_func.step.train import TrainStep
 from hfta_func.verify import Verify
 
 
@@ -89,11 +90,13 @@ class EvalStep(ArrayFunction, Compiled):
     def __repr__(self) -> str:
         return f"EvalStep({self._name})"
 
-    def that_keeps(self, batch_dims: Tree) -> EvalStep:
-        """The same step for batches with these ``batch_dims``, of which buffers are kept."""
+    def that_keeps(self, batch_dims: Tree, trained: Any = None) -> EvalStep:
+        """The same for batches with these ``batch_dims``, of which buffers are kept, and counters of a step that trains."""
         model, metric_fn, options = self._made_from
         step = EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
         step.keeps = True
+        if isinstance(trained, TrainStep):
+            step._bound.count_with(trained._gradients._bound)
         return step
 
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -147,7 +150,7 @@ class EvalStep(ArrayFunction, Compiled):
         return self._mapped(batch, given, tree, common, lambda made, new: (self._read(made)[1]["metric"], new), judged)
 
     def _read(self, result: Any) -> tuple[Any, dict[str, Params]]:
-        return None, {"metric": dict(result) if isinstance(result, dict) else {self._name: result}}
+        return None, {"metric": check_metrics(dict(result) if isinstance(result, dict) else {self._name: result})}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
         return {"metric": outputs[0], "buffer": outputs[1]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied
-from hfta_func.step.members import ArrayFunction, Tensors
+from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared, shared_params
 from hfta_func.verify import Trial
@@ -214,9 +214,13 @@ def grad_and_aux(
 
 def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
-    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping)):
+        parts = " of " + ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+        cure = "return a scalar tensor, or a pair of that and a dict of metrics"
+        raise LossError(f"the loss function returns a {type(result).__name__}{parts}; {cure}")
     if loss.dim() != 0:
         raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
     if hidden := [name for name in _REPORTED if name in metrics]:
         raise LossError(f"metric '{hidden[0]}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
-    return loss, dict(metrics)
+    return loss, check_metrics(dict(metrics))

@@ -18,7 +18,7 @@ from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
-from hfta_func.errors import HyperparameterError
+from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
@@ -231,6 +231,15 @@ class ArrayFunction(Rehearsed):
             counts=self._bound.counts,
             kept=None if self.keeps is None else self.written if self.keeps else (),
         )
+
+
+def check_metrics(metrics: dict[str, Any]) -> dict[str, Tensor]:
+    """The metrics of one model; raises a LossError that names one that is not a tensor."""
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            cure = "return each metric as one tensor, a number as torch.tensor(number)"
+            raise LossError(f"metric '{name}' of one model is a {type(value).__name__}; {cure}")
+    return metrics
 
 
 def num_positional(func: Callable[..., Any]) -> int:

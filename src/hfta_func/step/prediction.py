@@ -145,12 +145,14 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         try:
-            parts.append(run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs))
+            parts.append(_one_tensor(run(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)))
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             cure = "of a loader for training, which has targets, too, pass inputs=lambda batch: batch[0]"
             raise BatchError(f"the model does not take a batch: {error}; {cure}") from error
+    if not parts:
+        raise BatchError("there is no batch to predict; pass a tensor, or an iterable that gives batches")
     return Prediction(torch.cat(parts, dim=1))
 
 
@@ -205,7 +207,14 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _output(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {"output": _call(model, batch)}
+    return {"output": _one_tensor(_call(model, batch))}
+
+
+def _one_tensor(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        cure = "call an Ensemble, which returns all of it, or make_eval_step with what of it is to be kept"
+        raise BatchError(f"the model returns a {type(output).__name__}, not one tensor [N, ...]; {cure}")
+    return output
 
 
 class Predicting(ArrayFunction):
