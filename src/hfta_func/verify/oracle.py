@@ -175,7 +175,8 @@ class Trial:
             eps = max([eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** 0.5
             judged = difference(array, alone, eps, judged=False)
         if judged is not None:
-            raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met))
+            is_steady = difference(self._alone(case, member), alone, eps) is None
+            raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met, is_steady))
 
     def _judged(self, case: Case, member: int, by_two: bool) -> Difference | None:
         """What differs in float64, of an array of all members or of this one and another."""
@@ -240,11 +241,16 @@ class Trial:
             warnings.warn(f"{why}; {cure}", stacklevel=2)
         return alone
 
-    def _text(self, case: Case, member: int, met: Difference) -> str:
+    def _text(self, case: Case, member: int, met: Difference, is_steady: bool) -> str:
         page = "see 'What is not guarded' in the documentation"
         cure = f"run members one by one with chunk_size=1, in ordinary PyTorch, or {page}"
         if padding_of(case.model) is not None:
             cure = "give all models one size there, or stack each size as an array of its own"
+        if not is_steady:
+            cure = (
+                "alone, too, a second call gives something else, as by a clock, an iterator, an array of NumPy or a class "
+                f"attribute; count in a number, list or dict that the function holds, pass it in the batch, or {page}"
+            )
         return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
 
     def _where(self, case: Case, member: int) -> str:
@@ -258,7 +264,9 @@ class Trial:
             paths = {path: of_array for of_array, path in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
                 return f"the first module that differs, or whose input does, is {name}"
-        return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
+        return (
+            "no module's output differs, so it is what the function makes of them, a buffer or a parameter's gradient"
+        )
 
 
 def _chosen(case: Case) -> list[int]:
