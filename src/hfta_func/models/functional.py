@@ -103,8 +103,8 @@ class Bound:
         self._evaluates = not any(module.training for module in inner.modules())
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        # What calls have changed.
-        self._examined: set[str] = set()
+        self.assigned_paths: set[str] = set()
+        """The attributes that calls have changed."""
         self._is_counted = False
         self._undoing: list[Undoing] = []
         padding = padding_of(inner)
@@ -150,10 +150,10 @@ class Bound:
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
-        if not self._examined.issuperset(changed):
+        if not self.assigned_paths.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self._examined.update(changed)
-            self._undoing = self._first[1].undoing(self._examined)
+            self.assigned_paths.update(changed)
+            self._undoing = self._first[1].undoing(self.assigned_paths)
         if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():

@@ -21,7 +21,6 @@ from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, shared_params
-from hfta_func.step.train import TrainStep
 from hfta_func.verify import Verify
 
 
@@ -95,8 +94,8 @@ class EvalStep(ArrayFunction, Compiled):
         model, metric_fn, options = self._made_from
         step = EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
         step.keeps = True
-        if isinstance(trained, TrainStep):
-            step._bound.count_with(trained._gradients._bound)
+        if trained is not None:
+            step.count_with(trained._gradients)
         return step
 
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import can_look, inside_transform
+from hfta_func._torch import MODULE_ATTRIBUTES, can_look, inside_transform
 from hfta_func._tree import per_model, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.recompute import Recalls
 from hfta_func.errors import LossError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
+from hfta_func.models.sizes import joined
 from hfta_func.rules._advice import advice
 from hfta_func.step.batch import copied
 from hfta_func.step.members import ArrayFunction, Tensors, check_metrics
@@ -68,10 +69,13 @@ class Gradients(ArrayFunction):
                 warnings.warn(f"{why}, {cure}", stacklevel=3)
         before, model = self._settings, self._template()
         self._settings = before if model is None else _settings(model)
-        for name in _changed(before, self._settings)[:1]:
+        # Counters go on in the model.
+        counted = {f"'{path}'" for path in self._bound.assigned_paths}
+        for name in [name for name in _changed(before, self._settings) if name in before and name not in counted][:1]:
             why = f"the model was changed after make_train_step ({name}), which has no effect on the step"
             cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
-            warnings.warn(f"{why}; {cure}", stacklevel=3)
+            more = ", or change the number in state.hparams" if name.startswith("'") else ""
+            warnings.warn(f"{why}; {cure}{more}", stacklevel=3)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -164,9 +168,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         name = f"train or eval mode, or hooks, of '{path or type(module).__name__}'"
         settings[name] = module.training, *module._forward_hooks, *module._forward_pre_hooks
-        # Such as the rate of a dropout; other numbers may be counters, which go on in the model.
-        values = {name: vars(module).get(name) for name in getattr(type(module), "__constants__", ())}
-        settings |= {f"'{path}.{name}'": x for name, x in values.items() if isinstance(x, float | int | str)}
+        values = {name: x for name, x in vars(module).items() if name not in MODULE_ATTRIBUTES}
+        settings |= {f"'{joined(path, name)}'": x for name, x in values.items() if isinstance(x, float | int | str)}
     return settings
 
 

@@ -136,6 +136,10 @@ class ArrayFunction(Rehearsed):
         """The buffers that calls in eval mode have written."""
         return [*self._bound.written]
 
+    def count_with(self, other: ArrayFunction) -> None:
+        """Go on with the counters of the model that another function calls."""
+        self._bound.count_with(other._bound)
+
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
         return self.options.batch_dims
