@@ -198,9 +198,13 @@ class ArrayFunction(Rehearsed):
 
     def _rehearsal(self, given: Tensors, batch: Tree, common: Params) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""
-        part = take_batch(self.dims_of(batch), batch, slice(0, 1))
-        self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
-        self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)
+        part, held = take_batch(self.dims_of(batch), batch, slice(0, 1)), self.oracle.held(given.keys.device)
+        try:
+            self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
+            self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)
+        finally:
+            # A counter counts the steps of the graph.
+            held.restore()
 
     def _case(self, given: Tensors, batch: Tree, common: Params) -> Case:
         """The call, for the oracle."""

@@ -70,9 +70,16 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, Reached(self._func, self._model(), device=keys.device), batch is _KNOWN)
+        trial = Trial(self, self._reached(keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
+
+    def held(self, device: torch.device) -> Held:
+        """What calls may change in Python, to be put back."""
+        return self._reached(device).held
+
+    def _reached(self, device: torch.device) -> Reached:
+        return Reached(self._func, self._model(), device=device)
 
     def as_one_call(self, run: Callable[..., Any], count: int) -> OneCall | None:
         """``run`` for groups of ``count`` members whose calls are to count as one, where calls change what functions hold."""
