@@ -64,9 +64,10 @@ class Evaluation:
         self.written: Params = {}
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         made, dims = original(metric), 0 if self._axis else None
-        trained = None if isinstance(made, EvalStep) else step
-        if trained is not None:
+        trained = None
+        if not isinstance(made, EvalStep):
             made = metric = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
+            trained = step
         # A compiled one keeps no buffers.
         is_compiled = metric is not made and made.options.batch_dims == dims
         self._step: Any = metric if is_compiled else made.that_keeps(dims, trained)
