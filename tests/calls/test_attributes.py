@@ -322,6 +322,35 @@ def test_attributes_of_one_call_are_those_of_the_loop(
         }
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_counters_go_on_through_evaluations_whoever_holds_the_model(count: int, is_held: bool) -> None:
+    models, data = members(Annealed, count), batches(count, 2)
+    for model in models:
+        model[0].beta = 0.01
+    template = copy.deepcopy(models[0])
+    step = hfta.make_train_step(template if is_held else copy.deepcopy(template), loss_fn, hfta.sgd(lr=LRS[:count]))
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    held_out = batches(1, 3)[2]
+    state, history = hfta.fit(
+        step, state, data, epochs=2, evaluate=(loss_fn, tuple(x[0] for x in held_out)), progress=False
+    )
+    for member, model in enumerate(models):
+        optimizer, values = torch.optim.SGD(model.parameters(), lr=LRS[member]), []
+        for _ in range(2):
+            model.train()
+            for x, y in data:
+                optimizer.zero_grad()
+                loss_fn(model, (x[member], y[member])).backward()
+                optimizer.step()
+            model.eval()
+            values.append(loss_fn(model, (held_out[0][0], held_out[1][0])).item())
+        torch.testing.assert_close(history["loss_fn"][:, member].double(), torch.tensor(values).double())
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+    assert template[0].calls == (6 if is_held else 0)
+
+
 @pytest.mark.parametrize("kind", [UnusedCounter, Annealed])
 def test_replayed_steps_count_too(kind: type[Keeps], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_STEPS", 0)

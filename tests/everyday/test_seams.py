@@ -291,6 +291,31 @@ def test_what_is_forgotten_around_a_step_is_named():
             call()
 
 
+class Tempered(nn.Module):
+    """It has a temperature, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.temperature, self.calls = make(), 2.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) / (self.temperature + self.calls)
+
+
+def test_a_temperature_that_a_callback_changes_in_the_model():
+    template = Tempered()
+
+    def change(state, history):
+        template.temperature *= 0.5
+
+    what = r"\('temperature'\), which has no effect on the step; make another step .* or change the number in state\.hparams"
+    with pytest.warns(UserWarning, match=what) as said:
+        state = array(mse, make=Tempered, template=template, fit={"callbacks": [change]})
+    assert len(said) == 2 and template.calls == 12
+    assert_same(state, [loop(mse, seed, Tempered) for seed in range(3)])
+
+
 def test_a_step_without_fit_says_it_when_the_oracle_looks():
     template = make()
     step = hfta.make_train_step(template, mse, hfta.sgd(lr=0.1), batch_dims=None)

@@ -246,3 +246,36 @@ def test_an_encoder_that_two_losses_call_moves_once(count):
                 optimizer.step()
     sgd, losses = hfta.sgd(lr=LR[:count]), {name: loss_of(name) for name in ("one", "other")}
     assert_same(train(make_models(make, count), batches, losses, {"one": sgd, "other": sgd}, once=True), loops)
+
+
+class Warmed(nn.Module):
+    """Its outputs grow with the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = net(3, 2), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * self.calls / 20
+
+
+@counts
+def test_a_counter_of_a_network_that_two_losses_call(count):
+    def make():
+        return {"d": Warmed(), "g": net(3, 3)}
+
+    losses = {
+        "d": lambda model, batch: model["d"](model["g"](batch)).square().mean(),
+        "g": lambda model, batch: (1 - model["d"](model["g"](batch))).square().mean(),
+    }
+    batches, loops = make_rows(count, 5, 3), make_models(make, count)
+    members = train(make_models(make, count), batches, losses, {name: hfta.sgd(lr=0.1) for name in losses})
+    for i, model in enumerate(loops):
+        optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in losses}
+        for batch in batches:
+            for name, loss in losses.items():
+                model.zero_grad()
+                loss(model, batch[i]).backward()
+                optimizers[name].step()
+    assert_same(members, loops)

@@ -210,6 +210,43 @@ def test_a_clock() -> None:
         step(state, batch())
 
 
+def counting(by: str) -> Callable[[], float]:
+    if by == "an iterator":
+        return itertools.count(1).__next__
+    counts = np.zeros(1)
+
+    class Counts:
+        calls = 0
+
+    def count() -> float:
+        counts[0] += 1
+        Counts.calls += 1
+        return float(counts[0]) if by == "an array" else Counts.calls
+
+    return count
+
+
+@pytest.mark.parametrize("by", ["an iterator", "an array", "a class"])
+def test_what_changes_from_call_to_call_is_said(by: str) -> None:
+    count = counting(by)
+    step, state = start(lambda: nn.Linear(6, 2), lambda model, x: loss_fn(model, x) * count())
+    with pytest.raises(
+        VerifyError, match=r"the loss is .* alone, too, a second call gives something else, as by a clock"
+    ):
+        step(state, batch())
+
+
+def test_a_gradient_that_is_lost_between_layers_without_parameters() -> None:
+    func = function(LOST["all of it"])
+    step, state = start(
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(), nn.Sequential(nn.Tanh(), Call(func)), nn.ReLU(), nn.Linear(6, 2)
+        )
+    )
+    with pytest.raises(VerifyError, match=r"the gradient of '0\.weight' is 0 at .*, is '2\.1' \(Call\)"):
+        step(state, batch())
+
+
 @pytest.mark.parametrize("verify", [True, "first", False])
 def test_a_change_at_call_12_is_found_at_call_100(verify: Any) -> None:
     wrong, seen = operator(lambda info, dims, x: (x * 3, dims[0])), {"calls": 0}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import queue
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,54 @@ def test_counters_of_a_loss_count_steps(verify: bool) -> None:
     assert (tracker.calls, calls, CALLS, NAMED) == (STEPS, STEPS, STEPS, {"calls": STEPS})
     assert tracker.seen == [*range(1, STEPS + 1)] and len(tracker.names) == STEPS and float(tracker.total) == STEPS
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
+def test_a_counter_of_a_loss_counts_the_steps_of_graphs() -> None:
+    class Warming:
+        def __init__(self) -> None:
+            self.calls, self.seen = 0, list[int]()
+
+        def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(self.calls)
+            return loss_fn(model, x) * self.calls
+
+    torch._dynamo.reset()
+    tracker, alone = Warming(), Warming()
+    step, state = start(lambda: nn.Linear(6, 2), tracker)
+    step = torch.compile(step, backend="eager")
+    eager, start_state = start(lambda: nn.Linear(6, 2), alone)
+    for _ in range(3):
+        x = batch()
+        state, _ = step(state, x)
+        start_state, _ = eager(start_state, x)
+    assert tracker.calls == 3 and tracker.seen == [1, 2, 3]
+    torch.testing.assert_close(state.params, start_state.params)
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+def test_a_queue_that_another_thread_empties_is_left_alone() -> None:
+    """As writers of logs have one, such as that of TensorBoard."""
+    events: queue.Queue[float | None] = queue.Queue()
+    written: list[float | None] = []
+
+    def write() -> None:
+        for value in iter(events.get, None):
+            written.append(value)
+            events.task_done()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value = loss_fn(model, x)
+        events.put(value.item())
+        return value
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    step, state = start(Noisy, loss)
+    train(step, state)
+    events.put(None)
+    writer.join(60)
+    assert type(events.unfinished_tasks) is int and len(written) >= STEPS * M
 
 
 class Auxiliary(nn.Module):

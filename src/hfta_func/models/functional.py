@@ -79,8 +79,9 @@ class Bound:
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, share_frozen)
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
-        # Whose counters go on, and the counters with which the latest call has begun.
-        self._template = weakref.ref(model)
+        # Whose counters go on, unless nobody holds it, their paths, and those with which the latest call has begun.
+        self._template: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._counters: set[str] = set()
         self.counts: dict[str, Any] = {}
         self._left: dict[str, Any] = {}
         self.assigned: list[dict[str, Any]] | None = None
@@ -108,9 +109,8 @@ class Bound:
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
-        self.changed_by_calls: set[str] = set()
-        # What of it are counters, which calls may read.
-        self._counters: set[str] = set()
+        self.assigned_paths: set[str] = set()
+        """The attributes that calls have changed."""
         self._is_counted = False
         self._undoing: list[Undoing] = []
         padding = padding_of(inner)
@@ -151,7 +151,7 @@ class Bound:
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        template = self._template() or self._inner
+        template = self._template() or self._skeleton
         # A first call may have made some, and set them only after those of all groups.
         self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
         count(body.model, self.counts)
@@ -160,10 +160,10 @@ class Bound:
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
-        if not self.changed_by_calls.issuperset(changed):
+        if not self.assigned_paths.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
-            self.changed_by_calls.update(changed)
-            self._undoing = self._first[1].undoing(self.changed_by_calls)
+            self.assigned_paths.update(changed)
+            self._undoing = self._first[1].undoing(self.assigned_paths)
         if self._counters and _torch.num_recorders():
             raise NotReplayableError("the model counts its calls")
         if self._counters and not rehearsing.get():
@@ -176,10 +176,14 @@ class Bound:
             self._idle.append((body, attributes))
         return results
 
+    def count_with(self, other: Bound) -> None:
+        """Go on with the counters of another function of the model."""
+        self._template, self._counters = lambda: other._template() or other._skeleton, other._counters
+
     def end_call(self) -> None:
         """Let the counters of the model go on."""
-        if self._left and (template := self._template()) is not None:
-            count(template, self._left)
+        if self._left:
+            count(self._template() or self._skeleton, self._left)
             self._left.clear()
 
     def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:

@@ -64,10 +64,13 @@ class Evaluation:
         self.written: Params = {}
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         made, dims = original(metric), 0 if self._axis else None
+        trained = None
         if not isinstance(made, EvalStep):
             made = metric = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
+            trained = step
         # A compiled one keeps no buffers.
-        self._step: Any = metric if metric is not made and made.options.batch_dims == dims else made.that_keeps(dims)
+        is_compiled = metric is not made and made.options.batch_dims == dims
+        self._step: Any = metric if is_compiled else made.that_keeps(dims, trained)
 
     def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""

@@ -89,11 +89,13 @@ class EvalStep(ArrayFunction, Compiled):
     def __repr__(self) -> str:
         return f"EvalStep({self._name})"
 
-    def that_keeps(self, batch_dims: Tree) -> EvalStep:
-        """The same step for batches with these ``batch_dims``, of which buffers are kept."""
+    def that_keeps(self, batch_dims: Tree, trained: Any = None) -> EvalStep:
+        """The same for batches with these ``batch_dims``, of which buffers are kept, and counters of a step that trains."""
         model, metric_fn, options = self._made_from
         step = EvalStep(model, metric_fn, dataclasses.replace(options, batch_dims=batch_dims))
         step.keeps = True
+        if trained is not None:
+            step.count_with(trained._gradients)
         return step
 
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:

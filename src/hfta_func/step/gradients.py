@@ -77,8 +77,8 @@ class Gradients(ArrayFunction):
         before, model = self._settings, self._template()
         self._settings = before if model is None else _settings(model)
         # Counters go on in the model.
-        counted = {f"'{path}'" for path in self._bound.changed_by_calls}
-        for name in [name for name in _changed(before, self._settings) if name not in counted][:1]:
+        counted = {f"'{path}'" for path in self._bound.assigned_paths}
+        for name in [name for name in _changed(before, self._settings) if name in before and name not in counted][:1]:
             why = f"the model was changed after make_train_step ({name}), which has no effect on the step"
             cure = "make another step of the model and go on with its step.init(state.params, state.buffers, seeds=...)"
             if type(self._settings.get(name)) in (int, float):

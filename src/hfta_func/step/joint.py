@@ -99,6 +99,10 @@ class JointStep(Compiled):
         in_place = last if self.options.donate and self._every[last] == self._parts and not once else None
         options = {name: replace(step.options, network=name, donate=name == in_place) for name, step in steps.items()}
         self._steps = {name: TrainStep(*step._made_from[:3], options[name]) for name, step in steps.items()}
+        # Counters of the module are those of all losses.
+        self._gradients, *others = [step._gradients for step in self._steps.values()]
+        for each in others:
+            each.count_with(self._gradients)
 
     def __reduce__(self) -> Any:
         return JointStep, self._made_from

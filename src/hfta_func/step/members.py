@@ -136,6 +136,10 @@ class ArrayFunction(Rehearsed):
         """The buffers that calls in eval mode have written."""
         return [*self._bound.written]
 
+    def count_with(self, other: ArrayFunction) -> None:
+        """Go on with the counters of the model that another function calls."""
+        self._bound.count_with(other._bound)
+
     def dims_of(self, batch: Tree) -> Tree:
         """The ``batch_dims`` of a batch."""
         return self.options.batch_dims
@@ -194,9 +198,13 @@ class ArrayFunction(Rehearsed):
 
     def _rehearsal(self, given: Tensors, batch: Tree, common: Params) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""
-        part = take_batch(self.dims_of(batch), batch, slice(0, 1))
-        self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
-        self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)
+        part, held = take_batch(self.dims_of(batch), batch, slice(0, 1)), self.oracle.held(given.keys.device)
+        try:
+            self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
+            self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)
+        finally:
+            # A counter counts the steps of the graph.
+            held.restore()
 
     def _case(self, given: Tensors, batch: Tree, common: Params) -> Case:
         """The call, for the oracle."""

@@ -212,6 +212,7 @@ class Output:
     def __init__(self, path: str, kind: str):
         self.path, self.kind = path, kind
         self.values: list[Tensor] = []
+        self.differentiable: set[int] = set()
         self.grads: dict[int, Tensor] = {}
 
     def add(self, leaf: Tensor, count: int | None) -> None:
@@ -221,6 +222,7 @@ class Output:
         if not is_wrapped(leaf):
             self.values.append(whole(leaf))
             if leaf.requires_grad:
+                self.differentiable.add(number)
                 leaf.register_hook(lambda grad: self.grads.__setitem__(number, whole(grad)))
 
 

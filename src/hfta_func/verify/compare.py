@@ -115,12 +115,14 @@ def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths:
     for each, other in pairs:
         if any(not _alike(b[member], a, eps) for a, b in zip(each.values, other.values, strict=False)):
             return _named(each)
+    for each, other in pairs:
+        if each.differentiable - other.differentiable:
+            return _named(each)
     # Gradients begin to differ behind the last module at whose output they do not, on the way back.
     before = None
     for each, other in reversed(pairs):
-        if each.grads.keys() - other.grads.keys():
-            return _named(each)
-        if any(not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
+        missing = each.grads.keys() - other.grads.keys()
+        if missing or any(not _alike(other.grads[i][member], grad, eps) for i, grad in each.grads.items()):
             return "" if before is None else _named(before)
         before = each if each.grads else before
     return ""

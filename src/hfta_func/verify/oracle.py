@@ -70,9 +70,16 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, Reached(self._func, self._model(), device=keys.device), batch is _KNOWN)
+        trial = Trial(self, self._reached(keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
+
+    def held(self, device: torch.device) -> Held:
+        """What calls may change in Python, to be put back."""
+        return self._reached(device).held
+
+    def _reached(self, device: torch.device) -> Reached:
+        return Reached(self._func, self._model(), device=device)
 
     def as_one_call(self, run: Callable[..., Any], count: int) -> OneCall | None:
         """``run`` for groups of ``count`` members whose calls are to count as one, where calls change what functions hold."""
@@ -179,7 +186,8 @@ class Trial:
             eps = max([eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** 0.5
             judged = difference(array, alone, eps, judged=False)
         if judged is not None:
-            raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met))
+            is_steady = difference(self._alone(case, member), alone, eps) is None
+            raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met, is_steady))
 
     def _judged(self, case: Case, member: int, by_two: bool) -> Difference | None:
         """What differs in float64, of an array of all members or of this one and another."""
@@ -244,11 +252,16 @@ class Trial:
             warnings.warn(f"{why}; {cure}", stacklevel=2)
         return alone
 
-    def _text(self, case: Case, member: int, met: Difference) -> str:
+    def _text(self, case: Case, member: int, met: Difference, is_steady: bool) -> str:
         page = "see 'What is not guarded' in the documentation"
         cure = f"run members one by one with chunk_size=1, in ordinary PyTorch, or {page}"
         if padding_of(case.model) is not None:
             cure = "give all models one size there, or stack each size as an array of its own"
+        if not is_steady:
+            cure = (
+                "alone, too, a second call gives something else, as by a clock, an iterator, an array of NumPy or a class "
+                f"attribute; count in a number, list or dict that the function holds, pass it in the batch, or {page}"
+            )
         return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
 
     def _where(self, case: Case, member: int) -> str:
@@ -262,7 +275,9 @@ class Trial:
             paths = {path: of_array for of_array, path in case.paths(member).items()}
             if name := origin(array, alone, member, paths, eps):
                 return f"the first module that differs, or whose input does, is {name}"
-        return "no module's output differs, so it is what the function makes of them, or the gradient of a parameter"
+        return (
+            "no module's output differs, so it is what the function makes of them, a buffer or a parameter's gradient"
+        )
 
 
 def _chosen(case: Case) -> list[int]:

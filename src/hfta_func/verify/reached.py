@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,7 @@ _NATIVE = (
     *(type(torch.ops.aten.mul.Tensor), type(inspect.FullArgSpec.args), types.ModuleType),
 )
 """Functions in C, fields of named tuples, operators, and modules, of which what code names is followed."""
+_OF_THREADS = type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread
 _OF_NUMPY = "ufunc", "_ArrayFunctionDispatcher"
 _DEFINITIONS = tuple(
     os.path.join(os.path.dirname(path), "")
@@ -193,7 +195,9 @@ class Reached:
             self._note(sorted(value, key=repr))
             return [x for x in self._watch(value) if type(x) not in _PLAIN]
         if self._changes and not isinstance(value, _HOLDING):
-            return (vars(value),) if hasattr(value, "__dict__") else ()
+            attributes = getattr(value, "__dict__", {})
+            # What threads share, such as the queue of a writer of logs, other threads change, too.
+            return () if any(isinstance(x, _OF_THREADS) for x in attributes.values()) else (attributes,)
         if kind not in _FOLLOWED and not all(_is_followed(base) for base in kind.__mro__):
             self._cannot(f"a {kind.__qualname__}")
             return ()
