@@ -312,7 +312,7 @@ def test_what_is_refused() -> None:
             hfta.errors.HyperparameterError, match=r"no part of a chain.*give it alone to make_train_step"
         ):
             outer(outer(outer.init(state.params, seeds=range(M)), data())[0], data())
-    with pytest.raises(ValueError, match="lbfgs searches for each member apart; leave out shared_params"):
+    with pytest.raises(ValueError, match="leave out shared_params and carry"):
         hfta.make_train_step(mlp(), regression, hfta.lbfgs(), shared_params=["0"])
     with pytest.raises(hfta.errors.TraceError, match="no transform can map or differentiate it"):
         torch.func.grad(lambda params: step(state._replace(params=params), data())[1]["loss"].sum())(state.params)

@@ -70,10 +70,9 @@ def _module(
         module(*args, **kwargs)
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
-            # Towards noise in [0, 1), which keeps variances positive and fractions below one.
+            # Towards noise in [0, 1), which keeps variances positive and fractions below one. Others are counters, whose
+            # value members that run as one share.
             tensor.data.lerp_(torch.rand_like(tensor), 0.2)
-        else:
-            tensor.add_(member)
     return module
 
 

@@ -591,7 +591,7 @@ def test_refusals_say_why() -> None:
     def reading(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean() * (2 if float(x.sum()) > 0 else 1)
 
-    assert "writes a tensor that was made before" in statuses(writing, [x] * 6)
+    assert statuses(writing, [x] * 6).startswith("eager: aten.")
     assert statuses(reading, [x] * 6, chunk_size=1).startswith("eager: ")
     shapes = [torch.randn(M, rows, 3) for rows in range(1, 12)]
     assert "more than 8 shapes" in statuses(lambda model, x: model(x).square().mean(), shapes)

@@ -278,7 +278,7 @@ def test_donating_takes_less_room() -> None:
 
 def test_failures_keep_their_numbers() -> None:
     assert {failure.name: failure.value for failure in hfta.step.Failure} == {
-        **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3},
+        **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3, "SEARCH": 4},
     }
 
 

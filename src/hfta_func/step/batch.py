@@ -45,8 +45,9 @@ def as_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in made.items():
         if isinstance(value, numbers.Number):
             made[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        elif other := {type(leaf).__qualname__ for leaf in pytree.tree_leaves(value) if not isinstance(leaf, Tensor)}:
-            raise LossError(f"metric '{name}' is or holds {', '.join(sorted(other))}; return tensors or numbers")
+        elif not isinstance(value, Tensor):
+            kind = type(value).__qualname__
+            raise LossError(f"metric '{name}' of one model is a {kind}; return each metric as one tensor or number")
     return made
 
 

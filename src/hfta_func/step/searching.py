@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import inside_transform, untraced
-from hfta_func._tree import tree_map
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree, recorded
 from hfta_func.errors import TraceError
 from hfta_func.optim._base import GradientTransformation
@@ -35,15 +35,18 @@ class Searching:
     """
 
     def __init__(self, step: Any, model: nn.Module):
-        if step.options.shared_params:
-            raise ValueError("lbfgs searches for each member apart; leave out shared_params, or take another optimizer")
+        if step.options.shared_params or leaves(step.options.carry):
+            raise ValueError(
+                "lbfgs evaluates each member as often as its own search asks for; leave out shared_params and carry, or take "
+                "another optimizer"
+            )
         self._search = step.optimizer.search
         optimizer, options = _latest_gradients(), replace(step.options, donate=False)
         # The step itself, with what computes its gradients, but for what it does with them.
         self.evaluate = object.__new__(type(step))
         given = {"optimizer": optimizer, "options": options, "_made_from": (*step._made_from[:2], optimizer, options)}
         vars(self.evaluate).update(vars(step) | given, _searching=None)
-        self.evaluate._commit = Commit(model, optimizer, options, False)
+        self.evaluate._commit = Commit(model, optimizer, options, False, ())
         # One batch is evaluated many times.
         self.evaluate._replay = None if options.replay is False else Replay(self.evaluate)
 
