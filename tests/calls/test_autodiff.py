@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from ways import assert_as_alone
@@ -156,6 +157,35 @@ class Score(nn.Module):
 @pytest.mark.parametrize("way", ["together", "evaluated", "ensemble"])
 def test_models_that_take_gradients_also_under_no_grad(way: str) -> None:
     assert_as_alone(Score, torch.randn(3, 5, 4).double(), way)
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_by_points_that_members_share_all_are_differentiated_at_once(made: bool) -> None:
+    def slope(model: nn.Module, points: Tensor) -> Tensor:
+        x = torch.linspace(0, 1, 8).reshape(2, 4) if made else points
+        x.requires_grad_()
+        (grads,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (grads - points).square().mean()
+
+    operators = []
+    for count in (2, 5):
+        step = hfta.make_train_step(critic(), slope, hfta.sgd(lr=0.1), batch_dims=None, verify="first")
+        state = step.init(*hfta.init_params(critic, range(count)), seeds=range(count))
+        state, _ = step(state, torch.randn(2, 4))
+        with Counter() as counter:
+            step(state, torch.randn(2, 4))
+        operators.append(counter.calls)
+    assert operators[0] == operators[1]
 
 
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:

@@ -122,7 +122,10 @@ def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: boo
         starts = [_rows(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
         mapped = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
         shared = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is None]
-        # A shared tensor would get the sum of the members' gradients, so each member is differentiated alone.
+        # A shared tensor would get the sum of the members' gradients, so each member is differentiated alone. In later calls
+        # each has its own.
+        if shared and (body := running_body()) is not None:
+            body.differentiates_shared = True
         rows = [
             _outside_vmap(vjp, outputs, [_only(member, start) for start in starts], shared, keep or retain)
             for member, keep in enumerate([True] * (count - 1) + [bool(mapped)])

@@ -50,6 +50,8 @@ class Body(nn.Module):
         self.fixed: frozenset[tuple[int, str]] = frozenset()
         # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some.
         self.aliases: list[tuple[Any, Any, Any]] = []
+        self.differentiates_shared = False
+        """Whether a call has taken gradients by tensors that members share."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -25,6 +25,10 @@ class MadeCalls:
     def __init__(self) -> None:
         self._is_needed = False
 
+    def need(self) -> None:
+        """Give each member its own from now on."""
+        self._is_needed = True
+
     def within(self, func: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``func``, for a ``vmap`` with these ``in_dims``."""
 

@@ -176,6 +176,11 @@ class Bound:
             self._idle.append((body, attributes))
         return results
 
+    @property
+    def differentiates_shared(self) -> bool:
+        """Whether a call has taken gradients by tensors that members share."""
+        return any(body.differentiates_shared for body, _ in self._idle)
+
     def count_with(self, other: Bound) -> None:
         """Go on with the counters of another function of the model."""
         self._template, self._counters = lambda: other._template() or other._skeleton, other._counters

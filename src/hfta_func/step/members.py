@@ -31,6 +31,7 @@ from hfta_func.step.batch import (
     leaf_dims,
     numbered,
     of_member,
+    over,
     plain,
     restored,
     take_batch,
@@ -154,7 +155,18 @@ class ArrayFunction(Rehearsed):
         def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
             return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
 
-        run = vmap_routed(member, (0, dims, 0, 0, leaf_dims(self.dims_of(batch), tree)), self._made)
+        batch_dims = self.dims_of(batch)
+        dims_of_leaves = leaf_dims(batch_dims, tree)
+        if self._bound.differentiates_shared:
+            self._made.need()
+            count = len(given.keys)
+            dims_of_leaves = over(lambda dim, leaf: 0 if _may_differentiate(leaf) else dim, batch_dims, tree)
+            tree = over(
+                lambda dim, leaf: leaf.expand(count, *leaf.shape) if dim is None and _may_differentiate(leaf) else leaf,
+                batch_dims,
+                tree,
+            )
+        run = vmap_routed(member, (0, dims, 0, 0, dims_of_leaves), self._made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
 
@@ -239,6 +251,10 @@ class ArrayFunction(Rehearsed):
             counts=self._bound.counts,
             kept=None if self.keeps is None else self.written if self.keeps else (),
         )
+
+
+def _may_differentiate(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided
 
 
 def num_positional(func: Callable[..., Any]) -> int:
