@@ -382,7 +382,7 @@ ROWS = [
     ),
     RuleCase(
         "index_add_",
-        lambda x, i, v: (x * 2 + v.mean()).index_add_(0, i.argsort() // 2, v),
+        lambda x, i, v: (x * 2 + v.mean()).clone().index_add_(0, i.argsort() // 2, v),
         _randn((30, 40), (50,), (50, 40)),
     ),
     RuleCase("index_select", lambda x, i: x.index_select(1, i.argsort() // 2), _randn((6, 30, 10), (50,))),

@@ -28,10 +28,11 @@ FUSED = [name for name, row in TABLE.items() if row.out_of_place == "fused" and 
 REFUSED = {
     ("index_reduce prod", "gradient"): "asks for the value of a tensor",
     **dict.fromkeys(
-        [(name, "nested") for name in ("rand_like", "bernoulli", "nn.functional.fractional_max_pool2d")],
+        [(name, "nested") for name in ("rand_like", "randn_like", "bernoulli")],
         "called random operation while in randomness error mode",
     ),
     ("to_sparse", "gradient"): "calls aten::is_coalesced",
+    ("argwhere", "compiled"): "data-dependent",
 }
 """What a member alone can and an array cannot: shapes that depend on values, derivatives that read values, and draws inside
 another ``vmap`` that does not say whether they differ."""
@@ -53,7 +54,10 @@ UNSEEN = {
     ),
 }
 """Entries of PyTorch's table that are no operators of tensors on a CPU."""
-WRONG_ALONE = {("nn.functional.linear_cross_entropy chunked", "tangent"): "Mismatched elements"}
+WRONG_ALONE = {
+    (f"nn.functional.linear_cross_entropy {how}", "tangent"): "Mismatched elements"
+    for how in ("chunked", "chunked_none")
+}
 """What PyTorch gets wrong with one member: a tangent that is always 0."""
 
 
