@@ -268,7 +268,7 @@ BAD = {
     "weight": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1, -2, 1, 1, 1]), r"sample_weight\[2\] is -2; give"),
     "no weight": (
         lambda c, x, y: c.fit(x, y, groups=[0, 0, 0, 1, 1, 1], sample_weight=[1, 1, 1, 0, 0, 0]),
-        "model 1: sample_weight is 0 for all rows",
+        "model 1: sample_weight is zero for all rows",
     ),
     "weights": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1]), "inconsistent numbers of samples"),
     "loss": (

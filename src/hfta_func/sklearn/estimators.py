@@ -305,7 +305,7 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequ
         options |= {"compact": True, "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)]}
     for member, each in enumerate([*rows, *options.get("evaluate", [()])[-1]] if weights else []):
         if not weights[0][each.to(first.device)].any():
-            text = f"model {member % len(rows)}: sample_weight is 0 for all rows that it trains on or is stopped by"
+            text = f"model {member % len(rows)}: sample_weight is zero for all rows that it trains on or is stopped by"
             raise HyperparameterError(f"{text}; give one of them a weight, or leave its rows out")
     options |= dict(epochs=first.epochs, batches_per_epoch=first.batches_per_epoch, progress=False)
     experiment.fit((inputs, targets, *weights), first.batch_size, rows=rows, **options)
