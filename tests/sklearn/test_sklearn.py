@@ -5,7 +5,9 @@ import pickle
 import numpy
 import pandas
 import pytest
+import scipy.sparse
 import torch
+from sklearn.decomposition import TruncatedSVD
 from sklearn.exceptions import NotFittedError
 from sklearn.feature_selection import SelectKBest
 from sklearn.linear_model import LogisticRegression
@@ -219,6 +221,12 @@ def test_the_steps_of_a_pipeline_are_fitted_for_each_fold(table, monkeypatch):
     pipe.set_output(transform="pandas")
     same_search(pipe, {"net__lr": [0.1, 0.01], "scaler": [MinMaxScaler(), "passthrough"]}, frame, labels)
     same_search(Pipeline([("net", ArrayClassifier(**TINY))]), {"net__lr": [0.1, 0.01]}, x, labels)
+    same_search(
+        make_pipeline(TruncatedSVD(3, random_state=0), ArrayClassifier(**TINY)),
+        {"arrayclassifier__lr": [0.1, 0.01]},
+        scipy.sparse.coo_array(x.reshape(88, 6)),
+        labels,
+    )
     # Once for each fold and its own settings, and all folds as one array.
     calls, arrays, fit = [], [], hfta.Experiment.fit
     monkeypatch.setattr(StandardScaler, "fit", lambda self, x, *_, **__: calls.append(len(x)) or self.partial_fit(x))

@@ -156,8 +156,8 @@ def _tables(pipelines: Sequence[Any], settings: Sequence[Any], X: Any, y: Any, s
     for place, whole in enumerate(pipelines):
         fold, setting = place % len(splits), settings[place // len(splits)]
         # By identity, since values may be arrays and estimators; the settings hold them.
-        own = [(name, id(value)) for name, value in setting.items() if name.partition("__")[0] != last]
-        key = fold, *sorted(own)
+        changed = [(name, id(value)) for name, value in setting.items() if name.partition("__")[0] != last]
+        key = fold, *sorted(changed)
         if key not in fitted:
             trained, steps = splits[fold][0], whole[:-1]
             part = steps.fit_transform(_at(X, trained), y[trained]) if steps.steps else _at(X, trained)
@@ -181,6 +181,8 @@ def _with(estimator: Any, setting: Mapping[str, Any]) -> Any:
 
 
 def _at(X: Any, rows: Any) -> Any:
+    if hasattr(X, "tocsr"):
+        return X.tocsr()[rows]
     return X.iloc[rows] if hasattr(X, "iloc") else numpy.asarray(X)[rows]
 
 
