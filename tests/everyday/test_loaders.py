@@ -121,8 +121,30 @@ def test_batches_that_a_script_s_own_sampler_draws_for_each_member(sampler, item
 
 def test_samplers_of_unequal_length_are_refused():
     loader = hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=lambda seed, epoch: range(8 + 4 * seed))
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"sampler returned \[8, 12\] rows for the models"):
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match=r"model 0: sampler\(0, 0\) returned 8 rows, but others have 12"
+    ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_that_ends_early_is_named(drop_last):
+    rows = {(4, 0): 12, (7, 0): 12, (4, 1): 10, (7, 1): 10, (4, 2): 8, (7, 2): 8}
+    options = {"seeds": [4, 7], "drop_last": drop_last, "sampler": lambda *pair: range(rows[pair])}
+    loader = hfta.ArrayLoader((X, Y), 4, **options)
+    assert [len(batch[0][0]) for batch in loader] == [4, 4, 4]
+    if drop_last:
+        with pytest.raises(
+            hfta.errors.HyperparameterError, match=r"model 0: sampler\(4, 1\) returned 10 rows.* need 12"
+        ):
+            next(iter(loader))
+    else:
+        assert [len(batch[0][0]) for batch in loader] == [4, 4, 2]
+        with pytest.raises(hfta.errors.HyperparameterError, match=r"model 0: sampler\(4, 2\) returned 8 rows.* need 9"):
+            next(iter(loader))
+
+
+def test_two_ways_to_say_which_rows_are_refused():
     with pytest.raises(hfta.errors.HyperparameterError, match="bootstrap and sampler both say which rows"):
         hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=classes, bootstrap=True)
 
@@ -134,6 +156,31 @@ def test_a_data_loader_with_as_many_rows_as_members_is_no_loader_of_members():
     # Items that are the batches of all members have no batch size.
     parts = TensorDataset(X[:24].view(4, 3, 2, 3), Y[:24].view(4, 3, 2))
     assert hfta.fit(step, state, DataLoader(parts, None), epochs=1, progress=False).state.step.tolist() == [4] * 3
+
+
+def test_the_strength_of_augmentation_and_weights_of_classes_are_each_member_s_own():
+    strengths, weights = [0.0, 0.5, 2.0], torch.tensor([[1.0, 4.0], [1.0, 1.0], [3.0, 0.5]], dtype=X.dtype)
+
+    def loss_fn(model, batch, hparams):
+        inputs, targets = batch
+        rare = torch.where(targets > 0, hparams["positive"], hparams["negative"])
+        return (rare * (model(inputs * (1 + hparams["strength"])).squeeze(-1) - targets).square()).mean()
+
+    hparams = {"strength": strengths, "negative": weights[:, 0], "positive": weights[:, 1]}
+    models = [nn.Linear(3, 1).to(X.dtype) for _ in strengths]
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(3), hparams=hparams)
+    loader = hfta.ArrayLoader((X, Y), 8, seeds=range(3), sampler=classes)
+    state, _ = hfta.fit(step, state, loader, epochs=2, progress=False)
+    for member, model in enumerate(hfta.unstack_params(models[0], state.params, state.buffers)):
+        plain, own = models[member], {name: column[member] for name, column in hparams.items()}
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for rows in torch.cat([torch.as_tensor(classes(member, epoch)).flatten() for epoch in range(2)]).split(8):
+            optimizer.zero_grad()
+            loss_fn(plain, (X[rows], Y[rows]), own).backward()
+            optimizer.step()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def metrics(model, batch):

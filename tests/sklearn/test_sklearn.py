@@ -5,10 +5,16 @@ import pickle
 import numpy
 import pandas
 import pytest
+import scipy.sparse
 import torch
+from sklearn.decomposition import TruncatedSVD
 from sklearn.exceptions import NotFittedError
+from sklearn.feature_selection import SelectKBest
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, LeaveOneGroupOut
 from sklearn.model_selection import cross_val_score as one_by_one
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
@@ -20,7 +26,12 @@ SHORT = {"epochs": 6, "batches_per_epoch": 5, "lr": 3e-2}
 
 
 @pytest.mark.sampled(every=16)
-@parametrize_with_checks([ArrayClassifier(**SHORT), ArrayRegressor(**SHORT)])
+@parametrize_with_checks(
+    [ArrayClassifier(**SHORT), ArrayRegressor(**SHORT)],
+    expected_failed_checks=lambda _: {
+        "check_sample_weight_equivalence_on_dense_data": "which rows share a batch depends on their number"
+    },
+)
 def test_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
@@ -46,17 +57,17 @@ def table():
     return x, labels, x.sum(2) + 0.1 * generator.standard_normal((88, 2)), persons
 
 
-def alone(x, y, loss_fn, outputs, lr, decay=0.0, seed=0, epochs=3):
+def alone(x, y, loss_fn, outputs, lr, decay=0.0, seed=0, epochs=3, weights=()):
     """A model trained by PyTorch alone on all rows."""
     torch.manual_seed(seed)
     model = network(x.shape[1:], outputs)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=decay)
-    data = torch.tensor(x), torch.tensor(y)
+    data = torch.tensor(x), torch.tensor(y), *map(torch.tensor, weights)
     loader = hfta.ArrayLoader(data, 8, seeds=[seed], rows=[range(len(x))], batches_per_epoch=4)
     for _ in range(epochs):
-        for inputs, targets in loader:
+        for inputs, targets, *weight in loader:
             optimizer.zero_grad()
-            loss_fn(model(inputs[0]), targets[0]).backward()
+            loss_fn(model(inputs[0]), targets[0], *(each[0] for each in weight)).backward()
             optimizer.step()
     return model
 
@@ -149,6 +160,84 @@ def test_a_search_finds_what_scikit_learns_finds(table):
     )
 
 
+def weighted(loss):
+    """The loss of a plain loop with weights."""
+
+    def weighted_loss(outputs, targets, weight):
+        each = loss(outputs, targets, reduction="none")
+        return ((each if each.dim() == 1 else each.mean(1)) * weight).sum() / weight.sum()
+
+    return weighted_loss
+
+
+def test_weights_of_samples_are_those_of_a_plain_loop(table):
+    x, labels, numbers, persons = table
+    targets = numpy.unique(labels, return_inverse=True)[1]
+    weights = numpy.random.default_rng(2).uniform(0.1, 3, 88)
+    weights[::7] = 0
+    classifier = ArrayClassifier(**TINY, lr=0.03).fit(x, labels, groups=persons, sample_weight=weights)
+    regressor = ArrayRegressor(**TINY, lr=0.01).fit(x, numbers, persons, [*weights])
+    for member, person in enumerate("abc"):
+        mine = persons == person
+        own = {"weights": [weights[mine]]}
+        expected = alone(x[mine], targets[mine], weighted(nn.functional.cross_entropy), 3, 0.03, **own)
+        for name, found in classifier.models()[member].state_dict().items():
+            torch.testing.assert_close(found, expected.state_dict()[name], rtol=1e-10, atol=1e-12)
+        expected = alone(x[mine], numbers[mine], weighted(nn.functional.mse_loss), 2, 0.01, **own)
+        for name, found in regressor.models()[member].state_dict().items():
+            torch.testing.assert_close(found, expected.state_dict()[name], rtol=1e-10, atol=1e-12)
+    # Of rows held out, too, and in folds.
+    options = {**TINY, "epochs": 12, "lr": 0.1, "patience": 2}
+    plain, given = (ArrayClassifier(**options).fit(x, labels, sample_weight=each) for each in (None, weights))
+    assert plain.history_["val_loss"][0] != given.history_["val_loss"][0]
+    folds = {"cv": KFold(3), "scoring": "neg_log_loss", "params": {"sample_weight": weights}}
+    found, expected = (score(ArrayClassifier(**TINY), x, labels, **folds) for score in (cross_val_score, one_by_one))
+    numpy.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert (found != cross_val_score(ArrayClassifier(**TINY), x, labels, cv=KFold(3), scoring="neg_log_loss")).all()
+
+
+def same_search(estimator, grid, x, y, **params):
+    """Both searches, whose scores and best models are compared."""
+    ours, theirs = (kind(estimator, grid, cv=3, scoring="neg_log_loss") for kind in (ArraySearchCV, GridSearchCV))
+    for search in (ours, theirs):
+        search.fit(x, y, **params)
+    assert ours.cv_results_["params"] == [*theirs.cv_results_["params"]] and ours.best_params_ == theirs.best_params_
+    for fold in range(3):
+        name = f"split{fold}_test_score"
+        numpy.testing.assert_allclose(ours.cv_results_[name], theirs.cv_results_[name], rtol=1e-9)
+    assert len({*ours.cv_results_["split0_test_score"].round(9)}) > 1
+    numpy.testing.assert_allclose(ours.predict_proba(x), theirs.predict_proba(x), rtol=1e-9)
+    return ours
+
+
+def test_the_steps_of_a_pipeline_are_fitted_for_each_fold(table, monkeypatch):
+    x, labels, _, _ = table
+    frame = pandas.DataFrame(x.reshape(88, 6) * [1, 2, 3, 4, 5, 6] + 7, columns=[*"abcdef"])
+    weights = numpy.random.default_rng(2).uniform(0.1, 3, 88)
+    pipe = Pipeline([("scaler", StandardScaler()), ("best", SelectKBest(k=2)), ("net", ArrayClassifier(**TINY))])
+    grid = {"net__lr": [0.1, 0.01], "scaler__with_mean": [True, False], "best__k": [2, 4]}
+    ours = same_search(pipe, grid, frame, labels, net__sample_weight=weights)
+    assert ours.best_estimator_["net"].n_features_in_ == ours.best_params_["best__k"]
+    pipe.set_output(transform="pandas")
+    same_search(pipe, {"net__lr": [0.1, 0.01], "scaler": [MinMaxScaler(), "passthrough"]}, frame, labels)
+    same_search(Pipeline([("net", ArrayClassifier(**TINY))]), {"net__lr": [0.1, 0.01]}, x, labels)
+    same_search(
+        make_pipeline(TruncatedSVD(3, random_state=0), ArrayClassifier(**TINY)),
+        {"arrayclassifier__lr": [0.1, 0.01]},
+        scipy.sparse.coo_array(x.reshape(88, 6)),
+        labels,
+    )
+    # Once for each fold and its own settings, and all folds as one array.
+    calls, arrays, fit = [], [], hfta.Experiment.fit
+    monkeypatch.setattr(StandardScaler, "fit", lambda self, x, *_, **__: calls.append(len(x)) or self.partial_fit(x))
+    monkeypatch.setattr(hfta.Experiment, "fit", lambda self, *a, **b: arrays.append(self) or fit(self, *a, **b))
+    pipe = make_pipeline(StandardScaler(), ArrayClassifier(**TINY))
+    ArraySearchCV(pipe, {"arrayclassifier__lr": [0.1, 0.01]}, cv=4, refit=False).fit(x.reshape(88, 6), labels)
+    assert calls == [66] * 4 and len(arrays) == 1 and len(arrays[0].state.keys) == 8
+    found = cross_val_score(pipe, x.reshape(88, 6), labels, cv=KFold(3))
+    numpy.testing.assert_allclose(found, one_by_one(pipe, x.reshape(88, 6), labels, cv=KFold(3)), rtol=1e-10)
+
+
 def test_a_setting_that_goes_to_infinity_does_not_end_a_search(table):
     x, _, values, _ = table
     search = ArraySearchCV(ArrayRegressor(epochs=2, batches_per_epoch=2), {"lr": [1e30, 1e-2]}, cv=2)
@@ -184,6 +273,24 @@ BAD = {
     "setting": (lambda c, x, y: ArraySearchCV(c, {"rate": [1]}, cv=2).fit(x, y), "Invalid parameter 'rate'"),
     "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "contains NaN"),
     "text": (lambda c, x, y: ArrayRegressor().fit(x, numpy.array(["a"] * 6)), "could not convert string to float"),
+    "weight": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1, -2, 1, 1, 1]), r"sample_weight\[2\] is -2; give"),
+    "no weight": (
+        lambda c, x, y: c.fit(x, y, groups=[0, 0, 0, 1, 1, 1], sample_weight=[1, 1, 1, 0, 0, 0]),
+        "model 1: sample_weight is zero for all rows",
+    ),
+    "weights": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1]), "inconsistent numbers of samples"),
+    "loss": (
+        lambda c, x, y: c.set_params(loss=nn.CrossEntropyLoss()).fit(x, y, sample_weight=[1] * 6),
+        "needs a loss with an argument reduction, CrossEntropyLoss",
+    ),
+    "no array": (
+        lambda c, x, y: ArraySearchCV(make_pipeline(LogisticRegression()), {}, cv=2).fit(x, y),
+        "LogisticRegression does not train as an array; end the pipeline with",
+    ),
+    "parameter": (
+        lambda c, x, y: ArraySearchCV(make_pipeline(c), {}, cv=2).fit(x, y, sample_weight=[1] * 6),
+        "fit takes arrayclassifier__sample_weight, not sample_weight",
+    ),
     "by": (lambda c, x, y: cross_val_score(c, x, y, by=[1], cv=2), "inconsistent numbers of samples"),
 }
 

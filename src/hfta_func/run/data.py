@@ -289,7 +289,8 @@ class ArrayLoader:
             starts = (torch.tensor(lengths, device=self.keys.device) * self.batch_size * epochs).tolist()
             order = rows_of.order(key, starts, self._length * self.batch_size, self._weights)
         elif self._sampler is not None:
-            order = drawn(self._sampler, self.keys, epochs)
+            least = self._length * self.batch_size - (0 if self.drop_last else self.batch_size - 1)
+            order = drawn(self._sampler, self.keys, epochs, least)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:

@@ -51,12 +51,20 @@ def tensors_of(data: Tree, device: torch.device | str | None, num_models: int) -
     return data
 
 
-def drawn(sampler: Callable[[int, int], Sequence[Any]], keys: Tensor, epochs: Tensor | int) -> Tensor:
-    """``[M, n]`` rows of each member in its epoch, as a sampler draws them; raises a HyperparameterError if n differs."""
-    pairs = zip(keys.tolist(), torch.as_tensor(epochs).expand(len(keys)).tolist(), strict=True)
-    order = [torch.as_tensor(sampler(seed, epoch), device=keys.device).flatten() for seed, epoch in pairs]
-    if len({*map(len, order)}) > 1:
-        raise HyperparameterError(f"sampler returned {[*map(len, order)]} rows for the models; return as many for all")
+def drawn(sampler: Callable[[int, int], Sequence[Any]], keys: Tensor, epochs: Tensor | int, least: int = 0) -> Tensor:
+    """``[M, n]`` rows of each member in its epoch, as a sampler draws them.
+
+    Raises:
+        HyperparameterError: if n differs, or is less than the least that an epoch's batches need.
+    """
+    pairs = [*zip(keys.tolist(), torch.as_tensor(epochs).expand(len(keys)).tolist(), strict=True)]
+    order = [torch.as_tensor(sampler(*pair), device=keys.device).flatten() for pair in pairs]
+    most = max(map(len, order))
+    for member, (rows, (seed, epoch)) in enumerate(zip(order, pairs, strict=True)):
+        if len(rows) < max(most, least):
+            text = f"model {member}: sampler({seed}, {epoch}) returned {len(rows)} rows"
+            wanted = f"others have {most}" if most >= least else f"the batches of an epoch need {least}"
+            raise HyperparameterError(f"{text}, but {wanted}; return as many for all models and epochs")
     return torch.stack(order)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -66,13 +67,15 @@ class ArrayEstimator(base.BaseEstimator):
         tags.input_tags.three_d_array = True
         return tags
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Any:
+    def fit(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> Any:
         """Train one model, or one per group.
 
         Args:
             X: Samples ``[n, ...]``, such as a table or windows of signals.
             y: A label or number for each; for the regressor also several, ``[n, outputs]``.
             groups: The group of each, such as a person; None makes one model.
+            sample_weight: The weight of each in the loss, ``[n]``: the loss of a batch, also of rows held out, is
+                ``sum(weight * loss) / sum(weight)`` over its rows, as of ``MLPClassifier``.
 
         Returns:
             The estimator.
@@ -84,7 +87,8 @@ class ArrayEstimator(base.BaseEstimator):
         names = numpy.zeros(len(inputs)) if groups is None else _column(groups, inputs)
         self.groups_, which = numpy.unique(names, return_inverse=True)
         rows = [torch.tensor(which == group).nonzero().flatten() for group in range(len(self.groups_))]
-        ((_, fitted),) = train([self] * len(rows), (inputs, targets), rows)
+        data = (inputs, targets, *weights_of(sample_weight, inputs))
+        ((_, fitted),) = train([self] * len(rows), data, rows)
         self._is_grouped = groups is not None
         self.model_, self.params_, self.history_ = fitted
         return self
@@ -138,7 +142,8 @@ class ArrayClassifier(base.ClassifierMixin, ArrayEstimator):
     Args:
         make_model: ``make_model(shape, outputs, **model_params)`` makes a module, for samples of a shape and a number of
             classes; by default one hidden layer of 64 units.
-        loss: ``loss(outputs, targets)``; by default the cross entropy.
+        loss: ``loss(outputs, targets)``; by default the cross entropy. With sample weights it also takes
+            ``reduction="none"``, as those of ``torch.nn.functional`` do.
         optimizer: A function such as :func:`hfta_func.adam` that takes ``lr``, and ``weight_decay`` unless that is 0.
         lr: Learning rate.
         weight_decay: Weight decay.
@@ -229,10 +234,26 @@ def _column(values: Any, samples: Any) -> Any:
     return column
 
 
+def weights_of(sample_weight: Any, samples: Any) -> list[Tensor]:
+    """The checked weights as a tensor, none for None."""
+    if sample_weight is None:
+        return []
+    weights = torch.tensor(_column(sample_weight, samples).astype(float))
+    if weights.min() < 0:
+        place = int(weights.argmin())
+        raise HyperparameterError(f"sample_weight[{place}] is {weights[place]:g}; give weights that are not negative")
+    return [weights]
+
+
 def train(
-    estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: Sequence[Tensor]
+    estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequence[Tensor]
 ) -> list[tuple[list[int], Fitted]]:
     """Train a member for each estimator on its rows, in as few arrays as their settings allow.
+
+    Args:
+        estimators: One for each member.
+        data: Samples, targets and, if there are any, weights.
+        rows: Row numbers of each member.
 
     Returns:
         For each array the places of its members, and the array.
@@ -249,13 +270,22 @@ def train(
     ]
 
 
-def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: Sequence[Tensor]) -> Fitted:
-    first, (inputs, targets) = estimators[0], data
+def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequence[Tensor]) -> Fitted:
+    first, (inputs, targets, *weights) = estimators[0], data
     loss, outputs = first.loss or first._default_loss, first._outputs
     make_model = functools.partial(first.make_model or perceptron, tuple(inputs.shape[1:]), outputs)
 
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss(model(batch[0]), batch[1])
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        if len(batch) == 2:
+            return loss(model(batch[0]), batch[1])
+        weight = batch[2]
+        losses = loss(model(batch[0]), batch[1], reduction="none").reshape(len(weight), -1).mean(1)
+        # A batch without any weight has loss 0.
+        return (weight * losses).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
+
+    if weights and "reduction" not in inspect.signature(loss).parameters:
+        cure = 'give a function with one, as of torch.nn.functional, that returns a loss per row for reduction="none"'
+        raise HyperparameterError(f"sample_weight needs a loss with an argument reduction, {loss!r} has none; {cure}")
 
     seeds = [_seed(estimator.random_state) for estimator in estimators]
     rows_of = [{**(one.model_params or {}), "lr": one.lr, "weight_decay": one.weight_decay} for one in estimators]
@@ -266,14 +296,19 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
     dtype = next(experiment.model.parameters(), inputs).dtype
     inputs = inputs.to(first.device, dtype)
     targets = targets.to(first.device, dtype if targets.is_floating_point() else targets.dtype)
+    weights = [weight.to(first.device, dtype) for weight in weights]
     _check_outputs(experiment.model, inputs[:2], outputs)
     options: dict[str, Any] = {}
     if first.patience is not None:
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
-        options = {"evaluate": (experiment.metric, (inputs, targets), held_out), "restore_best": "val_loss"}
+        options = {"evaluate": (experiment.metric, (inputs, targets, *weights), held_out), "restore_best": "val_loss"}
         options |= {"compact": True, "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)]}
+    for member, each in enumerate([*rows, *options.get("evaluate", [()])[-1]] if weights else []):
+        if not weights[0][each.to(first.device)].any():
+            text = f"model {member % len(rows)}: sample_weight is zero for all rows that it trains on or is stopped by"
+            raise HyperparameterError(f"{text}; give one of them a weight, or leave its rows out")
     options |= dict(epochs=first.epochs, batches_per_epoch=first.batches_per_epoch, progress=False)
-    experiment.fit((inputs, targets), first.batch_size, rows=rows, **options)
+    experiment.fit((inputs, targets, *weights), first.batch_size, rows=rows, **options)
     params = hfta.models.Stacked(experiment.state.params, hfta.step.stacked(experiment.state).buffers)
     return Fitted(experiment.model, params, experiment.history)
 
