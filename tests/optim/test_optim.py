@@ -502,3 +502,44 @@ def test_an_optimizer_that_only_makes_new_tensors_updates_in_place(keep: list[bo
         for a, b in zip(optree.tree_leaves(ours_), optree.tree_leaves(theirs_), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert all(not torch.equal(ours_[0][path][0], param[0]) for path, param in params.items())
+
+
+@pytest.mark.parametrize("d", [1.0, 2.0])
+def test_adafactor_with_the_resolution_of_the_dtype_and_stacks_of_matrices(d: float) -> None:
+    # Gradients are zero in whole rows, so that the lower bounds matter.
+    _check_against(
+        hfta.adafactor(lr=[0.1, 0.2, 0.3], d=d),
+        lambda i, parameters: torch.optim.Adafactor(parameters, lr=[0.1, 0.2, 0.3][i], d=d),
+        shapes={"kernel": (5, 4, 3, 3), "column": (6, 1), "one": (1,), "row": (1, 4)},
+    )
+
+
+def test_adafactor_holds_rows_and_columns_and_no_matrix() -> None:
+    state = hfta.adafactor().init({"matrix": torch.zeros(M, 50, 40), "vector": torch.zeros(M, 7)})
+    slots = state.row_var, state.col_var, state.variance
+    assert [{path: leaf[0].numel() for path, leaf in slot.items()} for slot in slots] == [
+        {"matrix": 50, "vector": 0},
+        {"matrix": 40, "vector": 0},
+        {"matrix": 0, "vector": 7},
+    ]
+    with pytest.raises(hfta.errors.HyperparameterError, match=r"adafactor does not take 'w', which is complex; use"):
+        hfta.adafactor().init({"w": torch.zeros(M, 2, dtype=torch.complex64)})
+
+
+def test_rprop_starts_with_the_learning_rate_of_the_first_update() -> None:
+    optimizer, ones = hfta.rprop(lr=0.1, etas=(0.5, 2.0)), {"w": torch.ones(2, 1)}
+    state = hfta.with_hyperparams(optimizer.init(ones), lr=[0.3, 0.4])
+    first, state = optimizer.update(ones, state, ones)
+    second, _ = optimizer.update(ones, hfta.with_hyperparams(state, lr=9.0), ones)
+    torch.testing.assert_close(first["w"], torch.tensor([[-0.3], [-0.4]]))
+    torch.testing.assert_close(second["w"], torch.tensor([[-0.6], [-0.8]]))
+
+
+def test_the_average_of_asgd_is_that_of_the_parameters_after_t0() -> None:
+    optimizer, params = hfta.asgd(lr=[0.1, 0.2], lambd=0.0, t0=1), {"w": torch.zeros(2, 1)}
+    state, seen = optimizer.init(params), []
+    for _ in range(4):
+        updates, state = optimizer.update({"w": torch.ones(2, 1)}, state, params)
+        params = hfta.apply_updates(params, updates)
+        seen.append(params["w"])
+    torch.testing.assert_close(state.ax["w"], torch.stack(seen[1:]).mean(0))

@@ -3,6 +3,7 @@
 Optimizers have the names of ``torch.optim`` and compute the same; the other functions wrap or precede them.
 """
 
+from hfta_func.optim._adafactor import adafactor as adafactor
 from hfta_func.optim._adam import adam as adam
 from hfta_func.optim._adam import adamax as adamax
 from hfta_func.optim._adam import adamw as adamw
@@ -16,6 +17,8 @@ from hfta_func.optim._elementwise import adagrad as adagrad
 from hfta_func.optim._elementwise import lion as lion
 from hfta_func.optim._elementwise import rmsprop as rmsprop
 from hfta_func.optim._elementwise import sgd as sgd
+from hfta_func.optim._entries import asgd as asgd
+from hfta_func.optim._entries import rprop as rprop
 from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
 from hfta_func.optim._lbfgs import lbfgs as lbfgs
 from hfta_func.optim._matrices import lamb as lamb

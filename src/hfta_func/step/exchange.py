@@ -20,11 +20,14 @@ from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, Tree, recipe, recorded
 from hfta_func.errors import StackError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
-from hfta_func.optim._leafwise import FIELDS
+from hfta_func.optim._leafwise import FIELDS, PAIRS
 from hfta_func.optim._transforms import PartitionState, group_paths
 from hfta_func.step.gradients import handed
 
-_NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
+_NAMES = (
+    *("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
+    *("Adagrad", "Adadelta", "Adafactor", "Muon"),
+)
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 _FUNCTIONS[torch.optim.LBFGS] = optim.lbfgs
@@ -187,13 +190,20 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
             warnings.simplefilter("ignore")
             if follower is not None and number:
                 follower.step()
-        values = [[group[name] for name in numbers] for group in stepped.param_groups]
+        values = [[_without_none(group[name], group) for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
         {each.name: group[each.name] for each in known}
         | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
         for number, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _without_none(value: Any, group: Mapping[str, Any]) -> Any:
+    """A number or pair of a group, in which None is the resolution of the first parameter, as Adafactor reads it."""
+    if not (isinstance(value, tuple | list) and None in value):
+        return value
+    return [torch.finfo(group["params"][0].dtype).eps if each is None else each for each in value]
 
 
 def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tensor, follows: bool) -> dict[str, Any]:
@@ -260,13 +270,13 @@ def to_torch(optimizer: GradientTransformation, state: Tree, models: Iterable[nn
         inside = [[leaves[path] for path in group] for group in paths]
         made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))
         for group, part in zip(paths, states, strict=True):
-            # A buffer of SGD starts with the first gradient.
-            for param, path in [(leaves[path], path) for path in group if counted or part.step[member]]:
+            # Before the first update torch.optim has no state, or one that its options make.
+            for param, path in [(leaves[path], path) for path in group if part.step[member]]:
                 for name in (*counted, *part._fields[len(FIELDS) :]):
                     key, slot = _KEYS.get(name, name), getattr(part, name)
                     if isinstance(slot, Tensor):
                         made[-1].state[param][key] = torch.tensor(float(slot[member]))
-                    elif slot:
+                    elif slot and slot[path].numel():  # Adafactor has no rows for vectors.
                         made[-1].state[param][key] = slot[path][member].to(param, copy=True)
     return made
 
@@ -284,7 +294,9 @@ def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
 def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapping[str, Any], state: Any) -> list[Any]:
     """The options of a group of ``torch.optim`` for each member, with the present values of schedules."""
 
-    def present(name: str, spec: Any) -> list[float]:
+    def present(name: str, spec: Any) -> list[Any]:
+        if spec is None:
+            return [None] * len(state.step)
         values = state.hyperparams.get(name)
         if values is None:
             return vector(name, spec, len(state.step), state.step.device).tolist()
@@ -296,8 +308,8 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
         if name not in inspect.signature(kind).parameters:
             if value != parameter.default:
                 raise StackError(f"torch.optim.{kind.__name__} has no {name}, which is {value} here; leave it out")
-        elif name == "betas":
-            columns[name] = [*zip(*(present(f"beta{i}", beta) for i, beta in enumerate(value, 1)), strict=True)]
+        elif parameter.annotation.startswith("tuple[PerModel"):
+            columns[name] = [*zip(*map(present, PAIRS[name], value), strict=True)]
         else:
             columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
