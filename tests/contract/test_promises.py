@@ -273,6 +273,8 @@ def test_a_metric_that_is_a_parameter_is_that_of_before_the_update() -> None:
     ],
 )
 @pytest.mark.parametrize("donate", [False, True])
+# PyTorch keeps the step size of ASGD in the default dtype.
+@pytest.mark.usefixtures("double")
 def test_complex_parameters_are_updated_as_in_torch(name: str, donate: bool) -> None:
     torch.manual_seed(0)
     models = [Complex() for _ in range(2)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
+from hfta_func.optim._leafwise import PAIRS
 from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
 
 M, STEPS = 3, 100
@@ -47,7 +48,7 @@ def test_every_optimizer_has_a_row() -> None:
 def test_every_number_is_checked(case: OptimizerCase) -> None:
     for knob, values in case.knobs.items():
         bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
-        names = r"beta\d" if knob == "betas" else knob
+        names = rf"({'|'.join(PAIRS[knob])})" if isinstance(values[0], tuple) else knob
         with pytest.raises(hfta.errors.HyperparameterError, match=rf"model 1: {names} is nan"):
             ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
 
@@ -535,11 +536,32 @@ def test_rprop_starts_with_the_learning_rate_of_the_first_update() -> None:
     torch.testing.assert_close(second["w"], torch.tensor([[-0.6], [-0.8]]))
 
 
-def test_the_average_of_asgd_is_that_of_the_parameters_after_t0() -> None:
+def test_the_average_of_asgd_is_that_of_the_parameters_from_t0_on() -> None:
     optimizer, params = hfta.asgd(lr=[0.1, 0.2], lambd=0.0, t0=1), {"w": torch.zeros(2, 1)}
     state, seen = optimizer.init(params), []
     for _ in range(4):
         updates, state = optimizer.update({"w": torch.ones(2, 1)}, state, params)
         params = hfta.apply_updates(params, updates)
         seen.append(params["w"])
-    torch.testing.assert_close(state.ax["w"], torch.stack(seen[1:]).mean(0))
+    torch.testing.assert_close(state.ax["w"], torch.stack(seen[2:]).mean(0))
+
+
+@pytest.mark.usefixtures("either_way")
+def test_rprop_forgets_a_gradient_that_was_not_finite() -> None:
+    bad = [torch.tensor([2.0, float("nan"), float("inf"), -1.0])] * M
+
+    def gradients(t: int) -> list[Tensor]:
+        return bad if t == 1 else [torch.full((4,), 1.0 + t + i) for i in range(M)]
+
+    ones = torch.ones(M, 4)
+    optimizer, params = hfta.rprop(lr=[0.1, 0.2, 0.3]), {"w": ones}
+    solo = [nn.Parameter(ones[i].clone()) for i in range(M)]
+    others = [torch.optim.Rprop([param], lr=[0.1, 0.2, 0.3][i]) for i, param in enumerate(solo)]
+    state = optimizer.init(params)
+    for t in range(4):
+        updates, state = optimizer.update({"w": torch.stack(gradients(t))}, state, params)
+        params = hfta.apply_updates(params, updates)
+        for param, other, grad in zip(solo, others, gradients(t), strict=True):
+            param.grad = grad.clone()
+            other.step()
+    torch.testing.assert_close(params["w"], torch.stack([param.detach() for param in solo]))

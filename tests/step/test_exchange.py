@@ -346,7 +346,7 @@ def _schedulers(optimizers: Any, make: Any = lr_scheduler.ExponentialLR, *argume
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: _refused(make=torch.optim.SparseAdam),
-        r"model 0: torch.optim.SparseAdam has no counterpart .* use one of SGD, .*Adafactor.*extend",
+        r"model 0: torch.optim.*\.SparseAdam has no counterpart .* use one of SGD, .*Adafactor.*extend",
     ),
     (lambda: _refused(make=Unknown), r"test_exchange.Unknown has no counterpart"),
     (

@@ -29,13 +29,13 @@ def asgd(
     """Averaged stochastic gradient descent, as ``torch.optim.ASGD`` computes it.
 
     With gradient g at update t: ``p -= eta * (g + lambd * p)``; ``ax += mu * (p - ax)``; then, for the next update,
-    ``eta = lr / (1 + lambd * lr * t)^alpha`` and ``mu = 1 / max(1, t - t0)``. The first ``eta`` is ``lr``, the first ``mu`` 1.
+    ``eta = lr / (1 + lambd * lr * t)^alpha`` and ``mu = 1 / max(1, t - t0)``. At first ``eta`` is ``lr`` and ``mu`` is 1.
 
     Args:
         lr: Learning rate.
         lambd: Decay rate of the parameters, which also lets the step size decay.
         alpha: Power by which the step size decays.
-        t0: Number of updates after which the average ``ax`` begins; until then it is the parameter.
+        t0: The average ``ax`` is of the parameters from update ``t0 + 2`` on; until then it is the parameter.
         weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
         maximize: Maximize instead of minimize.
 
@@ -106,7 +106,8 @@ def rprop(
         factor = torch.where(agree > 0, k["etaplus"], torch.where(agree < 0, k["etaminus"], 1.0))
         size.add_(k["first"]).mul_(factor).clamp_min_(k["step_size_min"]).clamp_max_(k["step_size_max"])
         grad = torch.where(agree < 0, 0.0, grad)
-        last.copy_(grad)
+        # PyTorch has no batching rule for copy_; the sign of NaN is 0.
+        last.sign_().mul_(0.0).add_(grad)
         return grad.sign() * size
 
     return leafwise(RpropState, hyperparams, rule, prepare, maximize=maximize)
