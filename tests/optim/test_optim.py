@@ -523,7 +523,9 @@ def test_adafactor_holds_rows_and_columns_and_no_matrix() -> None:
         {"matrix": 40, "vector": 0},
         {"matrix": 0, "vector": 7},
     ]
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"adafactor does not take 'w', which is complex; use"):
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match=r"adafactor needs real, unpadded parameters, not 'w'; use"
+    ):
         hfta.adafactor().init({"w": torch.zeros(M, 2, dtype=torch.complex64)})
 
 

@@ -170,7 +170,7 @@ class Range(enum.Enum):
 
 
 _DEFAULT_RANGES: dict[str, Range] = {
-    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), Range.NONNEGATIVE),
+    **dict.fromkeys(("lr", "eps", "eps1", "eps2", "weight_decay", "momentum"), Range.NONNEGATIVE),
     **dict.fromkeys(("beta1", "beta2"), Range.DECAY),
 }
 """Ranges of names that many optimizers use, unless an optimizer declares another range."""

@@ -19,10 +19,8 @@ FIELDS = "step", "hyperparams"
 """The first fields of every state: the number of updates of each member, ``int64[M]``, and hyperparameters by name."""
 
 
-PAIRS: Mapping[str, tuple[str, str]] = {
-    **{"betas": ("beta1", "beta2"), "etas": ("etaminus", "etaplus"), "eps": ("eps1", "eps2")},
-    "step_sizes": ("step_size_min", "step_size_max"),
-}
+PAIRS = {"betas": ("beta1", "beta2"), "etas": ("etaminus", "etaplus"), "eps": ("eps1", "eps2")}
+PAIRS["step_sizes"] = ("step_size_min", "step_size_max")
 """The hyperparameters in an argument that is a pair."""
 
 

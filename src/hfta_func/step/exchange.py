@@ -24,10 +24,7 @@ from hfta_func.optim._leafwise import FIELDS, PAIRS
 from hfta_func.optim._transforms import PartitionState, group_paths
 from hfta_func.step.gradients import handed
 
-_NAMES = (
-    *("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
-    *("Adagrad", "Adadelta", "Adafactor", "Muon"),
-)
+_NAMES = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Muon ASGD Rprop Adafactor".split()
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 _FUNCTIONS[torch.optim.LBFGS] = optim.lbfgs
@@ -182,6 +179,9 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     stepped = copy.copy(optimizer)
     # Schedulers write into tensors.
     copied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
+    for group in copied if make is optim.adafactor else ():
+        # As Adafactor reads None in eps.
+        group["eps"] = [torch.finfo(group["params"][0].dtype).eps if x is None else x for x in group["eps"]]
     stepped.param_groups = copied
     follower = None if scheduler is None else copy.deepcopy(scheduler, {id(optimizer): stepped})
     rows: list[list[list[Any]]] = []
@@ -190,20 +190,13 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
             warnings.simplefilter("ignore")
             if follower is not None and number:
                 follower.step()
-        values = [[_without_none(group[name], group) for name in numbers] for group in stepped.param_groups]
+        values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
         {each.name: group[each.name] for each in known}
         | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
         for number, group in enumerate(optimizer.param_groups)
     ]
-
-
-def _without_none(value: Any, group: Mapping[str, Any]) -> Any:
-    """A number or pair of a group, in which None is the resolution of the first parameter, as Adafactor reads it."""
-    if not (isinstance(value, tuple | list) and None in value):
-        return value
-    return [torch.finfo(group["params"][0].dtype).eps if each is None else each for each in value]
 
 
 def _arguments(number: int, members: Sequence[Any], every: PerModel, start: Tensor, follows: bool) -> dict[str, Any]:
@@ -293,13 +286,12 @@ def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
 
 def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapping[str, Any], state: Any) -> list[Any]:
     """The options of a group of ``torch.optim`` for each member, with the present values of schedules."""
+    count = len(state.step)
 
     def present(name: str, spec: Any) -> list[Any]:
-        if spec is None:
-            return [None] * len(state.step)
         values = state.hyperparams.get(name)
         if values is None:
-            return vector(name, spec, len(state.step), state.step.device).tolist()
+            return [None] * count if spec is None else vector(name, spec, count, state.step.device).tolist()
         return Hyperparams(type(state), **{name: spec}).at({name: values}, state.step)[name].tolist()
 
     columns: dict[str, Any] = {}
@@ -311,5 +303,5 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
         elif parameter.annotation.startswith("tuple[PerModel"):
             columns[name] = [*zip(*map(present, PAIRS[name], value), strict=True)]
         else:
-            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
+            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * count
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
