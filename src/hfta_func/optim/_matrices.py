@@ -232,9 +232,8 @@ def adafactor(
         rows = {path: torch.zeros_like(param[..., :1]) for path, param in params.items() if param.dim() > 2}
         cols = {path: torch.zeros_like(param[..., :1, :]) for path, param in params.items() if param.dim() > 2}
         rest = {path: torch.zeros_like(param) for path, param in params.items() if path not in rows}
-        return state._replace(
-            row_var=state.row_var | rows, col_var=state.col_var | cols, variance=state.variance | rest
-        )
+        slots = [old | new for old, new in zip(state[len(FIELDS) :], (rows, cols, rest), strict=True)]
+        return type(state)(*state[: len(FIELDS)], *slots)
 
     return made._replace(init=init)
 
