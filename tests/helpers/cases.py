@@ -131,6 +131,21 @@ _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
 
+_ASGD = {**_RATES, "lambd": [1e-4, 0.0, 0.1], "alpha": [0.75, 0.5, 1.0], "t0": [1e6, 1.0, 2.0]}
+del _ASGD["eps"]
+_RPROP = {
+    "lr": [0.01, 0.03, 0.02],
+    "etas": [(0.5, 1.2), (0.7, 1.5), (0.3, 1.1)],
+    "step_sizes": [(1e-6, 50.0), (0.025, 0.04), (1e-3, 0.02)],
+}
+_ADAFACTOR = {
+    "lr": [0.01, 0.2, 0.05],
+    "beta2_decay": [-0.8, -0.5, -1.0],
+    "eps": [(1e-15, 1e-3), (1e-3, 0.1), (0.2, 1e-2)],
+    "d": [1.0, 1.5, 1.1],
+    "weight_decay": [0.0, 1e-2, 0.1],
+}
+
 OPTIMIZERS = [
     OptimizerCase("sgd", hfta.sgd, torch.optim.SGD, {"lr": [0.1, 0.03, 0.2]}, {}),
     OptimizerCase("sgd with momentum", hfta.sgd, torch.optim.SGD, {**_MOMENTUM, "dampening": [0.1, 0.5, 0.0]}, {}),
@@ -158,6 +173,9 @@ OPTIMIZERS = [
         {**_RMSPROP, "eps": [1e-5, 1e-4, 1e-3], "momentum": [0.9, 0.0, 0.5]},
         {"centered": True},
     ),
+    OptimizerCase("asgd", hfta.asgd, torch.optim.ASGD, _ASGD, {}),
+    OptimizerCase("rprop", hfta.rprop, torch.optim.Rprop, _RPROP, {}),
+    OptimizerCase("adafactor", hfta.adafactor, torch.optim.Adafactor, _ADAFACTOR, {}),
     OptimizerCase("lion", hfta.lion, Lion, _LION, {}),
     OptimizerCase("lamb", hfta.lamb, Lamb, _ADAM, {}),
     OptimizerCase("adamw", hfta.adamw, torch.optim.AdamW, _ADAM, {}),
@@ -187,8 +205,8 @@ def ours(case: OptimizerCase, members: list[int] | None = None) -> hfta.Gradient
     """Our optimizer for the given members of three."""
     chosen = range(3) if members is None else members
     knobs: dict[str, Any] = {name: [values[member] for member in chosen] for name, values in case.knobs.items()}
-    if "betas" in knobs:
-        knobs["betas"] = tuple(zip(*knobs["betas"], strict=True))
+    pairs = {name: tuple(zip(*values, strict=True)) for name, values in knobs.items() if isinstance(values[0], tuple)}
+    knobs |= pairs
     return case.ours(**knobs, **case.options)
 
 

@@ -324,12 +324,19 @@ def test_optimizers(name):
     assert_alone(models_of("log_softmax"), getattr(hfta, name))
 
 
-def test_muon_is_refused():
+@pytest.mark.parametrize(
+    ("of_matrices", "why"),
+    [
+        (hfta.muon(), r"scales the update of '.*weight' by its shape"),
+        (hfta.adafactor(), r"adafactor needs real, unpadded parameters, not '.*weight'; use another"),
+    ],
+)
+def test_optimizers_that_look_at_the_shape_are_refused(of_matrices, why):
     model = hfta.padded(models := models_of("mlp"))
-    groups = {"matrices": hfta.muon(), "rest": hfta.sgd(lr=0.1)}
+    groups = {"matrices": of_matrices, "rest": hfta.sgd(lr=0.1)}
     optimizer = hfta.partition(lambda path, shape: "matrices" if len(shape) == 2 else "rest", groups)
     step = hfta.make_train_step(model, loss, optimizer)
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"scales the update of '.*weight' by its shape"):
+    with pytest.raises(hfta.errors.HyperparameterError, match=why):
         step.init(*hfta.stack_params(models, pad=model), seeds=range(len(models)))
 
 

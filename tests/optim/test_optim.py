@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
+from hfta_func.optim._leafwise import PAIRS
 from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
 
 M, STEPS = 3, 100
@@ -47,7 +48,7 @@ def test_every_optimizer_has_a_row() -> None:
 def test_every_number_is_checked(case: OptimizerCase) -> None:
     for knob, values in case.knobs.items():
         bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
-        names = r"beta\d" if knob == "betas" else knob
+        names = rf"({'|'.join(PAIRS[knob])})" if isinstance(values[0], tuple) else knob
         with pytest.raises(hfta.errors.HyperparameterError, match=rf"model 1: {names} is nan"):
             ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
 
@@ -502,3 +503,67 @@ def test_an_optimizer_that_only_makes_new_tensors_updates_in_place(keep: list[bo
         for a, b in zip(optree.tree_leaves(ours_), optree.tree_leaves(theirs_), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert all(not torch.equal(ours_[0][path][0], param[0]) for path, param in params.items())
+
+
+@pytest.mark.parametrize("d", [1.0, 2.0])
+def test_adafactor_with_the_resolution_of_the_dtype_and_stacks_of_matrices(d: float) -> None:
+    # Gradients are zero in whole rows, so that the lower bounds matter.
+    _check_against(
+        hfta.adafactor(lr=[0.1, 0.2, 0.3], d=d),
+        lambda i, parameters: torch.optim.Adafactor(parameters, lr=[0.1, 0.2, 0.3][i], d=d),
+        shapes={"kernel": (5, 4, 3, 3), "column": (6, 1), "one": (1,), "row": (1, 4)},
+    )
+
+
+def test_adafactor_holds_rows_and_columns_and_no_matrix() -> None:
+    state = hfta.adafactor().init({"matrix": torch.zeros(M, 50, 40), "vector": torch.zeros(M, 7)})
+    slots = state.row_var, state.col_var, state.variance
+    assert [{path: leaf[0].numel() for path, leaf in slot.items()} for slot in slots] == [
+        {"matrix": 50, "vector": 0},
+        {"matrix": 40, "vector": 0},
+        {"matrix": 0, "vector": 7},
+    ]
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match=r"adafactor needs real, unpadded parameters, not 'w'; use"
+    ):
+        hfta.adafactor().init({"w": torch.zeros(M, 2, dtype=torch.complex64)})
+
+
+def test_rprop_starts_with_the_learning_rate_of_the_first_update() -> None:
+    optimizer, ones = hfta.rprop(lr=0.1, etas=(0.5, 2.0)), {"w": torch.ones(2, 1)}
+    state = hfta.with_hyperparams(optimizer.init(ones), lr=[0.3, 0.4])
+    first, state = optimizer.update(ones, state, ones)
+    second, _ = optimizer.update(ones, hfta.with_hyperparams(state, lr=9.0), ones)
+    torch.testing.assert_close(first["w"], torch.tensor([[-0.3], [-0.4]]))
+    torch.testing.assert_close(second["w"], torch.tensor([[-0.6], [-0.8]]))
+
+
+def test_the_average_of_asgd_is_that_of_the_parameters_from_t0_on() -> None:
+    optimizer, params = hfta.asgd(lr=[0.1, 0.2], lambd=0.0, t0=1), {"w": torch.zeros(2, 1)}
+    state, seen = optimizer.init(params), []
+    for _ in range(4):
+        updates, state = optimizer.update({"w": torch.ones(2, 1)}, state, params)
+        params = hfta.apply_updates(params, updates)
+        seen.append(params["w"])
+    torch.testing.assert_close(state.ax["w"], torch.stack(seen[2:]).mean(0))
+
+
+@pytest.mark.usefixtures("either_way")
+def test_rprop_forgets_a_gradient_that_was_not_finite() -> None:
+    bad = [torch.tensor([2.0, float("nan"), float("inf"), -1.0])] * M
+
+    def gradients(t: int) -> list[Tensor]:
+        return bad if t == 1 else [torch.full((4,), 1.0 + t + i) for i in range(M)]
+
+    ones = torch.ones(M, 4)
+    optimizer, params = hfta.rprop(lr=[0.1, 0.2, 0.3]), {"w": ones}
+    solo = [nn.Parameter(ones[i].clone()) for i in range(M)]
+    others = [torch.optim.Rprop([param], lr=[0.1, 0.2, 0.3][i]) for i, param in enumerate(solo)]
+    state = optimizer.init(params)
+    for t in range(4):
+        updates, state = optimizer.update({"w": torch.stack(gradients(t))}, state, params)
+        params = hfta.apply_updates(params, updates)
+        for param, other, grad in zip(solo, others, gradients(t), strict=True):
+            param.grad = grad.clone()
+            other.step()
+    torch.testing.assert_close(params["w"], torch.stack([param.detach() for param in solo]))

@@ -345,10 +345,9 @@ def _schedulers(optimizers: Any, make: Any = lr_scheduler.ExponentialLR, *argume
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: _refused(make=torch.optim.Adafactor),
-        r"model 0: torch.optim.Adafactor has no counterpart .* use one of SGD, .*extend",
+        lambda: _refused(make=torch.optim.SparseAdam),
+        r"model 0: torch.optim.*\.SparseAdam has no counterpart .* use one of SGD, .*Adafactor.*extend",
     ),
-    (lambda: _refused(make=torch.optim.SparseAdam), "SparseAdam has no counterpart"),
     (lambda: _refused(make=Unknown), r"test_exchange.Unknown has no counterpart"),
     (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.Adam(m[2].parameters())]}),
@@ -451,3 +450,25 @@ def test_what_has_not_stepped_goes_back_as_it_was() -> None:
     solo, *_ = hfta.to_torch(optimizer, optimizer.init(params), models)
     _step(models[0], solo, "weight", "bias")
     assert solo.state[models[0].bias]["momentum_buffer"].tolist() == [1.0]
+
+
+def test_none_of_adafactor_becomes_the_resolution_of_its_parameters() -> None:
+    models = [nn.Linear(3, 2) for _ in range(M)]
+    optimizers = [torch.optim.Adafactor(model.parameters(), lr=0.1 * (i + 1)) for i, model in enumerate(models)]
+    optimizer = hfta.from_torch(optimizers, models=models)
+    params, _ = hfta.stack_params(models)
+    state = optimizer.init(params)
+    assert state.hyperparams["eps1"].tolist() == [torch.finfo(torch.float64).eps] * M
+    assert hfta.to_torch(optimizer, state, models)[2].param_groups[0]["eps"] == (torch.finfo(torch.float64).eps, 1e-3)
+    plain = hfta.adafactor(lr=0.1)
+    assert hfta.to_torch(plain, plain.init(params), models)[0].param_groups[0]["eps"] == (None, 1e-3)
+
+
+def test_rprop_before_its_first_update_goes_back_as_a_new_one() -> None:
+    models = [nn.Linear(3, 2) for _ in range(M)]
+    optimizer = hfta.rprop(lr=[0.1, 0.2, 0.3])
+    back = hfta.to_torch(optimizer, optimizer.init(hfta.stack_params(models)[0]), models)
+    before = models[2].weight.detach().clone()
+    models[2].weight.grad = torch.ones_like(before)
+    back[2].step()
+    torch.testing.assert_close(models[2].weight, before - 0.3)

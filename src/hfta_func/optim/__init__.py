@@ -6,6 +6,7 @@ Optimizers have the names of ``torch.optim`` and compute the same; the other fun
 from hfta_func.optim._adam import adam as adam
 from hfta_func.optim._adam import adamax as adamax
 from hfta_func.optim._adam import adamw as adamw
+from hfta_func.optim._adam import lion as lion
 from hfta_func.optim._adam import nadam as nadam
 from hfta_func.optim._adam import radam as radam
 from hfta_func.optim._base import GradientTransformation as GradientTransformation
@@ -13,11 +14,13 @@ from hfta_func.optim._base import apply_updates as apply_updates
 from hfta_func.optim._base import update_ as update_
 from hfta_func.optim._elementwise import adadelta as adadelta
 from hfta_func.optim._elementwise import adagrad as adagrad
-from hfta_func.optim._elementwise import lion as lion
+from hfta_func.optim._elementwise import asgd as asgd
 from hfta_func.optim._elementwise import rmsprop as rmsprop
+from hfta_func.optim._elementwise import rprop as rprop
 from hfta_func.optim._elementwise import sgd as sgd
 from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
 from hfta_func.optim._lbfgs import lbfgs as lbfgs
+from hfta_func.optim._matrices import adafactor as adafactor
 from hfta_func.optim._matrices import lamb as lamb
 from hfta_func.optim._matrices import muon as muon
 from hfta_func.optim._transforms import accumulate as accumulate

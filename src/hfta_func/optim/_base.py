@@ -160,6 +160,7 @@ class Range(enum.Enum):
 
     FINITE = -math.inf, math.inf, "a finite number"
     NONNEGATIVE = 0.0, math.inf, "at least 0 and finite"
+    NONPOSITIVE = -math.inf, math.ulp(0.0), "at most 0 and finite"
     POSITIVE = math.ulp(0.0), math.inf, "positive and finite"
     AT_LEAST_ONE = 1.0, math.inf, "at least 1 and finite"
     DECAY = 0.0, 1.0, "at least 0 and below 1"
@@ -169,7 +170,7 @@ class Range(enum.Enum):
 
 
 _DEFAULT_RANGES: dict[str, Range] = {
-    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), Range.NONNEGATIVE),
+    **dict.fromkeys(("lr", "eps", "eps1", "eps2", "weight_decay", "momentum"), Range.NONNEGATIVE),
     **dict.fromkeys(("beta1", "beta2"), Range.DECAY),
 }
 """Ranges of names that many optimizers use, unless an optimizer declares another range."""

@@ -1,4 +1,6 @@
-"""Optimizers whose rule is of each element: by squares of gradients (Adagrad, Adadelta, RMSprop), by momentum (SGD, Lion)."""
+"""Optimizers whose rule is of each element: by squares of gradients (Adagrad, Adadelta, RMSprop), by momentum (SGD),
+with an average of the parameters (ASGD), by signs of gradients (Rprop).
+"""
 
 from __future__ import annotations
 
@@ -219,42 +221,101 @@ def sgd(
     return leafwise(SGDState, hyperparams, rule, prepare, unused=unused, maximize=maximize)
 
 
-LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
-"""Averages of the gradients."""
+ASGDState = namedtuple("ASGDState", [*FIELDS, "eta", "mu", "ax"])
+"""The next step sizes and weights in the average ``[M]``, and averages of the parameters."""
 
 
 @recorded
-def lion(
-    lr: PerModel = 1e-4,
-    betas: tuple[PerModel, PerModel] = (0.9, 0.99),
+def asgd(
+    lr: PerModel = 1e-2,
+    lambd: PerModel = 1e-4,
+    alpha: PerModel = 0.75,
+    t0: PerModel = 1e6,
     weight_decay: PerModel = 0.0,
     *,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Lion: steps of equal size in every entry, with the sign of an average.
+    """Averaged stochastic gradient descent, as ``torch.optim.ASGD`` computes it.
 
-    With gradient g: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``;
-    ``m = beta2 * m + (1 - beta2) * g``.
+    With gradient g at update t: ``p -= eta * (g + lambd * p)``; ``ax += mu * (p - ax)``; then, for the next update,
+    ``eta = lr / (1 + lambd * lr * t)^alpha`` and ``mu = 1 / max(1, t - t0)``. At first ``eta`` is ``lr`` and ``mu`` is 1.
 
     Args:
-        lr: Learning rate, typically three to ten times smaller than Adam's.
-        betas: The average's weight in the step, and its decay rate; ``beta1`` and ``beta2`` in the state.
-        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
+        lr: Learning rate.
+        lambd: Decay rate of the parameters, which also lets the step size decay.
+        alpha: Power by which the step size decays.
+        t0: The average ``ax`` is of the parameters from update ``t0 + 2`` on; until then it is the parameter.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer, params, grads = lion(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer, params, grads = asgd(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
+        >>> updates["w"].flatten(), state.ax["w"].flatten()
+        (tensor([-0.1000, -1.0000]), tensor([-0.1000, -1.0000]))
+
+    References:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim., 1992.
+    """
+    hyperparams = Hyperparams(ASGDState, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay)
+
+    def prepare(at: dict[str, Tensor], count: Tensor, eta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        at["step"], at["mu"] = -torch.where(count == 1, at["lr"], eta), mu
+        return at["lr"] / (1 + at["lambd"] * at["lr"] * count) ** at["alpha"], 1 / (count - at["t0"]).clamp(min=1)
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], average: Tensor) -> Tensor:
+        direction = grad + param * k["lambd"]
+        decay_mean(average, param + direction * k["step"], k["mu"])
+        return direction
+
+    return leafwise(ASGDState, hyperparams, rule, prepare, carried=("eta", "mu"), maximize=maximize)
+
+
+RpropState = namedtuple("RpropState", [*FIELDS, "prev", "step_size"])
+"""The last gradients, zero where the sign had changed, and the step size of each entry."""
+restrict(RpropState, etaminus=Range.FACTOR, etaplus=Range.AT_LEAST_ONE)
+
+
+@recorded
+def rprop(
+    lr: PerModel = 1e-2,
+    etas: tuple[PerModel, PerModel] = (0.5, 1.2),
+    step_sizes: tuple[PerModel, PerModel] = (1e-6, 50),
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Resilient backpropagation, as ``torch.optim.Rprop`` computes it; for gradients of a whole data set.
+
+    Each entry has a step size s. With gradient g and the last one h: ``s *= etaplus`` where ``g * h > 0``, and where
+    ``g * h < 0``, ``s *= etaminus`` and ``g = 0``; s is clamped to ``step_sizes``; ``p -= s * sign(g)``.
+
+    Args:
+        lr: The first step size of every entry. It has no effect after the first update.
+        etas: Factors by which step sizes shrink and grow, ``etaminus`` and ``etaplus`` in the state.
+        step_sizes: The smallest and the largest step size, ``step_size_min`` and ``step_size_max`` in the state.
+        maximize: Maximize instead of minimize.
+
+    Example:
+        >>> optimizer, params, grads = rprop(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
         >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
-        Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
+        Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning", ICNN 1993.
     """
-    hyperparams = Hyperparams(LionState, lr=lr, **pair_of(betas), weight_decay=weight_decay)
+    hyperparams = Hyperparams(RpropState, lr=lr, **pair_of(etas, "etas"), **pair_of(step_sizes, "step_sizes"))
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
-        direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()
-        decay_mean(mean, grad, k["1-beta2"])
-        return direction
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        # Step sizes are zero before the first update.
+        at["first"], at["step"] = torch.where(count == 1, at["lr"], 0.0), -torch.ones_like(at["lr"])
 
-    return leafwise(LionState, hyperparams, rule, decoupled=True, maximize=maximize)
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], last: Tensor, size: Tensor) -> Tensor:
+        agree = grad * last
+        factor = torch.where(agree > 0, k["etaplus"], torch.where(agree < 0, k["etaminus"], 1.0))
+        size.add_(k["first"]).mul_(factor).clamp_min_(k["step_size_min"]).clamp_max_(k["step_size_max"])
+        grad = torch.where(agree < 0, 0.0, grad)
+        # PyTorch has no batching rule for copy_; the sign of NaN is 0.
+        last.sign_().mul_(0.0).add_(grad)
+        return grad.sign() * size
+
+    return leafwise(RpropState, hyperparams, rule, prepare, maximize=maximize)

@@ -19,12 +19,17 @@ FIELDS = "step", "hyperparams"
 """The first fields of every state: the number of updates of each member, ``int64[M]``, and hyperparameters by name."""
 
 
-def pair_of(betas: Any) -> dict[str, PerModel]:
-    """The two decay rates by name; tuples in a list are those of members, which would be taken for rates of one kind."""
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or (isinstance(betas, list) and any(isinstance(each, tuple) for each in betas)):
-        raise HyperparameterError(f"betas is {betas!r}; give a pair, each of one number or one per model")
-    return {"beta1": betas[0], "beta2": betas[1]}
+PAIRS = {"betas": ("beta1", "beta2"), "etas": ("etaminus", "etaplus"), "eps": ("eps1", "eps2")}
+PAIRS["step_sizes"] = ("step_size_min", "step_size_max")
+"""The hyperparameters in an argument that is a pair."""
+
+
+def pair_of(pair: Any, name: str = "betas") -> dict[str, PerModel]:
+    """The numbers of a pair by name; tuples in a list are those of members, which would be taken for rates of one kind."""
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    if not is_pair or (isinstance(pair, list) and any(isinstance(each, tuple) for each in pair)):
+        raise HyperparameterError(f"{name} is {pair!r}; give a pair, each of one number or one per model")
+    return dict(zip(PAIRS[name], pair, strict=True))
 
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:

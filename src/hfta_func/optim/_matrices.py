@@ -1,4 +1,4 @@
-"""Optimizers that look at a parameter as a whole: LAMB, Muon."""
+"""Optimizers that look at a parameter as a whole: LAMB, Muon, Adafactor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import PerModel, recorded
+from hfta_func._types import Params, PerModel, recorded
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import GradientTransformation, Hyperparams, check_choice, is_padded
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check_choice, is_padded, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, moments, pair_of
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -157,3 +157,87 @@ def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int,
         gram = torch.bmm(x, x.transpose(1, 2))
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.transpose(1, 2) if tall else x
+
+
+AdafactorState = namedtuple("AdafactorState", [*FIELDS, "row_var", "col_var", "variance"])
+"""Averages of the squared gradients: by rows and by columns for matrices, of every entry for vectors; else ``[M, 0]``."""
+restrict(AdafactorState, beta2_decay=Range.NONPOSITIVE, d=Range.AT_LEAST_ONE)
+
+
+@recorded
+def adafactor(
+    lr: PerModel = 1e-2,
+    beta2_decay: PerModel = -0.8,
+    eps: tuple[PerModel | None, PerModel] = (None, 1e-3),
+    d: PerModel = 1.0,
+    weight_decay: PerModel = 0.0,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adafactor, as ``torch.optim.Adafactor`` computes it: the state of a matrix is a column and a row.
+
+    With gradient g at update t and ``b = t^beta2_decay``, over the last two axes of each member's parameter:
+    ``r += b * (mean_columns(g^2) - r)``; ``c += b * (mean_rows(g^2) - c)``; ``v = r c / max(mean(r), eps1)``, and for
+    vectors and numbers ``v += b * (g^2 - v)``; ``u = g / sqrt(max(v, eps1^2))``;
+    ``p -= min(lr, 1 / sqrt(t)) * max(eps2, rms(p)) / max(1, rms(u) / d) * u + lr * weight_decay * p``.
+
+    Args:
+        lr: Upper bound of the step relative to the size of the parameter.
+        beta2_decay: Power by which the weight of a new gradient decays, at most 0.
+        eps: Lower bounds, ``eps1`` of the averages and ``eps2`` of the size of the parameter. None as the first is the
+            resolution of the parameter's dtype, and of float32 for a narrower one; then the state has no ``eps1``.
+        d: Root mean square above which an update is scaled down.
+        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
+        maximize: Maximize instead of minimize.
+
+    Raises:
+        HyperparameterError: if a parameter is complex, or padded because models differ in size.
+
+    Example:
+        >>> optimizer, params, grads = adafactor(lr=[0.1, 1.0]), {"w": torch.ones(2, 3)}, {"w": torch.ones(2, 3)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"][:, 0]
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", ICML 2018.
+    """
+    pair = {name: each for name, each in pair_of(eps, "eps").items() if each is not None}
+    hyperparams = Hyperparams(AdafactorState, lr=lr, beta2_decay=beta2_decay, d=d, **pair, weight_decay=weight_decay)
+
+    def start(path: str, param: Tensor) -> Tensor:
+        if param.is_complex() or is_padded.get():
+            raise HyperparameterError(f"adafactor needs real, unpadded parameters, not '{path}'; use another optimizer")
+        return param.new_zeros(param.shape[0], 0)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["share"] = count ** at["beta2_decay"]
+        at["step"] = -torch.minimum(at["lr"], count.to(at["lr"]) ** -0.5)
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], row: Tensor, col: Tensor, variance: Tensor) -> Tensor:
+        least, square = k.get("eps1", torch.finfo(param.dtype).eps), grad * grad
+        if param.dim() > 2:
+            decay_mean(row, square.mean(-1, keepdim=True), k["share"])
+            decay_mean(col, square.mean(-2, keepdim=True), k["share"])
+            estimate = row * col / row.mean(-2, keepdim=True).clamp_min(least)
+        else:
+            estimate = decay_mean(variance, square, k["share"])
+        direction = estimate.clamp_min(least * least).rsqrt() * grad
+        return direction * _rms(param).maximum(k["eps2"]) / (_rms(direction) / k["d"]).clamp_min(1.0)
+
+    how: Any = {"decoupled": True, "maximize": maximize, "elementwise": False}
+    made = leafwise(AdafactorState, hyperparams, rule, prepare, start=start, **how)
+
+    def init(params: Params) -> Any:
+        state = made.init(params)
+        rows = {path: torch.zeros_like(param[..., :1]) for path, param in params.items() if param.dim() > 2}
+        cols = {path: torch.zeros_like(param[..., :1, :]) for path, param in params.items() if param.dim() > 2}
+        rest = {path: torch.zeros_like(param) for path, param in params.items() if path not in rows}
+        slots = [old | new for old, new in zip(state[len(FIELDS) :], (rows, cols, rest), strict=True)]
+        return type(state)(*state[: len(FIELDS)], *slots)
+
+    return made._replace(init=init)
+
+
+def _rms(leaf: Tensor) -> Tensor:
+    """The root mean square of each member's part, in a shape that broadcasts."""
+    return per_model(torch.linalg.vector_norm(leaf.reshape(leaf.shape[0], -1), dim=1) / leaf[0].numel() ** 0.5, leaf)

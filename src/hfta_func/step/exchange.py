@@ -20,11 +20,11 @@ from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, Tree, recipe, recorded
 from hfta_func.errors import StackError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
-from hfta_func.optim._leafwise import FIELDS
+from hfta_func.optim._leafwise import FIELDS, PAIRS
 from hfta_func.optim._transforms import PartitionState, group_paths
 from hfta_func.step.gradients import handed
 
-_NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
+_NAMES = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Muon ASGD Rprop Adafactor".split()
 _FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 _FUNCTIONS[torch.optim.LBFGS] = optim.lbfgs
@@ -179,6 +179,9 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, steps: int, make: Callable
     stepped = copy.copy(optimizer)
     # Schedulers write into tensors.
     copied = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
+    for group in copied if make is optim.adafactor else ():
+        # As Adafactor reads None in eps.
+        group["eps"] = [torch.finfo(group["params"][0].dtype).eps if x is None else x for x in group["eps"]]
     stepped.param_groups = copied
     follower = None if scheduler is None else copy.deepcopy(scheduler, {id(optimizer): stepped})
     rows: list[list[list[Any]]] = []
@@ -260,13 +263,13 @@ def to_torch(optimizer: GradientTransformation, state: Tree, models: Iterable[nn
         inside = [[leaves[path] for path in group] for group in paths]
         made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))
         for group, part in zip(paths, states, strict=True):
-            # A buffer of SGD starts with the first gradient.
-            for param, path in [(leaves[path], path) for path in group if counted or part.step[member]]:
+            # Before the first update torch.optim has no state, or one that its options make.
+            for param, path in [(leaves[path], path) for path in group if part.step[member]]:
                 for name in (*counted, *part._fields[len(FIELDS) :]):
                     key, slot = _KEYS.get(name, name), getattr(part, name)
                     if isinstance(slot, Tensor):
                         made[-1].state[param][key] = torch.tensor(float(slot[member]))
-                    elif slot:
+                    elif slot and slot[path].numel():  # Adafactor has no rows for vectors.
                         made[-1].state[param][key] = slot[path][member].to(param, copy=True)
     return made
 
@@ -283,11 +286,12 @@ def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
 
 def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapping[str, Any], state: Any) -> list[Any]:
     """The options of a group of ``torch.optim`` for each member, with the present values of schedules."""
+    count = len(state.step)
 
-    def present(name: str, spec: Any) -> list[float]:
+    def present(name: str, spec: Any) -> list[Any]:
         values = state.hyperparams.get(name)
         if values is None:
-            return vector(name, spec, len(state.step), state.step.device).tolist()
+            return [None] * count if spec is None else vector(name, spec, count, state.step.device).tolist()
         return Hyperparams(type(state), **{name: spec}).at({name: values}, state.step)[name].tolist()
 
     columns: dict[str, Any] = {}
@@ -296,8 +300,8 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
         if name not in inspect.signature(kind).parameters:
             if value != parameter.default:
                 raise StackError(f"torch.optim.{kind.__name__} has no {name}, which is {value} here; leave it out")
-        elif name == "betas":
-            columns[name] = [*zip(*(present(f"beta{i}", beta) for i, beta in enumerate(value, 1)), strict=True)]
+        elif parameter.annotation.startswith("tuple[PerModel"):
+            columns[name] = [*zip(*map(present, PAIRS[name], value), strict=True)]
         else:
-            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
+            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * count
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
