@@ -380,7 +380,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks families", description=__doc__)
     parser.add_argument("--models", type=int, nargs="+", default=[2, 4, 8], help="numbers of members")
     parser.add_argument("--steps", type=int, nargs="+", default=[40, 400], help="steps of a run")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, choices=[1, 2], default=1)
     parser.add_argument("--rounds", type=int, default=6, help="runs of each, the first on its own")
     parser.add_argument("--filter", default="", help="only families whose name holds this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add all numbers to FILE")
@@ -388,12 +388,12 @@ def main(argv: Sequence[str] = ()) -> int:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     for members, steps in itertools.product(args.models, args.steps):
-        case, found = f"M {members}, {steps} steps", {}
+        case, found = f"M {members}, {steps} steps{', two threads' if args.threads == 2 else ''}", {}
         for name, family in FAMILIES.items():
             if args.filter in name:
                 found[name] = measured(family, members, steps, args.rounds, clock)
                 print(f"{name}: {found[name]['ratio']:.2f}", file=sys.stderr, flush=True)
                 if args.json:
                     add_to(args.json, "families", machine(), {f"{name}: {case}": found[name]})
-        print(f"\n{case}, {args.threads} threads\n{show(found)}", flush=True)
+        print(f"\n{case}\n{show(found)}", flush=True)
     return 0

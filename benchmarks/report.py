@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,7 +181,8 @@ def families(found: dict[str, Any]) -> str:
         name, _, case = key.rpartition(": ")
         first = f" ({row['first']:.2f})" if case.endswith(" 40 steps") else ""
         cells.setdefault(name, {})[case] = f"{row['ratio']:.2f}{first}"
-    cases = list(dict.fromkeys(case for row in cells.values() for case in row))
+    every = {case for row in cells.values() for case in row}
+    cases = sorted(every, key=lambda case: ("threads" in case, *map(int, re.findall(r"\d+", case))))
     lines = [[name, *(row.get(case, "") for case in cases)] for name, row in cells.items()]
     return f"{markdown(['network', *cases], lines)}\n\n{_where(found)}"
 

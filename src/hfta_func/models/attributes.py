@@ -88,9 +88,12 @@ class Snapshot:
         """The current values at all paths that have been assigned, added, removed or written in place."""
         changes: dict[str, Any] = {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
         for path, module, held, before in self._contents:
-            if is_changed(held, before) and module is None:
+            # Most hold nothing, as do the hooks of a module.
+            if not (held or before) or not is_changed(held, before):
+                continue
+            if module is None:
                 changes[path] = held
-            elif module is not None and is_changed(held, before):
+            else:
                 names = [name for name in {**before, **held} if held.get(name, _UNSET) is not before.get(name, _UNSET)]
                 changes |= {path + name: held.get(name, _UNSET) for name in names}
         return changes
@@ -130,8 +133,9 @@ def undo(changes: Iterable[Undoing]) -> None:
 
 def is_changed(held: Any, before: Any) -> bool:
     """Whether a container holds something else than its copy."""
-    parts = (each.values() if isinstance(each, dict) else each for each in (held, before))
-    return len(held) != len(before) or any(map(operator.is_not, *parts))
+    if isinstance(held, dict):
+        return len(held) != len(before) or any(map(operator.is_not, held.values(), before.values()))
+    return len(held) != len(before) or any(map(operator.is_not, held, before))
 
 
 def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
