@@ -384,6 +384,45 @@ def test_bits_of_the_eager_step(name: str, count: int) -> None:
     assert plain.status == "eager: not asked to be replayed"
 
 
+class Viewed(nn.Module):
+    """PyTorch's recurrent layers turn their output in place, if they run for a single member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.layer(x)
+        y = y * 2
+        return y.unsqueeze_(0).transpose_(0, 2).squeeze_(2)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tensors_that_become_other_views_in_place(count: int) -> None:
+    step, plain = (
+        hfta.make_train_step(Viewed(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), replay=on)
+        for on in (True, None)
+    )
+    a = b = step.init(*hfta.init_params(Viewed, range(count)), seeds=range(count))
+    for _ in range(8):
+        x = torch.randn(count, 2, 5, 3)
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected))
+    assert step.status.startswith("replayed")
+
+
+def test_a_variable_of_a_script_may_have_the_name_of_an_attribute_or_a_key() -> None:
+    script: dict[str, Any] = {"step": 0, "x": 0}
+    exec("def loss_fn(model, batch):\n    return (model.step(batch['x']) ** 2).mean()", script)
+    model = nn.ModuleDict({"step": nn.Linear(3, 1)})
+    make = hfta.make_train_step(model, script["loss_fn"], hfta.sgd(lr=0.1), replay=True)
+    state = make.init(*hfta.stack_params([model] * M), seeds=range(M))
+    for number in range(8):
+        script["step"], script["x"] = number, torch.randn(M, 2, 3)
+        state, _ = make(state, {"x": script["x"]})
+    assert make.status.startswith("replayed")
+
+
 def test_tensors_made_of_numbers_are_made_once_unless_someone_writes_them() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Any:
         y = model(x)

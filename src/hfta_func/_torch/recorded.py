@@ -204,7 +204,11 @@ class Recorder(Mode):
             # The same tensor without a history, which a tape has not.
             self._slots[id(result)] = weakref.ref(result), given[0]
             return result
-        made = _tree.tree_map(self._slot_of_result, result)
+        if (twin := _view_of(func)) is not None:
+            # The tensor is another view from now on.
+            func, made, writes = twin, self._new(result), False
+        else:
+            made = _tree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             arguments = (leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -279,6 +283,12 @@ class Recorder(Mode):
 
     def _check(self, func: Any, args: Any) -> None:
         why = _why_not(func)
+        if (
+            _view_of(func) is not None
+            and self._known(args[0]) is not None
+            and storage_number(args[0]) not in self._kept
+        ):
+            return
         # Only how many a mask selects is not known before.
         if why and not (func is _aten.index.Tensor and not any(x is not None and x.dtype in _MASKS for x in args[1])):
             self._refuse(f"{func} {why}")
@@ -304,6 +314,20 @@ class Recorder(Mode):
         # A model may catch the error.
         self.why_not = self.why_not or why
         raise NotReplayableError(why)
+
+
+@functools.cache
+def _view_of(func: Any) -> Any:
+    """For an operator that changes what a tensor is a view of, such as ``transpose_``, the one that makes the view."""
+    if torch.Tag.inplace_view not in getattr(func, "tags", ()):
+        return None
+    packet = getattr(_aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    twins = (getattr(packet, name) for name in packet.overloads()) if packet is not None else ()
+    return next((twin for twin in twins if _arguments(twin) == _arguments(func)), None)
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import gc
@@ -18,7 +19,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ _NATIVE = (
 )
 """Functions in C, fields of named tuples, operators, and modules, of which what code names is followed."""
 _OF_THREADS = type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread
+_OF_GLOBALS = "LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"
 _OF_NUMPY = "ufunc", "_ArrayFunctionDispatcher"
 _DEFINITIONS = tuple(
     os.path.join(os.path.dirname(path), "")
@@ -236,7 +238,7 @@ class Reached:
         self._watch(function)
         if _is_definition(code.co_filename):
             return parts[1:]
-        named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2])]
+        named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2], _globals_in(code))]
         self._names += named
         if self._changes:
             named = [x for x in named if x[0] is space and x[1] in space]
@@ -245,20 +247,23 @@ class Reached:
 
 
 def _named(
-    space: dict[str, Any], names: list[str], imports: bool, seen: frozenset[int] = frozenset()
+    space: dict[str, Any], names: list[str], imports: bool, own: Collection[str], seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What names in code may mean: globals, modules that it imports itself, and what modules among these have."""
+    """What names in code may mean: its ``own`` globals, modules that it imports itself, and what modules among these have."""
     package = space.get("__package__") or ""
     of_version = _is_definition(space.get("__file__"))
     for name in names:
-        places: Any = ((space, name), (sys.modules, name), (sys.modules, f"{package}.{name}"))[: 3 if imports else 1]
+        places: list[Any] = [(space, name)] if name in own else []
+        places += [(sys.modules, name), (sys.modules, f"{package}.{name}")] if imports else []
+        if not places:
+            continue
         place = next((one for one in places if one[1] in one[0]), places[0])
         value = place[0].get(place[1])
         # A version's own data may bear a name that the code has for something else.
         if not of_version or isinstance(value, (types.FunctionType, type, *_NATIVE)):
             yield place[0], place[1], value
         if isinstance(value, types.ModuleType) and id(value) not in seen and len(seen) < 3:
-            yield from _named(vars(value), names, False, seen | {id(value)})
+            yield from _named(vars(value), names, False, names, seen | {id(value)})
 
 
 def _is_definition(path: str | None) -> bool:
@@ -272,6 +277,13 @@ def _is_followed(kind: type) -> bool:
     """Whether a class was made in Python, or what objects of it refer to is all that they hold."""
     is_of_c = not kind.__flags__ & _HEAP_TYPE or isinstance(vars(kind).get("__new__"), types.BuiltinFunctionType)
     return kind in _FOLLOWED or not is_of_c
+
+
+@functools.lru_cache(1024)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals in code; an attribute or a key may have the name of a loop's variable."""
+    inner = (_globals_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(x.argval for x in dis.get_instructions(code) if x.opname in _OF_GLOBALS).union(*inner)
 
 
 def names_in(code: types.CodeType) -> set[str]:
