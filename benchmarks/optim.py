@@ -33,7 +33,9 @@ VARIANTS = {
 def optimizers() -> dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]]:
     """Every optimizer of the package and its variants by name: ours, PyTorch's of the same name or None, and options."""
     functions = {name: make for name, make in vars(hfta.optim).items() if inspect.isfunction(make)}
-    plain = {name: (make, {}) for name, make in functions.items() if "lr" in inspect.signature(make).parameters}
+    # One evaluates losses itself: python -m benchmarks lbfgs.
+    updates = {name: make for name, make in functions.items() if name != "lbfgs"}
+    plain = {name: (make, {}) for name, make in updates.items() if "lr" in inspect.signature(make).parameters}
     table = plain | VARIANTS
     return {name: (make, THEIRS.get(make.__name__), options) for name, (make, options) in sorted(table.items())}
 

@@ -247,13 +247,13 @@ class Reached:
 
 
 def _named(
-    space: dict[str, Any], names: list[str], imports: bool, own: Collection[str], seen: frozenset[int] = frozenset()
+    space: dict[str, Any], names: list[str], imports: bool, read: Collection[str], seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What names in code may mean: its ``own`` globals, modules that it imports itself, and what modules among these have."""
+    """What names in code may mean: globals that it may ``read``, modules that it imports, and what modules have."""
     package = space.get("__package__") or ""
     of_version = _is_definition(space.get("__file__"))
     for name in names:
-        places: list[Any] = [(space, name)] if name in own else []
+        places: list[Any] = [(space, name)] if name in read else []
         places += [(sys.modules, name), (sys.modules, f"{package}.{name}")] if imports else []
         if not places:
             continue
