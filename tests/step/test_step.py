@@ -14,6 +14,7 @@ import hfta_func as hfta
 from clocks import CallClock
 from hfta_func import random
 from hfta_func.run.memory import peak_bytes
+from hfta_func.step import commit
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -206,7 +207,13 @@ def _vector(dtype: torch.dtype = torch.float32, value: float = 1e-3) -> Any:
 
 
 @pytest.mark.parametrize("size", [None, 1])
-def test_a_gradient_whose_sum_overflows_is_finite(size: int | None) -> None:
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_gradient_whose_sum_overflows_is_finite(
+    size: int | None, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiles:
+        # As on a machine without a compiler, and on a GPU.
+        monkeypatch.setattr(commit, "_kernel_for", lambda leaves: None)
     _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=1e-38), chunk_size=size)
     slopes = torch.full((M, 1, 8), 1.0)
     slopes[1] = 3e38
