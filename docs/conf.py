@@ -130,10 +130,10 @@ def _notebook_source(app: Sphinx, pagename: str, template: str, context: dict[st
 
 
 def _every_optimizer(app: Sphinx, docname: str, source: list[str]) -> None:
-    """The reference lists what the package exports, so that a new optimizer is in it."""
+    """The reference lists what the package exports, so that a new optimizer is in it; some are on the page by themselves."""
     public = [name for name, make in vars(hfta_func.optim).items() if inspect.isfunction(make)]
     names = [name for name in public if "lr" in inspect.signature(getattr(hfta_func, name)).parameters]
-    listed = "\n\n".join(f".. autofunction:: hfta_func.{name}" for name in names)
+    listed = "\n\n".join(one for name in names if (one := f".. autofunction:: hfta_func.{name}") not in source[0])
     source[0] = source[0].replace("<!-- every optimizer -->", f"```{{eval-rst}}\n{listed}\n```")
 
 
