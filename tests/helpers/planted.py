@@ -312,7 +312,7 @@ PLANTED = [
         "an exported ensemble needs this package",
         *(
             "rules/_operator.py",
-            "self.forward if torch.compiler.is_exporting() and self.fake is None else self._op",
+            "self.forward if torch.compiler.is_exporting() and not self.opaque else self._op",
             "self._op",
         ),
         "test_ensemble.py::test_onnx_runtime_runs_it",

@@ -118,10 +118,12 @@ _sums = Operator(
     *(_sum, _keep_sum, _backward_of_sum, _fake_sum),
     batched=members_in_front(lambda *args: _sums(*args)),
     flops=_flops_of_sum,
+    opaque=True,
 )
 _products = Operator(
     f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> (Tensor, Tensor)",
     *(_product, _keep_product, _backward_of_product, _fake_product),
     batched=members_in_front(lambda *args: _products(*args)),
     flops=_flops_of_product,
+    opaque=True,
 )

@@ -42,6 +42,8 @@ class Operator:
     fake: Callable[..., Any] | None = None
     # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
+    # The forward pass is a program in C alone, which an export meets only in what a tape has recorded.
+    opaque: bool = False
     # Floating-point operations of a call, ``flops(*args, out_val=output)``, for PyTorch's counter.
     flops: Callable[..., int] | None = None
 
@@ -50,8 +52,8 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""
-        # An exported program runs without this package; of programs in C, it has none but those that a tape has recorded.
-        return (self.forward if torch.compiler.is_exporting() and self.fake is None else self._op)(*args)
+        # An exported program runs without this package.
+        return (self.forward if torch.compiler.is_exporting() and not self.opaque else self._op)(*args)
 
     @functools.cached_property
     def _op(self) -> Any:
