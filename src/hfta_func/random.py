@@ -63,7 +63,7 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
         device: Where the keys go.
 
     Raises:
-        HyperparameterError: if seeds are not integers that fit in 64 signed bits.
+        HyperparameterError: if a seed is not an integer that fits in 64 signed bits.
 
     Example:
         >>> keys([7, 8, 7])
@@ -73,8 +73,6 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
         if seeds.is_floating_point():
             raise HyperparameterError(f"seeds are {seeds.dtype}; seeds must be integers")
         return seeds.to(device=device, dtype=torch.int64)
-    if isinstance(seeds, Integral):
-        raise HyperparameterError(f"seeds is {seeds}; pass one integer per model, such as range({seeds})")
     for member, seed in enumerate(seeds := list(seeds)):
         if not isinstance(seed, Integral) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
             raise HyperparameterError(f"model {member}: seed {seed!r} is not a 64-bit integer; pass one int per model")

@@ -530,12 +530,8 @@ def test_what_a_loss_may_not_return(result, message):
         step(state, (X, Y))
 
 
-def test_a_data_set_in_place_of_tensors():
+def test_a_data_set_in_place_of_batches():
     data = TensorDataset(X, Y)
-    message = r"not tensors with a row per sample; .* dataset\.tensors, or a DatasetLoader"
-    for given in (data, DataLoader(data, 8)):
-        with pytest.raises(hfta.errors.BatchError, match=rf"a {type(given).__name__}, {message}"):
-            hfta.ArrayLoader(given, 8, seeds=[0, 1])
     ensemble = hfta.Ensemble.from_modules([make() for _ in range(3)])
     predictions = [
         lambda data: ensemble.predict(data, inputs=lambda item: item[0]),

@@ -272,25 +272,6 @@ def test_an_average_begins_after_the_first_update_or_with_a_copy(copied):
     assert_same(found, averages)
 
 
-def test_what_is_forgotten_around_a_step_is_named():
-    step = hfta.make_train_step(make(), mse, hfta.sgd(lr=0.1), batch_dims=None)
-    models = [make() for _ in range(3)]
-    stacked = hfta.stack_params(models)
-    for call in (lambda: step(stacked, BATCHES[0]), lambda: hfta.fit(step, stacked, BATCHES, epochs=1)):
-        with pytest.raises(
-            hfta.errors.StateError, match=r"Stacked, models alone; pass what step\.init\(\*stacked, seeds="
-        ):
-            call()
-    for given in (models, stacked):
-        with pytest.raises(
-            hfta.errors.StateError, match=rf"{type(given).__name__}; unpack .* step\.init\(\*stack_params\("
-        ):
-            step.init(given, seeds=range(3))
-    for call in (lambda: step.init(*stacked, seeds=3), lambda: hfta.init_params(make, 3)):
-        with pytest.raises(hfta.errors.HyperparameterError, match=r"seeds is 3; pass .* such as range\(3\)"):
-            call()
-
-
 class Tempered(nn.Module):
     """It has a temperature, and counts its calls."""
 

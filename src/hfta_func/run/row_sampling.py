@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from hfta_func import random
 from hfta_func._tree import leaves, tree_map
@@ -36,9 +36,6 @@ def is_dataset(data: Any) -> bool:
 
 def tensors_of(data: Tree, device: torch.device | str | None, num_models: int) -> Tree:
     """The data as tensors; raises a BatchError unless all have as many rows, at least one, and no model axis."""
-    if isinstance(data, Dataset | DataLoader):
-        cure = "pass its tensors, as of dataset.tensors, or a DatasetLoader of a data set; and a loader without a batch_size"
-        raise BatchError(f"the data is a {type(data).__qualname__}, not tensors with a row per sample; {cure}")
     data = tree_map(lambda leaf: torch.as_tensor(array_of(leaf), device=device), plain(data))
     shapes = [list(tensor.shape) for tensor in leaves(data)]
     if not shapes or [] in shapes or len({rows for rows, *_ in shapes}) > 1 or shapes[0][0] == 0:

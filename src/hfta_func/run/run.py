@@ -25,7 +25,7 @@ from hfta_func.run.row_sampling import is_dataset
 from hfta_func.run.running import Running
 from hfta_func.run.trainer import Members
 from hfta_func.step.batch import is_table
-from hfta_func.step.state import TrainState, check_kind, restart
+from hfta_func.step.state import TrainState, restart
 
 
 class Run(Members):
@@ -43,7 +43,6 @@ class Run(Members):
         evaluate: Callable[[TrainState], Metrics] | None = None,
         sums: Collection[str] = (),
     ):
-        check_kind(state)
         if is_table(loader) or is_dataset(loader):
             cure = (
                 "pass an iterable over batches, such as an ArrayLoader, or a DatasetLoader or DataLoader of a data set"

@@ -38,7 +38,7 @@ from hfta_func.step.batch import (
 )
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, check_kind
+from hfta_func.step.state import TrainState
 from hfta_func.verify import Case, Oracle, Trial, assigned, autocasting, same
 
 
@@ -273,6 +273,5 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
 
 def check(state: TrainState, batch: Tree, known: Shapes, dims: Tree) -> None:
     """Raise a StateError or a BatchError that names what does not fit a model of these shapes and its ``batch_dims``."""
-    check_kind(state)
     check_state((state.params, filled(state.buffers, state.hparams)), known)
     check_batch(dims, plain(batch), state.keys.shape[0])

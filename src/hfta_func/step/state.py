@@ -87,12 +87,6 @@ def restart(state: T) -> T:
     return state._replace(carry=carry._replace(now=where(state.active, carry.start, carry.now)))  # pyright: ignore
 
 
-def check_kind(state: Any) -> None:
-    """Raise a StateError for models in the place of a training state."""
-    if isinstance(state, Stacked):
-        raise StateError("the state is a Stacked, models alone; pass what step.init(*stacked, seeds=...) returns")
-
-
 def stacked(state: Any) -> Stacked:
     """What a training state holds of the models alone, as :func:`stack_params` returns it.
 

@@ -12,7 +12,7 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
-from hfta_func.errors import HyperparameterError, LossError, StateError
+from hfta_func.errors import HyperparameterError, LossError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import shared_of
@@ -285,9 +285,6 @@ class TrainStep(Compiled):
             StateError: if params or buffers do not belong to the model.
             HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
-        if not isinstance(params, Mapping):
-            cure = "unpack what stack_params or init_params returns: step.init(*stack_params(models), seeds=...)"
-            raise StateError(f"params is a {type(params).__qualname__}; {cure}")
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
         count, replaced = num_models({"params": params, "buffers": buffers, "carry": carry}), known & hparams.keys()
