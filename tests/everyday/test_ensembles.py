@@ -298,3 +298,41 @@ def test_an_exported_ensemble_is_saved_and_loaded():
     torch.export.save(program, file)
     found = torch.export.load(io.BytesIO(file.getvalue())).module()(batches()[1])
     torch.testing.assert_close(found, torch.stack([model.eval()(batches()[1]) for model in models]))
+
+
+class Pooled(nn.Module):
+    """Sentences of unequal length: an encoder that is told what is padded, and a mean over all places."""
+
+    def __init__(self, normed: bool):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8) if normed else None)
+        if normed:
+            nn.init.uniform_(self.encoder.norm.bias)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padded).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("lengths", [[5, 3, 1, 0], [4, 3, 1, 2]])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("as_float", [False, True])
+def test_encoders_fill_padding_with_zeros_in_evaluation(lengths, normed, count, as_float):
+    torch.manual_seed(0)
+    models = [Pooled(normed).double().eval() for _ in range(count)]
+    x, padded = torch.randn(4, 5, 8).double(), torch.arange(5) >= torch.tensor(lengths)[:, None]
+    if 0 not in lengths:
+        padded = padded.flip(1)  # Padded in front, where PyTorch takes the general path.
+    padded = torch.zeros_like(padded, dtype=torch.double).masked_fill(padded, -torch.inf) if as_float else padded
+    ensemble = hfta.Ensemble.from_modules(models).eval()
+    measure = hfta.make_eval_step(models[0], lambda model, batch: {"mean": model(*batch).mean(1)})
+    with torch.no_grad():
+        expected = torch.stack([model(x, padded) for model in models])
+        torch.testing.assert_close(ensemble(x, padded), expected, rtol=1e-10, atol=1e-10)
+    stacked = hfta.stack_params(models)
+    state = hfta.make_train_step(models[0], lambda model, batch: model(*batch).mean(), hfta.sgd(lr=0.1)).init(
+        *stacked, seeds=range(count)
+    )
+    torch.testing.assert_close(measure(state, (x, padded))["mean"], expected.mean(2), rtol=1e-10, atol=1e-10)

@@ -71,4 +71,33 @@ def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
     name, position = ("is_causal", 3) if isinstance(module, nn.TransformerEncoder) else ("tgt_is_causal", 6)
     if len(args) <= position:
         kwargs[name] = bool(kwargs.get(name))
-    return type(module).forward(module, *args, **kwargs)
+    return with_zeros(module, *args, **kwargs)
+
+
+def with_zeros(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a transformer stack by the general path, with the zeros of the encoder's fast path.
+
+    That takes rows without what is padded at their end, and fills in zeros behind the last layer. It looks at values of the
+    mask, and is not taken where calls are replaced or noise is routed.
+    """
+    result = type(module).forward(module, *args, **kwargs)
+    padded = _left_out(module, *args, **kwargs) if type(module).forward is nn.TransformerEncoder.forward else None
+    if padded is None:
+        return result
+    zeros = torch.zeros_like(result)
+    return torch.where(padded.unsqueeze(-1), zeros if module.norm is None else module.norm(zeros), result)
+
+
+def _left_out(
+    module: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Tensor | None = None, is_causal: Any = None
+) -> Tensor | None:
+    """True where an encoder's fast path leaves out a position; None where its conditions, but that on values, do not hold."""
+    first, padding = module.layers[0], src_key_padding_mask
+    if padding is None or mask is not None or first.training or src.dim() != 3 or torch.is_autocast_enabled():
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters())):
+        return None
+    if not (module.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()):
+        return None
+    padded = padding if padding.dtype == torch.bool else padding != 0
+    return padded & (padded[:, :-1] <= padded[:, 1:]).all()

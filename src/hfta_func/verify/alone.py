@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of
 from hfta_func.models.sizes import SIZE
+from hfta_func.models.skeleton import with_zeros
 from hfta_func.models.stack import members_of
 
 Results = dict[str, Params]
@@ -112,8 +114,11 @@ class Case(NamedTuple):
         shared = {path: cast(x) if judged or trained.get(path) else x.detach() for path, x in self.shared.items()}
         shared |= {path: nn.Parameter(shared[path], trained[path]) for path in shared.keys() & trained.keys()}
         (model,) = members_of(self.model, cast(params), cast(buffers), shared)
-        for module in [one for one in model.modules() if is_compiled(one)]:
-            run_uncompiled(module)
+        for module in [*model.modules()]:
+            if is_compiled(module):
+                run_uncompiled(module)
+            if isinstance(module, nn.TransformerEncoder):
+                module.forward = types.MethodType(with_zeros, module)
         count(model, self.counts)
         if self.training is not None:
             return model.train(self.training)
