@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hfta_func._torch import (
     DIRECT,
@@ -16,6 +17,11 @@ from hfta_func._torch import (
     add_batch_dim,
     below_autograd,
     below_batching,
+    has_tangents,
+    is_below_autograd,
+    is_profiled,
+    is_wrapped,
+    num_dispatch_modes,
     peek_interpreter,
     single_level_functions,
     taken_apart,
@@ -87,18 +93,47 @@ def with_backward(
         with below_autograd(), without_views(), torch.enable_grad():
             return call(*args)
 
-    methods = {"forward": below, "setup_context": setup_context, "backward": backward}
-    function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
+    differentiated = _differentiated(title, below, setup_context, backward)
 
     def autograd(*args: Any) -> Any:
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            # As in every compiled graph, whose gradients are written out: calls are twice as fast without the function.
-            with below_autograd():
-                return call(*args)
+        if _requires_grad(args):
+            return differentiated(*args)
+        # As in every compiled graph, whose gradients are written out: calls are twice as fast without the function.
+        with below_autograd():
+            return call(*args)
+
+    return autograd
+
+
+def directly(
+    title: str, forward: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What an operator with a backward pass of its own computes, without the dispatcher; see :func:`is_plain`."""
+    differentiated = _differentiated(title, forward, setup_context, backward)
+    return lambda *args: (differentiated if _requires_grad(args) else forward)(*args)
+
+
+def is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher has nothing to do for a call but autograd: no transform, mode, compiler, profiler or device."""
+    if num_dispatch_modes() or is_profiled() or has_tangents() or is_below_autograd() or torch.compiler.is_compiling():
+        return False
+    tensors = (x for x in args if isinstance(x, Tensor))
+    return all(type(x) in (Tensor, Parameter) and x.is_cpu and not is_wrapped(x) for x in tensors)
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
+def _differentiated(title: str, forward: Callable[..., Any], setup_context: Any, backward: Any) -> Callable[..., Any]:
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
+
+    def differentiated(*args: Any) -> Any:
         with single_level_functions():
             return function.apply(*args)
 
-    return autograd
+    return differentiated
 
 
 def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,8 @@ load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions
 decompositions = private("torch._decomp", "decomposition_table")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
 num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
+# Whether a profiler is recording.
+is_profiled = private("torch._C._autograd", "_profiler_enabled")
 # A context in which no TorchFunctionMode sees what is called.
 out_of_sight = private("torch._C", "DisableTorchFunction")
 # The TorchFunctionModes in force, outermost first.
@@ -51,6 +53,11 @@ _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 def below_batching() -> Any:
     """A context in which operators run below the keys of batching rules."""
     return _excluded(_BATCHING)
+
+
+def is_below_autograd() -> bool:
+    """Whether operators run below the keys of autograd."""
+    return _is_excluded(_key.AutogradCPU)
 
 
 def without_views() -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hfta_func._kernels.operators import DEFINITIONS, define_operator, with_backward
+from hfta_func._kernels.operators import DEFINITIONS, define_operator, directly, is_plain, with_backward
 from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._measured import fingerprint
 
@@ -52,8 +52,14 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""
+        if is_plain(args):
+            return self._directly(*args)
         # An exported program runs without this package.
         return (self.forward if torch.compiler.is_exporting() and not self.opaque else self._op)(*args)
+
+    @functools.cached_property
+    def _directly(self) -> Any:
+        return directly(self.schema.partition("(")[0], self.forward, self.setup_context, self.backward)
 
     @functools.cached_property
     def _op(self) -> Any:
