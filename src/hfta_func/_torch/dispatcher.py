@@ -39,6 +39,7 @@ _keys = private("torch._C", "DispatchKeySet")
 _key = private("torch._C", "DispatchKey")
 _excluded = private("torch._C", "_ExcludeDispatchKeyGuard")
 _is_excluded = private("torch._C", "_dispatch_tls_is_dispatch_key_excluded")
+_is_included = private("torch._C", "_dispatch_tls_is_dispatch_key_included")
 _registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
 _all_operators = private("torch._C", "_dispatch_get_all_op_names")
 # Whether autocast is on for any device.
@@ -56,8 +57,8 @@ def below_batching() -> Any:
 
 
 def is_below_autograd() -> bool:
-    """Whether operators run below the keys of autograd."""
-    return _is_excluded(_key.AutogradCPU)
+    """Whether operators run below the keys of autograd, to which those of a transform's kernels return."""
+    return _is_excluded(_key.AutogradCPU) and not _is_included(_key.FuncTorchDynamicLayerBackMode)
 
 
 def without_views() -> Any:
@@ -287,12 +288,13 @@ def apply_at_level(function: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def before_autocast(call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """A context in which ``call()`` runs whenever autocast is entered."""
+    """A context in which ``call()`` runs whenever autocast is turned on."""
     enter = torch.autocast.__enter__
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        call()
+        if self._enabled:
+            call()
         return enter(self)
 
     return replaced(torch.autocast, "__enter__", entered)

@@ -59,6 +59,7 @@ class Operator:
 
     @functools.cached_property
     def _directly(self) -> Any:
+        _ = self._op  # Code that a compiler keeps on disk calls operators that this process has defined.
         return directly(self.schema.partition("(")[0], self.forward, self.setup_context, self.backward)
 
     @functools.cached_property
