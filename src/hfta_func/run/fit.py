@@ -234,7 +234,9 @@ def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
             "share a batch; set its attribute: function.batch_dims = step.batch_dims"
         )
     if is_divided and isinstance(original(step), IndexedStep):
-        raise BatchError("workers and compact=True train parts of the members, but by_index gives them one batch; leave them out")
+        raise BatchError(
+            "workers and compact=True train parts of the members, but by_index has one batch for all; leave them out"
+        )
     # A function of a user's own, also one with the names of a step that it wraps, may make one batch of them.
     dims = getattr(original(step), "batch_dims", 0) if is_compilable(step) else 0
     if isinstance(loader, ArrayLoader) and not loader.shared and dims is None:

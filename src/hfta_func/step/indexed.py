@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._torch import can_look
-from hfta_func._tree import per_model, tree_map, where
+from hfta_func._tree import leaves, per_model, tree_map, where
 from hfta_func._types import Tree
 from hfta_func.errors import BatchError, StateError
 from hfta_func.optim import GradientTransformation
@@ -26,7 +26,7 @@ from hfta_func.verify import Trial
 ROWS = -(2**62) - 2**60
 
 
-def by_index(step: TrainStep) -> IndexedStep:
+def by_index(step: TrainStep) -> TrainStep:
     """A step for batches of rows that belong to different members, as those of requests to many adapters over one base.
 
     ``step(state, (rows, index))`` or ``step(state, (rows, index, weights))``: ``index`` has the number of each row's member.
@@ -69,12 +69,13 @@ def _mixed(batch: Any) -> _Mixed:
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise BatchError("a batch of a step by_index is (rows, index) or (rows, index, weights)")
     rows, index, *weights = batch
-    return _Mixed(rows, index.long(), weights[0] if weights else torch.ones_like(index, dtype=torch.float64))
+    return _Mixed(rows, index.long(), weights[0] if weights else torch.ones_like(index, dtype=torch.float32))
 
 
 def _check_index(index: Tensor, weights: Tensor, count: int) -> None:
     """Raise a BatchError unless each row has the number of a member."""
-    if index.dim() != 1 or index.dtype == torch.bool or index.is_floating_point() or weights.shape != index.shape:
+    kind = index.dtype == torch.bool or index.is_floating_point()
+    if index.dim() != 1 or not len(index) or kind or weights.shape != index.shape:
         text = f"index is {index.dtype} {[*index.shape]}, weights are {[*weights.shape]}"
         raise BatchError(f"{text}; give the number of each row's member, int64[rows], and a weight for each")
     if can_look(index) and bool((wrong := (index < 0) | (index >= count)).any()):
@@ -101,14 +102,14 @@ class IndexedGradients(Gradients):
         members, rows = self._by_row(state, batch)
         outputs = super().__call__(members, rows)
         self._latest = outputs if self.oracle.is_comparing else None
-        total = _sums(weights, index, count)
-        share = weights / torch.where(total > 0, total, 1)[index]
 
         def joined(values: Tensor) -> Tensor:
             if not (values.is_floating_point() or values.is_complex()):
                 return _sums(values.long(), index, count)
             wide = values.to(torch.promote_types(values.dtype, torch.float32))
-            return _sums(wide * per_model(share, wide), index, count).to(values.dtype)
+            weight = per_model(weights, wide)
+            total = _sums(weight, index, count)
+            return (_sums(wide * weight, index, count) / torch.where(total == 0, 1, total)).to(values.dtype)
 
         return StepOutputs(
             {path: state.params[path] for path in outputs.params},
@@ -148,11 +149,13 @@ class IndexedStep(TrainStep):
 
     gradients_class: Callable[..., Gradients] = IndexedGradients
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options):
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
+    ):
         # All members share the rows, as far as loaders know.
         super().__init__(model, loss_fn, optimizer, replace(options, batch_dims=options.batch_dims or 0))
         self.batch_dims = None
-        known = options.shared_params, options.carry, options.collect, optimizer.search
+        known = options.shared_params, leaves(options.carry), options.collect, optimizer.search
         if any(known) or self._gradients.rewrites_params:
             raise ValueError(
                 "by_index takes no step with shared_params, carry, collect, lbfgs or a trained Embedding(max_norm=)"

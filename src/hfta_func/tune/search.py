@@ -199,7 +199,7 @@ class Search:
             epochs = min(len(member.metrics) for member in members)
             while len(trial.values) < len(rungs) and epochs >= (rung := rungs[len(trial.values)]):
                 trial.values.append(study.value(trial, rung))
-                trial.std = study.spread(trial, rung)
+                trial.std = study.std(trial, rung)
                 study.note(trial)
             if len(study.metrics) == 1:
                 # Each report is a transaction of the storage; one per epoch may take longer than small models train.
@@ -212,7 +212,7 @@ class Search:
                 # Metrics in float32 may be a little off the number that is meant.
                 if study.score(last[0]) >= study.score(target) - 1e-6 * abs(target):
                     trial.values += [last] * len(left)
-                    trial.std = study.spread(trial, epochs)
+                    trial.std = study.std(trial, epochs)
                     study.note(trial)
                     study.session.report(trial.number, dict.fromkeys(left, last[0]))
             if len(trial.values) == len(rungs):

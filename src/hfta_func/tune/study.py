@@ -187,7 +187,7 @@ class Study:
             for values in self._by_member(trial, epoch)
         )
 
-    def spread(self, trial: Trial, epoch: int) -> tuple[float, ...]:
+    def std(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """Their standard deviations over its members; none of a single member."""
         each = self._by_member(trial, epoch) if len(trial.members) > 1 else []
         return tuple(statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan for values in each)
