@@ -1,7 +1,7 @@
 """Jobs around the training step, as an array and as the ordinary loop: lines of code and processor time.
 
-``python -m benchmarks jobs`` takes about a minute. Each job is a pair of functions over the same model, loss and data, which do
-not count; what both return is compared. The loops use PyTorch's fused optimizers where there are any.
+``python -m benchmarks jobs`` takes about two minutes. Each job is a pair of functions over the same model, loss and data,
+which do not count; what both return is compared. The loops use PyTorch's fused optimizers where there are any.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import argparse
 import ast
 import functools
 import inspect
+import json
 import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +93,9 @@ def heads_loop() -> Tensor:
 
 # 2. Second order.
 
-POINTS = torch.rand(100, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([2.0, 1.0]) - torch.tensor([1.0, 0.0])
+POINTS = torch.rand(100, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([2.0, 1.0]) - torch.tensor(
+    [1.0, 0.0]
+)
 START = torch.cat([torch.linspace(-1, 1, 50)[:, None], torch.zeros(50, 1)], 1)
 BURGERS = (POINTS, START, -(torch.pi * START[:, :1]).sin())
 SEARCH: dict[str, Any] = {"line_search_fn": "strong_wolfe", "max_iter": 10}
@@ -124,6 +128,7 @@ def second_order_loop() -> Tensor:
 
 # 4. Adapters with batches of unequal length.
 
+SLOW = [rate / 10 for rate in RATES]
 LORA = adapters.Job("tiny", 8, batch=4, length=32)
 TOKENS = torch.randint(LORA.vocabulary, (60, 32, LORA.length), generator=torch.Generator().manual_seed(0))
 OWNERS = torch.randint(8, (60, 32), generator=torch.Generator().manual_seed(1))
@@ -132,7 +137,7 @@ OWNERS = torch.randint(8, (60, 32), generator=torch.Generator().manual_seed(1))
 def adapters_array() -> Tensor:
     """Each row of a batch passes the base once and its own adapter."""
     stacked = hfta.models.stack_adapters(adapters.make_base(LORA), [adapters.make_config(LORA)] * 8, seeds=SEEDS)
-    step = hfta.make_train_step(stacked.model, adapters.loss_fn, hfta.adamw(lr=RATES), share_frozen=True)
+    step = hfta.make_train_step(stacked.model, adapters.loss_fn, hfta.adamw(lr=SLOW), share_frozen=True)
     step, state = hfta.step.by_index(step), step.init(stacked.params, stacked.buffers, seeds=SEEDS)
     for tokens, index in zip(TOKENS, OWNERS, strict=True):
         state, metrics = step(state, (tokens, index))
@@ -143,7 +148,7 @@ def adapters_loop() -> Tensor:
     """Each adapter with its rows."""
     loop, losses = adapters.Loop(LORA), torch.zeros(8)
     for member, (model, optimizer) in enumerate(zip(loop.models, loop.optimizers, strict=True)):
-        optimizer.param_groups[0]["lr"] = RATES[member]
+        optimizer.param_groups[0]["lr"] = SLOW[member]
         for tokens, index in zip(TOKENS, OWNERS, strict=True):
             losses[member] = 0.0
             if (rows := index == member).any():
@@ -249,13 +254,13 @@ def hidden_loop() -> Tensor:
 
 # 7. Stop when good enough.
 
-GOOD, MOST = 0.1, 100
+GOOD, MOST = 0.02, 200
 
 
 def target_array() -> Tensor:
     """Members leave the array at a loss."""
     options: dict[str, Any] = {"callbacks": [hfta.callbacks.stop_at("loss", GOOD)], "compact": True, "progress": False}
-    models = hfta.Experiment(make_model, entropy, hfta.adam(lr=RATES), seeds=8, options={"batch_dims": None})
+    models = hfta.Experiment(make_model, entropy, hfta.adam(lr=3e-3), seeds=8, options={"batch_dims": None})
     loader = hfta.ArrayLoader((X, Y), 32, shared=True, shuffle=False)
     models.fit(loader, epochs=MOST, **options)
     return (models.state.step // len(loader)).float()
@@ -267,8 +272,8 @@ def target_loop() -> Tensor:
     for seed in SEEDS:
         torch.manual_seed(seed)
         model = make_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATES[seed], fused=True)
-        for epoch in range(1, MOST + 1):
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
+        for epoch in range(1, MOST + 1):  # noqa: B007
             total = 0.0
             for batch in zip(X.split(32), Y.split(32), strict=True):
                 optimizer.zero_grad()
@@ -295,11 +300,16 @@ def nested_array() -> Tensor:
 
     def build(fixed: Any, members: Any) -> tune.Array:
         models = hfta.Experiment(make_model, entropy, hfta.adam, error, seeds=members.pop("seed"), **members)
-        return tune.Array.of(models, (X, Y), len(X), evaluate=(X, Y))
+        return tune.Array.of(models, (X, Y), 32, shuffle=False, evaluate=(X, Y))
 
     space = {"lr": CategoricalDistribution([each["lr"] for each in SETTINGS])}
-    options = {"direction": "minimize", "scheduler": tune.halving(eta=2, first=32), "enqueue": SETTINGS, "progress": False}
-    study = tune.run(build, space, metric="error", trials=12, epochs=128, seeds=4, max_models=48, **options)
+    options = {
+        "direction": "minimize",
+        "scheduler": tune.halving(eta=2, first=3),
+        "enqueue": SETTINGS,
+        "progress": False,
+    }
+    study = tune.run(build, space, metric="error", trials=12, epochs=12, seeds=4, max_models=48, **options)
     return torch.tensor([study.best.values[-1][0], *study.best.std])
 
 
@@ -312,16 +322,17 @@ def nested_loop() -> Tensor:
             model = make_model()
             runs[number, seed] = model, torch.optim.Adam(model.parameters(), fused=True, **setting)
     left, done = [*range(len(SETTINGS))], 0
-    for rung in (32, 64, 128):
+    for rung in (3, 6, 12):
         values = {}
         for number in left:
             errors = []
             for seed in range(4):
                 model, optimizer = runs[number, seed]
                 for _ in range(done, rung):
-                    optimizer.zero_grad()
-                    entropy(model, (X, Y)).backward()
-                    optimizer.step()
+                    for batch in zip(X.split(32), Y.split(32), strict=True):
+                        optimizer.zero_grad()
+                        entropy(model, batch).backward()
+                        optimizer.step()
                     with torch.no_grad():
                         last = error(model, (X, Y))["error"].item()
                 errors.append(last)
@@ -384,6 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks jobs", description=__doc__)
     parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=[*JOBS])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     parser.add_argument("--write", action="store_true", help="also into docs/benchmarks.md")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -397,6 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([JOBS[name].title, *map(str, numbers)])
     head = ["job", "lines, array", "lines, loop", "CPU s, array", "CPU s, loop", "loop / array"]
     print(table(head, rows))
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "jobs": results}, indent=2) + "\n")
     if args.write:
         where = "{cpu}, {threads} thread, PyTorch {torch}, {date}.".format(**machine())
         PAGE.write_text(replaced(PAGE.read_text(), f"{markdown(head, rows)}\n\n{where}", BEGIN))

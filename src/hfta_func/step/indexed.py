@@ -60,7 +60,7 @@ class _Mixed(NamedTuple):
     """A batch of rows of different members."""
 
     rows: Tree
-    index: Tensor
+    members: Tensor
     weights: Tensor
 
 
@@ -111,12 +111,9 @@ class IndexedGradients(Gradients):
             total = _sums(weight, index, count)
             return (_sums(wide * weight, index, count) / torch.where(total == 0, 1, total)).to(values.dtype)
 
-        return StepOutputs(
-            {path: state.params[path] for path in outputs.params},
-            *tree_map(joined, (outputs.grads, outputs.losses, outputs.metrics)),
-            state.buffers,
-            {},
-        )
+        params = {path: state.params[path] for path in outputs.params}
+        grads, losses, metrics = tree_map(joined, (outputs.grads, outputs.losses, outputs.metrics))
+        return StepOutputs(params, grads, losses, metrics, state.buffers, {})
 
     def check(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
         """Raise a VerifyError if the first or the last row alone computes something else, in a call that is compared."""
