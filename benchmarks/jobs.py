@@ -303,13 +303,9 @@ def nested_array() -> Tensor:
         return tune.Array.of(models, (X, Y), 32, shuffle=False, evaluate=(X, Y))
 
     space = {"lr": CategoricalDistribution([each["lr"] for each in SETTINGS])}
-    options = {
-        "direction": "minimize",
-        "scheduler": tune.halving(eta=2, first=3),
-        "enqueue": SETTINGS,
-        "progress": False,
-    }
-    study = tune.run(build, space, metric="error", trials=12, epochs=12, seeds=4, max_models=48, **options)
+    options = {"scheduler": tune.halving(eta=2, first=3), "direction": "minimize", "enqueue": SETTINGS}
+    options |= {"max_models": 48, "progress": False}
+    study = tune.run(build, space, metric="error", trials=12, epochs=12, seeds=4, **options)
     return torch.tensor([study.best.values[-1][0], *study.best.std])
 
 
@@ -412,6 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "jobs": results}, indent=2) + "\n")
     if args.write:
-        where = "{cpu}, {threads} thread, PyTorch {torch}, {date}.".format(**machine())
+        about = machine()
+        where = f"One thread of an {about['cpu']}, PyTorch {about['torch'].split('+')[0]}, {about['date']}."
         PAGE.write_text(replaced(PAGE.read_text(), f"{markdown(head, rows)}\n\n{where}", BEGIN))
     return 0 if all(one["agrees"] for one in results.values()) else 1

@@ -187,7 +187,7 @@ COMMANDS = {
         lambda found: found["20"]["difference"] < 1e-2 and min(found["20"][way] for way in ("loop", "array")) > 0,
     ),
     "jobs": (
-        "--rounds 1 --jobs".split() + ["heads", "adapters", "data", "hidden state", "target", "nested"],
+        ["--rounds", "1", "--jobs", "heads", "adapters", "data", "hidden state", "target", "nested"],
         lambda found: len(found) == 6 and all(row["lines"]["array"] < row["lines"]["loop"] for row in found.values()),
     ),
     # Accuracies; plain PyTorch deals the data in another order.

@@ -29,10 +29,10 @@ ROWS = -(2**62) - 2**60
 def by_index(step: TrainStep) -> TrainStep:
     """A step for batches of rows that belong to different members, as those of requests to many adapters over one base.
 
-    ``step(state, (rows, index))`` or ``step(state, (rows, index, weights))``: ``index`` has the number of each row's member.
-    Each row passes what members share once, and through its member's own parameters, without padding. A member's loss
-    is the mean of the loss function over its rows, each a batch of one row; its metrics are means, too, or, of integers,
-    sums. A member without a row stays as it is: its metrics are NaN and its ``metrics["rows"]`` 0.
+    ``step(state, (rows, index))`` or ``step(state, (rows, index, weights))``: ``index`` has the number of each row's member
+    in the state. Each row passes what members share once, and its member's own parameters, without padding. A member's
+    loss is the mean of the loss function over its rows, each a batch of one row; its metrics are means, too, or, of
+    integers, sums. A member without a row stays as it is: its metrics are NaN and its ``metrics["rows"]`` 0.
 
     Args:
         step: The step for batches ``[M, N, ...]``, whose loss and options it has; parameters are read once for each row,
