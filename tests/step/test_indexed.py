@@ -109,7 +109,7 @@ def test_rows_have_weights():
     (batch, index), *_ = make_batches(1)
     weights = torch.tensor([1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 5.0])
     index = torch.tensor([0, 0, 1, 3, 3, 3, 3])
-    _, metrics = step(state, (batch, index, weights))
+    _, metrics = step(state, [batch, (index, weights)])
     for member in (0, 3):
         rows = (index == member).nonzero().flatten()
         each = torch.stack([step(state, (part(batch, row[None]), index[row][None]))[1]["loss"][member] for row in rows])
@@ -164,8 +164,9 @@ def test_what_is_no_batch_of_rows_is_refused():
     refused(r"^index\[2\] is -1, but the array has 4 models; give numbers from 0 to 3$", batch, index)
     refused(r"^index is torch.float64 \[7\], weights are \[7\]; give the number", batch, index.double())
     refused(r"^a part of the batch is \[7, 4\], but the index is of 6 rows$", batch, index[:2].repeat(3).abs())
-    refused(r"^a batch of a step by_index is \(rows, index\) or", batch)
-    refused(r"weights are \[6\]; give", batch, index.abs(), torch.ones(6))
+    for given in ([batch], [batch["x"], batch["y"], index]):
+        refused(r"^a batch of a step by_index is \(rows, index\), such as \(\(inputs, targets\), index\)$", *given)
+    refused(r"weights are \[6\]; give", batch, (index.abs(), torch.ones(6)))
 
 
 def test_what_rows_cannot_have_is_refused():
@@ -180,3 +181,9 @@ def test_what_rows_cannot_have_is_refused():
     state = step.init(*hfta.stack_params([model, model]), seeds=[0, 1])
     with pytest.raises(hfta.errors.StateError, match=r"^a row writes '1.running_mean', which belongs to a member; put"):
         step(state, (torch.randn(5, 2, 2, 4), torch.tensor([0, 1, 1, 0, 0])))
+    step = hfta.step.by_index(
+        hfta.make_train_step(model[0], lambda model, x: (model(x).sum(), {"rows": 1}), hfta.sgd(lr=0.1))
+    )
+    state = step.init(*hfta.stack_params([model[0]] * 2), seeds=[0, 1])
+    with pytest.raises(hfta.errors.LossError, match=r"^metric 'rows' hides what a step by_index reports; give"):
+        step(state, (torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 0])))

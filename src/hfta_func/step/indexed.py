@@ -13,7 +13,7 @@ from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, per_model, tree_map, where
 from hfta_func._types import Tree
-from hfta_func.errors import BatchError, StateError
+from hfta_func.errors import BatchError, LossError, StateError
 from hfta_func.optim import GradientTransformation
 from hfta_func.step.batch import over, plain, restored
 from hfta_func.step.gradients import Gradients, StepOutputs
@@ -29,7 +29,7 @@ ROWS = -(2**62) - 2**60
 def by_index(step: TrainStep) -> TrainStep:
     """A step for batches of rows that belong to different members, as those of requests to many adapters over one base.
 
-    ``step(state, (rows, index))`` or ``step(state, (rows, index, weights))``: ``index`` has the number of each row's member
+    ``step(state, (rows, index))`` or ``step(state, (rows, (index, weights)))``: ``index`` has the number of each row's member
     in the state. Each row passes what members share once, and its member's own parameters, without padding. A member's
     loss is the mean of the loss function over its rows, each a batch of one row; its metrics are means, too, or, of
     integers, sums. A member without a row stays as it is: its metrics are NaN and its ``metrics["rows"]`` 0.
@@ -66,10 +66,11 @@ class _Mixed(NamedTuple):
 
 def _mixed(batch: Any) -> _Mixed:
     """A batch by its parts; raises a BatchError if it has others."""
-    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-        raise BatchError("a batch of a step by_index is (rows, index) or (rows, index, weights)")
-    rows, index, *weights = batch
-    return _Mixed(rows, index.long(), weights[0] if weights else torch.ones_like(index, dtype=torch.float32))
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise BatchError("a batch of a step by_index is (rows, index), such as ((inputs, targets), index)")
+    rows, index = batch
+    index, weights = index if isinstance(index, tuple | list) else (index, torch.ones_like(index, dtype=torch.float32))
+    return _Mixed(rows, index, weights)
 
 
 def _check_index(index: Tensor, weights: Tensor, count: int) -> None:
@@ -163,12 +164,16 @@ class IndexedStep(TrainStep):
 
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member that has a row; raises a BatchError if an index is none of a member."""
-        (_, index, weights), count = _mixed(batch), len(state.keys)
-        _check_index(batch[1], weights, count)
+        (rows, index, weights), count = _mixed(batch), len(state.keys)
+        _check_index(index, weights, count)
+        index = index.long()
+        mixed = rows, (index, weights)
         number = _sums(torch.ones_like(index), index, count)
         # A copy, because a step with donate=True writes the state.
         present, before = _sums(weights, index, count) > 0, state.active.clone()
-        after, metrics = super().__call__(state._replace(active=before & present), batch)
+        after, metrics = super().__call__(state._replace(active=before & present), mixed)
+        if "rows" in metrics:
+            raise LossError("metric 'rows' hides what a step by_index reports; give it another name")
         numbers = {name: value for name, value in metrics.items() if value.is_floating_point()}
         absent = where(present, numbers, tree_map(lambda value: torch.full_like(value, torch.nan), numbers))
         return after._replace(active=torch.where(present, after.active, before)), metrics | absent | {"rows": number}
