@@ -55,7 +55,7 @@ def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"error": entropy(model, batch)}
 
 
-# 1. Heads on one frozen network.
+# Heads on one frozen network.
 
 TRUNK = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()).requires_grad_(False)
 HEAD = functools.partial(make_model, 128, 64)
@@ -91,7 +91,7 @@ def heads_loop() -> Tensor:
     return losses
 
 
-# 2. Second order.
+# Second order.
 
 POINTS = torch.rand(100, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([2.0, 1.0]) - torch.tensor(
     [1.0, 0.0]
@@ -126,7 +126,7 @@ def second_order_loop() -> Tensor:
     return torch.stack(losses)
 
 
-# 4. Adapters with batches of unequal length.
+# Adapters with batches of unequal length.
 
 SLOW = [rate / 10 for rate in RATES]
 LORA = adapters.Job("tiny", 8, batch=4, length=32)
@@ -160,7 +160,7 @@ def adapters_loop() -> Tensor:
     return losses
 
 
-# 5. Data of each member's own.
+# Data of each member's own.
 
 STRENGTHS = [0.05 * seed for seed in SEEDS]
 RARE = [1.0 + seed for seed in SEEDS]
@@ -200,7 +200,7 @@ def data_loop() -> Tensor:
     return torch.stack(errors)
 
 
-# 6. Hidden state from batch to batch.
+# Hidden state from batch to batch.
 
 TEXT = torch.randint(40, (12 * 40 + 1, 8), generator=torch.Generator().manual_seed(0)).cumsum(0) % 40
 PIECES = [(TEXT[at : at + 12], TEXT[at + 1 : at + 13]) for at in range(0, 12 * 40, 12)]
@@ -252,7 +252,7 @@ def hidden_loop() -> Tensor:
     return losses
 
 
-# 7. Stop when good enough.
+# Stop when good enough.
 
 GOOD, MOST = 0.02, 200
 
@@ -287,7 +287,7 @@ def target_loop() -> Tensor:
     return torch.tensor(epochs)
 
 
-# 8. Settings whose value is the mean of several seeds.
+# Settings whose value is the mean of several seeds.
 
 SETTINGS = [{"lr": 3e-4 * 1.4**number} for number in range(12)]
 
