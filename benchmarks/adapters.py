@@ -101,6 +101,21 @@ class Array:
         return [*self.base.parameters(), *self.base.buffers()] if self.shared else [], self.state
 
 
+class Mixed(Array):
+    """All adapters as one array, whose batch mixes their rows in any order."""
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.run = hfta.step.by_index(self.run)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Train all adapters on their rows ``[M, N, T]``; returns their losses."""
+        order = torch.randperm(tokens.shape[0] * tokens.shape[1])
+        batch = tokens.flatten(0, 1)[order], order // tokens.shape[1]
+        self.state, metrics = self.run(self.state, batch)
+        return metrics["loss"]
+
+
 class Loop:
     """A loop over models of ``peft``, each with its optimizer, whose bases are the same tensors."""
 
@@ -142,6 +157,7 @@ def measure(job: Job, ways: list[str], rounds: int) -> dict[str, Any]:
         "loop": lambda: Loop(job),
         "array": lambda: Array(job),
         "array in chunks": lambda: Array(job, chunk_size="auto"),
+        "array, rows by index": lambda: Mixed(job),
         "array, compiled": lambda: Array(job, compile=True),
         "array of bases": lambda: Array(job, shared=False),
     }
@@ -189,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     ways = [
         "array",
-        "array in chunks",
+        *("array in chunks", "array, rows by index"),
         *(["array, compiled"] if args.compile else []),
         *(["array of bases"] if args.bases else []),
     ]

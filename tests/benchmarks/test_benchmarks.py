@@ -154,7 +154,7 @@ def bases_are_shared(found):
     (row,) = found.values()
     held = {way: measured["held"] for way, measured in row["ways"].items()}
     assert (
-        held.keys() == {"loop", "array", "array in chunks", "array of bases"}
+        held.keys() == {"loop", "array", "array in chunks", "array, rows by index", "array of bases"}
         and abs(held["array"] - held["loop"]) < 1000
     )
     return held["array of bases"] > held["array"] + 1.9 * row["base"]
@@ -186,6 +186,10 @@ COMMANDS = {
         "--models 3 --points 20 --width 6 --rounds 1".split(),
         lambda found: found["20"]["difference"] < 1e-2 and min(found["20"][way] for way in ("loop", "array")) > 0,
     ),
+    "jobs": (
+        ["--rounds", "1", "--jobs", "heads", "adapters", "data", "hidden state", "target", "nested"],
+        lambda found: len(found) == 6 and all(row["lines"]["array"] < row["lines"]["loop"] for row in found.values()),
+    ),
     # Accuracies; plain PyTorch deals the data in another order.
     "tune": (
         "--trials 3 --epochs 3 --max-models 4 --rounds 1".split(),
@@ -200,7 +204,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_measured_by_itself(bench, tmp_path, name):
     (order, check), file = COMMANDS[name], tmp_path / "found.json"
-    if name == "adapters":
+    if name in ("adapters", "jobs"):
         pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
     command = name.split()[0]
     assert bench("__main__").main([command, *order, "--json", str(file)]) == 0

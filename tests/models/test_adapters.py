@@ -262,3 +262,35 @@ def test_kinds_that_write_or_hook_parameters_are_refused(make, message):
     adapters = hfta.models.stack_adapters(make_llama(), [make()] * 3, seeds=range(3))
     with pytest.raises((hfta.errors.StackError, hfta.errors.StateError, hfta.errors.TraceError), match=message):
         train(adapters, make_batches(1))
+
+
+def test_a_batch_mixes_the_rows_of_adapters():
+    base, configs = make_base(), CONFIGS["ranks, alphas and targets"]
+    adapters = stack(base, configs, seeds=range(3))
+    step = hfta.step.by_index(hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=LR), share_frozen=True))
+    state = step.init(double(adapters.params), double(adapters.buffers), seeds=range(3))
+    models = [solo(base, config, seed) for seed, config in enumerate(configs)]
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
+        for model, lr in zip(models, LR, strict=True)
+    ]
+    tokens = make_batches(6, members=4).flatten(1, 2)
+    for batch, index in zip(
+        tokens, torch.tensor([[0, 1, 1, 2, 2, 2, 0, 1], [2, 2, 2, 0, 2, 2, 0, 2]] * 3), strict=True
+    ):
+        state, _ = step(state, (batch, index))
+        for member in {*index.tolist()}:
+            optimizers[member].zero_grad()
+            loss_fn(models[member], batch[index == member]).backward()
+            optimizers[member].step()
+    for member, model in enumerate(models):
+        exported = dict(adapters.export(state, member).named_parameters())
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(param, exported[path], rtol=1e-10, atol=1e-12)
+    requests, answers = tokens[0, :2, None], torch.tensor([2, 0])
+    by_request = hfta.make_eval_step(
+        adapters.model, lambda model, tokens: {"loss": loss_fn(model, tokens)}, batch_dims=0, share_frozen=True
+    )
+    answered = by_request(hfta.take(state, answers), requests)["loss"]
+    expected = [loss_fn(models[member].eval(), rows).detach() for member, rows in zip((2, 0), requests, strict=True)]
+    torch.testing.assert_close(answered, torch.stack(expected), rtol=1e-10, atol=0)

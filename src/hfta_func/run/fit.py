@@ -30,6 +30,7 @@ from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.run import Best, Run
 from hfta_func.run.trainer import END, Compact, SegmentHooks
 from hfta_func.run.trainers import make_trainer
+from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.pool import Executor
 
@@ -231,6 +232,10 @@ def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
         raise BatchError(
             "workers and compact=True train parts of the members, and a function around a step does not say whether these "
             "share a batch; set its attribute: function.batch_dims = step.batch_dims"
+        )
+    if is_divided and isinstance(original(step), IndexedStep):
+        raise BatchError(
+            "workers and compact=True train parts of the members, but by_index has one batch for all; leave them out"
         )
     # A function of a user's own, also one with the names of a step that it wraps, may make one batch of them.
     dims = getattr(original(step), "batch_dims", 0) if is_compilable(step) else 0

@@ -19,6 +19,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
 from hfta_func.run.running import Running
 from hfta_func.step.batch import take_batch
+from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -82,6 +83,7 @@ class LocalTrainer(Trainer):
         if self._left is None or not is_left:
             self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
         self._loader, state = run.loader, run.state
+        is_indexed = isinstance(original(self.step), IndexedStep)
         for batch in self._left:
             hooks.begin()
             present = None if dealt is None else dealt.present()
@@ -91,6 +93,7 @@ class LocalTrainer(Trainer):
             state, metrics = self.step(state if present is None else state._replace(active=active.clone()), batch)
             if present is not None:
                 state = state._replace(active=torch.where(present, state.active, before))
+            present = metrics["rows"] > 0 if is_indexed else present
             run.running.add(metrics, active, state.step, present)
             if state.keys.device.type == "xla":
                 # XLA only records operations; without this, an epoch would become one program.

@@ -4,6 +4,7 @@ from hfta_func._types import Shared as Shared
 from hfta_func.step.allocator import keep_memory as keep_memory
 from hfta_func.step.commit import Failure as Failure
 from hfta_func.step.evaluate import EvalStep as EvalStep
+from hfta_func.step.indexed import by_index as by_index
 from hfta_func.step.joint import JointStep as JointStep
 from hfta_func.step.options import LossScale as LossScale
 from hfta_func.step.prediction import Prediction as Prediction

@@ -138,6 +138,8 @@ def make_train_step(
 class TrainStep(Compiled):
     """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`make_train_step`."""
 
+    gradients_class: Callable[..., Gradients] = Gradients
+
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
@@ -155,7 +157,7 @@ class TrainStep(Compiled):
                 f"no parameter of {options.network or 'the model'} requires grad; there is nothing to train"
             )
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
-        self._gradients = Gradients(model, self.outline, loss_fn, self.trainable, options)
+        self._gradients = self.gradients_class(model, self.outline, loss_fn, self.trainable, options)
         in_place = options.donate and not self._gradients.rewrites_params
         self._commit = Commit(model, optimizer, options, in_place, self._gradients.carried)
         self.oracle, self.warn_if_changed = self._gradients.oracle, self._gradients.warn_if_changed

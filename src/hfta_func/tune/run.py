@@ -79,7 +79,7 @@ def run(
             learns from results, as many as an array holds.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seeds: Number of members of every trial, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
-            their differences are paired; trials are compared by the mean of their values.
+            their differences are paired; trials are compared by the mean of their values, and ``std`` is their spread.
         storage: Optuna's storage or its URL, which holds the trials and shows them to other programs, such as Optuna's
             dashboard. The same call goes on with what is missing, also with more ``trials``; trials that had not ended
             train from their start, unless there is a folder, too.

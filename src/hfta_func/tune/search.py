@@ -59,7 +59,7 @@ class Search:
             reported = [frozen.intermediate_values.get(rung) for rung in self.rungs_of(trial)]
             values = [(value,) for value in reported if value is not None]
             trial.values = values if len(study.metrics) == 1 else [tuple(frozen.values)] if frozen.values else []
-            trial.error = attributes.get("error")
+            trial.error, trial.std = attributes.get("error"), tuple(attributes.get("std", ()))
             for member in self._of(trial):
                 if not member.metrics:
                     member.epoch = attributes.get("epochs", 0)
@@ -90,10 +90,11 @@ class Search:
         """The epochs in which a trial is compared."""
         return self.cohorts[trial.cohort].rungs
 
-    def _next_epoch(self, trial: Trial, member: Member) -> int:
-        """The epoch to which a member trains before its trial is looked at."""
+    def _next_epoch(self, trial: Trial) -> int:
+        """The epoch to which a trial's members train before it is looked at."""
         rung = self.rungs_of(trial)[len(trial.values)]
-        return rung if self._options.target is None else min(rung, member.epoch + 1)
+        # Members may be in several arrays, and none goes ahead of the others past the target.
+        return rung if self._options.target is None else min(rung, 1 + min(one.epoch for one in self._of(trial)))
 
     def rounds(self) -> Iterator[bool]:
         """Train one segment of an array after another; yields True after each, and False when there are new trials."""
@@ -104,7 +105,7 @@ class Search:
             if left > 0 and self._ask():
                 yield False
             going = [trial for trial in self._running() if left > 0 and self._goes(trial)]
-            targets = {member.number: self._next_epoch(trial, member) for trial in going for member in self._of(trial)}
+            targets = {number: self._next_epoch(trial) for trial in going for number in trial.members}
             before = len(self._running())
             if trained := study.population.advance(targets, None if math.isinf(left) else left):
                 self._save()
@@ -169,7 +170,9 @@ class Search:
             trial.status = status
             members = self._of(trial)
             epochs, seconds = max(one.epoch for one in members), sum(one.seconds for one in members)
-            session.note(trial.number, epochs=epochs, seconds=seconds, **{"error": trial.error} if trial.error else {})
+            known = {"std": [*trial.std]} if trial.std else {}
+            known |= {"error": trial.error} if trial.error else {}
+            session.note(trial.number, epochs=epochs, seconds=seconds, **known)
             session.tell(trial.number, status, trial.values[-1] if trial.values else None)
 
     def _release(self) -> None:
@@ -196,6 +199,7 @@ class Search:
             epochs = min(len(member.metrics) for member in members)
             while len(trial.values) < len(rungs) and epochs >= (rung := rungs[len(trial.values)]):
                 trial.values.append(study.value(trial, rung))
+                trial.std = study.std(trial, rung)
                 study.note(trial)
             if len(study.metrics) == 1:
                 # Each report is a transaction of the storage; one per epoch may take longer than small models train.
@@ -208,6 +212,7 @@ class Search:
                 # Metrics in float32 may be a little off the number that is meant.
                 if study.score(last[0]) >= study.score(target) - 1e-6 * abs(target):
                     trial.values += [last] * len(left)
+                    trial.std = study.std(trial, epochs)
                     study.note(trial)
                     study.session.report(trial.number, dict.fromkeys(left, last[0]))
             if len(trial.values) == len(rungs):

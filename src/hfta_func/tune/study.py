@@ -34,7 +34,8 @@ class Trial:
         cohort: The number of its cohort, the trials that it is compared with.
         members: The numbers of its members in the population, one per seed.
         status: ``"running"`` until it is ``"complete"``, ``"stopped"`` by the scheduler, or ``"failed"``.
-        values: Its objectives at each rung that it has reached, over all seeds.
+        values: Its objectives at each rung that it has reached, means over its seeds.
+        std: Of several seeds, the standard deviation of each objective at the last of these rungs.
         error: Why it failed.
         retry_of: The failed trial whose parameters it tries again.
     """
@@ -45,6 +46,7 @@ class Trial:
     members: list[int]
     status: Literal["running", "complete", "stopped", "failed"] = "running"
     values: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
+    std: tuple[float, ...] = ()
     error: str | None = None
     retry_of: int | None = None
 
@@ -148,7 +150,8 @@ class Study:
 
         Returns:
             Columns ``trial``; the parameters, as they are now; ``status``; ``epochs``; ``seconds``, the trial's share of
-            the time of the arrays that it trained in; and the objectives at its last rung.
+            the time of the arrays that it trained in; and the objectives at its last rung, of several seeds the mean,
+            and with ``_std`` behind the name the standard deviation.
         """
         return require("pandas", "plot").DataFrame(self.rows())
 
@@ -164,6 +167,7 @@ class Study:
                 | {"status": trial.status, "epochs": max(member.epoch for member in members)}
                 | {"seconds": sum(member.seconds for member in members)}
                 | dict(zip(self.metrics, values, strict=True))
+                | {f"{name}_std": value for name, value in zip(self.metrics, trial.std, strict=False)}
             )
         return rows
 
@@ -177,12 +181,20 @@ class Study:
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch: means over its members."""
-        objectives = []
-        for metric in self.metrics:
-            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
-            # Infinities of both signs have no mean.
-            objectives.append(statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan)
-        return tuple(objectives)
+        # Infinities of both signs have no mean.
+        return tuple(
+            statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
+            for values in self._by_member(trial, epoch)
+        )
+
+    def std(self, trial: Trial, epoch: int) -> tuple[float, ...]:
+        """Their standard deviations over its members; none of a single member."""
+        each = self._by_member(trial, epoch) if len(trial.members) > 1 else []
+        return tuple(statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan for values in each)
+
+    def _by_member(self, trial: Trial, epoch: int) -> list[list[float]]:
+        members = [self.population.members[number] for number in trial.members]
+        return [[member.value(metric, epoch - 1) for member in members] for metric in self.metrics]
 
 
 def tensorboard(folder: PathLike) -> Callable[..., None]:
