@@ -15,11 +15,12 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
 
-from benchmarks import _code, reach, readme
+from benchmarks import _code, curve, reach, readme
 from benchmarks._measure import RESULTS, ROOT
 from benchmarks._tables import (
     ARRAY,
     LOOPS,
+    NAMES,
     STOCK,
     STYLES,
     TIMES,
@@ -32,6 +33,7 @@ from benchmarks._tables import (
     shown,
     times,
     unmarked,
+    where,
 )
 from benchmarks.adapters import BASES
 from benchmarks.gpu import ledger
@@ -56,11 +58,14 @@ MEMORY = "<!-- memory, made by python -m benchmarks report -->"
 BEST = "<!-- the best of each, made by python -m benchmarks report -->"
 GPUS = "<!-- GPUs, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
+CURVE = "<!-- one to a thousand, made by python -m benchmarks report -->"
+UNCOMPILED = "<!-- without a compiler, made by python -m benchmarks report -->"
 NOTHING = "Not measured yet."
 TITLES = {
     "cpu-small": "On a CPU, small versions",
     "cpu-paper": "On a CPU, published sizes",
 }
+UNCOMPILED_OTHERS = SERIAL, "stock vmap", "HFTA", PROCESSES, PER_CORE
 FINE = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 
 
@@ -242,8 +247,7 @@ def agents(found: dict[str, Any]) -> str:
 
 
 def _where(found: dict[str, Any]) -> str:
-    where = found["machine"]
-    return f"{where['cpu']}, {where['cores']} cores, PyTorch {where['torch'].split('+')[0]}, {where['date']}."
+    return where([*found.get("stamps", {}).values()] or [found["machine"]])
 
 
 def operators(found: dict[str, Any]) -> str:
@@ -259,6 +263,21 @@ def operators(found: dict[str, Any]) -> str:
     lines.append(["all", *_means(groups, "all")])
     head = [f"{size}, over {base}" for size in ("small", "published") for base in ("the loop", "stock `vmap`")]
     return markdown(["family", *head], lines)
+
+
+def uncompiled(found: dict[str, Any]) -> str:
+    """The table of what needs no compiler: arrays, and the fastest alternative."""
+    lines = []
+    for name in found:
+        for count in sorted(found[name], key=int):
+            rows = found[name][count]["rows"]
+            others = {mode: value for mode in UNCOMPILED_OTHERS if (value := ratio(rows, [mode])) is not None}
+            best = max(others, key=others.__getitem__, default=None)
+            cells = [times(ratio(rows, [mode])) for mode in ("array", IN_FIT)]
+            if all(cells) and best:
+                lines.append([WORKLOADS[name].title, count, *cells, f"{times(others[best])} {NAMES[best]}"])
+    head = ["workload", "M", "array, one step after another", "array in `fit`", "best other without a compiler"]
+    return f"{markdown(head, lines)}\n\n{about([part for sizes in found.values() for part in sizes.values()])}"
 
 
 def predictions(found: dict[str, dict[str, Any]]) -> str:
@@ -388,7 +407,8 @@ def written(page: str, folder: Path = RESULTS) -> str:
             (ENSEMBLES, ensembles, "ensembles-cpu"),
             (ADAPTERS, adapters, "adapters-cpu"),
         ),
-        *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu")),
+        *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu"), (CURVE, curve.tables, curve.KEY)),
+        (UNCOMPILED, uncompiled, reach.KEY),
     )
     for begin, make, name in single:
         path = folder / f"{name}.json"
@@ -402,7 +422,7 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
     """Every page that shows results, as it should be."""
     return {
         PAGE: written(PAGE.read_text(), folder),
-        readme.README: readme.written(readme.README.read_text(), results(folder)),
+        readme.README: readme.written(readme.README.read_text(), results(folder), folder),
     }
 
 
@@ -440,6 +460,8 @@ def main(argv: Sequence[str] = ()) -> int:
     found = results()
     pictures = {f"speed-{key}.png": picture(own) for key, own in found.items()}
     pictures[f"reach-{reach.KEY}.png"] = reach.picture(found[reach.KEY])
+    if (path := RESULTS / f"{curve.KEY}.json").exists():
+        pictures[curve.PICTURE] = curve.picture(json.loads(path.read_text()))
     for name, figure in pictures.items():
         figure.savefig(DOCS / name, dpi=110)
         print(f"docs/{name}")
