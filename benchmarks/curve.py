@@ -1,11 +1,11 @@
 """From one model to a thousand: time and memory of a member, and seconds to the first and the hundredth step, over M.
 
-Every cell, a way to train M models, runs in a process of its own and is written to the file of results at once: a run that was
-interrupted goes on with the cells that have no row of this commit. ``python -m benchmarks curve``.
+Every cell, a way to train M models, runs in a process of its own and is written to the file of results at once: a run that
+was interrupted goes on with the cells that have no row of this commit. ``python -m benchmarks curve``.
 
-The loop trains at most 64 models. Where there are more, its time and memory are those of 64, scaled up. This favours the loop,
-as the tensors of a thousand models would not stay in the caches. Agents are trained by PPO, where a step is an iteration: a
-rollout of 128 steps in 4 environments and 16 updates; their loop is a plain script in a process per core.
+The loop trains at most 64 models. Where there are more, its time and memory are those of 64, scaled up. This favours the
+loop, as the tensors of a thousand models would not stay in the caches. Agents are trained by PPO, where a step is an
+iteration: a rollout of 128 steps in 4 environments and 16 updates; their loop is a plain script in a process per core.
 """
 
 from __future__ import annotations
@@ -109,9 +109,11 @@ def _models(cell: Cell, rounds: int) -> dict[str, Any]:
         (least,) = other.ask("roofline") if cell.way == SERIAL else [None]
     finally:
         other.close()
+    # What a process does once, such as imports of an optimizer, takes as long for any number of models.
+    begun = first + (scale - 1) * each
     row = {"seconds": [scale * value for value in _quartiles(times)], "processors": scale * statistics.median(taken)}
-    row |= {"first": scale * first, "hundredth": scale * last, "bytes": memory and scale * memory, "trained": count}
-    return row | {"loss": statistics.fmean(losses[:COMPARED]), "rounds": rounds, "roofline": least}
+    row |= {"first": begun, "hundredth": begun + scale * (last - first), "bytes": memory and scale * memory}
+    return row | {"trained": count, "loss": statistics.fmean(losses[:COMPARED]), "rounds": rounds, "roofline": least}
 
 
 def _agents(cell: Cell, rounds: int) -> dict[str, Any]:

@@ -1,20 +1,19 @@
 """Every file of results anew, on one commit: ``python -m benchmarks all --budget 5h``.
 
-In pieces, each a command of its own, shortest opponents first. What is done is in ``benchmarks/results/all.json`` with commit and
-machine: the same command goes on with the pieces that were not done on this commit, and with those that failed.
+In pieces, each a command of its own. What is done is in ``benchmarks/results/all.json`` with commit and machine: the same
+command goes on with the pieces that were not done on this commit, and with those that failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import _code
 from benchmarks._measure import RESULTS, ROOT, budget_seconds
@@ -25,87 +24,87 @@ from benchmarks.workloads import OWN
 STATE = "all.json"
 ARRAYS = SERIAL, "array", IN_FIT, "array compiled", "stock vmap compiled"
 MODES = *ARRAYS, "stock vmap", PROCESSES, PER_CORE, *WORKERS, "serial compiled", "JAX", "dense"
-"""What the tables of a network as people start compare, and what those of HFTA's workloads do."""
+ALONE = *ARRAYS, "stock vmap", "serial compiled", "JAX"
+"""What the tables of a network as people start compare, what those of HFTA's workloads do, and what differs for one model."""
+BY_MODELS = (16, MODES), (4, MODES), (1, ALONE)
 HFTAS = "mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert"
 
 
-def pieces(hfta_source: str | None) -> Iterator[tuple[str, list[str], float]]:
-    """The file of each piece, its command, and about how many minutes it takes."""
-    own = [name for name in OWN if name != "mlp"]
-    for name in TITLES:
-        yield KEY, ["curve", "--workloads", name], 15
-    for count, name in itertools.product((16, 4, 1), HFTAS):
-        yield "cpu-small", _sweep("small", name, count, MODES, hfta_source), 6
-    for name in own:
-        yield "cpu-small", _sweep("small", name, 16, ARRAYS, None), 2
-    for models, steps, threads in (("2 4 8", "40", "1"), ("4 8", "40", "2"), ("4", "400", "1")):
-        yield "families-cpu", ["families", "--models", *models.split(), "--steps", steps, "--threads", threads], 6
-    yield "optim-cpu", ["optim", "--no-compile"], 10
-    yield "ensembles-cpu", ["ensembles"], 4
-    for flags in ("--base small --adapters 8 32 --compile --bases", "--base base --adapters 8 32 --batch 1"):
-        yield "adapters-cpu", ["adapters", *flags.split()], 5
-    yield "memory-cpu", ["memory", "--size", "small", "--compile"], 5
-    yield "memory-cpu", ["memory", "--size", "paper", "--models", "4"], 5
-    yield "tune-cpu", ["tune"], 5
-    yield "rl-cpu", ["rl", "--widths", "256"], 10
-    yield "executors-cpu", ["executors", "--calls", "1"], 4
-    for size in ("small", "paper"):
-        yield f"plan-cpu-{size}", ["predict", "--size", size], 10
-    yield "ops-cpu", ["ops"], 40
-    for count, name in itertools.product((16, 4, 1), HFTAS[1:]):
-        yield "cpu-paper", _sweep("paper", name, count, MODES, hfta_source), 9
+class Piece(NamedTuple):
+    """A command, the file that it writes to, its name there, and about how many minutes it takes."""
+
+    file: str
+    name: str
+    command: list[str]
+    minutes: float
 
 
-def _sweep(size: str, name: str, count: int, modes: Sequence[str], hfta_source: str | None) -> list[str]:
-    flags = ["--hfta-source", hfta_source] if hfta_source else []
-    every = [*modes, "HFTA"] if hfta_source else modes
-    return [
-        "sweep",
-        "--size",
-        size,
-        "--workloads",
-        name,
-        "--models",
-        str(count),
-        "--replace",
-        *flags,
-        "--modes",
-        *every,
-    ]
+def pieces(hfta_source: str | None = None) -> Iterator[Piece]:
+    """All that there is, the small ones first."""
+
+    def sweep(size: str, name: str, models: int, modes: Sequence[str], minutes: float) -> Piece:
+        peer = ["HFTA", "--hfta-source", hfta_source] if hfta_source and name in HFTAS else []
+        flags = ["--size", size, "--workloads", name, "--models", f"{models}", "--replace", "--modes", *modes, *peer]
+        return Piece(f"cpu-{size}", f"{name}, M = {models}{' and HFTA' * bool(peer)}", ["sweep", *flags], minutes)
+
+    yield from (Piece(KEY, name, ["curve", "--workloads", name], 15) for name in TITLES)
+    yield from (sweep("small", name, models, modes, 5) for models, modes in BY_MODELS for name in HFTAS)
+    yield from (sweep("small", name, 16, ARRAYS, 2) for name in OWN if name not in HFTAS)
+    for file, line, minutes in OTHERS:
+        yield Piece(file, line, line.split(), minutes)
+    yield from (sweep("paper", name, models, modes, 7) for models, modes in BY_MODELS for name in HFTAS[1:])
+
+
+OTHERS = (
+    ("families-cpu", "families --models 2 4 8 --steps 40", 6),
+    ("families-cpu", "families --models 4 8 --steps 40 --threads 2", 4),
+    ("families-cpu", "families --models 4 --steps 400", 9),
+    ("optim-cpu", "optim --no-compile", 10),
+    ("ensembles-cpu", "ensembles", 4),
+    ("adapters-cpu", "adapters --base small --compile --bases", 5),
+    ("adapters-cpu", "adapters --base base --batch 1", 5),
+    ("memory-cpu", "memory --size small --compile", 5),
+    ("memory-cpu", "memory --size paper --models 4", 5),
+    ("tune-cpu", "tune", 5),
+    ("rl-cpu", "rl --widths 256", 10),
+    ("executors-cpu", "executors --calls 1", 4),
+    ("plan-cpu-small", "predict --size small", 10),
+    ("plan-cpu-paper", "predict --size paper", 10),
+    ("ops-cpu", "ops", 40),
+)
 
 
 def measure(args: argparse.Namespace) -> list[str]:
     """Run pieces as long as the budget lasts; returns those that are left or failed."""
-    today, end, left = _code.stamp(), time.monotonic() + args.budget, []
+    today, end, left = _code.stamp(), time.monotonic() + args.budget, list[str]()
     path = args.results / STATE
-    for file, command, minutes in pieces(args.hfta_source):
-        name = " ".join(command)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        about = known.get(name, {})
-        if args.only and not any(word in f"{file} {name}" for word in args.only):
+    known = json.loads(path.read_text()) if path.exists() else {}
+    wanted = {f"{one.file}: {one.name}": one for one in pieces(args.hfta_source)}
+    # Those that failed before come last.
+    for key in sorted(wanted, key=lambda key: bool(known.get(key, {}).get("status"))):
+        piece, about = wanted[key], known.get(key, {})
+        is_wanted = not args.only or any(word in key for word in args.only)
+        if not is_wanted or (is_done(about, today) and not about["status"]):
             continue
-        if is_done(about, today) and not about["status"]:
+        expected = about.get("seconds", 60 * piece.minutes)
+        if args.plan or time.monotonic() + expected > end:
+            left.append(f"{key} (about {expected / 60:.0f} min)")
             continue
-        room = end - time.monotonic()
-        expected = about.get("seconds", 60 * minutes)
-        print(f"{file}: {name} (about {expected / 60:.0f} min)", flush=True)
-        if args.plan or expected > room:
-            left.append(name)
-            continue
-        begin = time.monotonic()
-        json_flag = ["--json", str(args.results / f"{file}.json")]
-        status = subprocess.run([sys.executable, "-m", "benchmarks", *command, *json_flag], cwd=ROOT).returncode
-        row = {**today, "status": status, "seconds": time.monotonic() - begin}
+        print(f"{key} (about {expected / 60:.0f} min)", flush=True)
+        begin, file = time.monotonic(), args.results / f"{piece.file}.json"
+        command = [sys.executable, "-m", "benchmarks", *piece.command, "--json", str(file.resolve())]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        known[key] = {**today, "status": status, "seconds": time.monotonic() - begin}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**known, name: row}, indent=1) + "\n")
-        left += [name] * bool(status)
+        path.write_text(json.dumps(known, indent=1) + "\n")
+        left += [f"{key}: it ended with status {status}"] * bool(status)
     return left
 
 
 def others(folder: Path, today: dict[str, Any]) -> list[str]:
     """A line for each file of results with rows of other commits than today's."""
     lines = []
-    for path in sorted(folder.glob("*-cpu*.json")) + sorted(folder.glob("cpu-*.json")):
+    for path in sorted(path for path in folder.glob("*cpu*.json")):
         commits = list(_commits(json.loads(path.read_text())))
         if wrong := [one for one in commits if one != today.get("commit")]:
             lines.append(f"{path.name}: {len(wrong)} of {len(commits)} rows are of other commits")
@@ -131,5 +130,5 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="the folder of the files")
     args = parser.parse_args(argv)
     left = measure(args)
-    print("\n".join([f"left: {name}" for name in left] + others(args.results, _code.stamp())))
+    print("\n".join([f"left: {line}" for line in left] + others(args.results, _code.stamp())))
     return int(bool(left))

@@ -146,9 +146,8 @@ def updates(found: dict[str, Any]) -> str:
             modes = ("array, donated", "array, compiled")
             cells = [one["ratios"].get(mode, {}).get(M_SOLO) for one in both for mode in modes]
             lines.append([name, *map(times, cells)])
-    return markdown(
-        ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
-    )
+    head = ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))]
+    return "\n\n".join([markdown(head, lines), *([_where(found)] if "machine" in found else [])])
 
 
 def studies(found: dict[str, Any]) -> str:
@@ -262,20 +261,30 @@ def operators(found: dict[str, Any]) -> str:
         lines.append([family, *_means(groups, family)])
     lines.append(["all", *_means(groups, "all")])
     head = [f"{size}, over {base}" for size in ("small", "published") for base in ("the loop", "stock `vmap`")]
-    return markdown(["family", *head], lines)
+    return f"{markdown(['family', *head], lines)}\n\n{_where(found)}"
 
 
 def uncompiled(found: dict[str, Any]) -> str:
     """The table of what needs no compiler: arrays, and the fastest alternative."""
     lines = []
-    for name in found:
+    for name in (name for name in WORKLOADS if name in found):
         for count in sorted(found[name], key=int):
-            rows = found[name][count]["rows"]
+            # A process for one model is the loop.
+            rows = {
+                mode: row for mode, row in found[name][count]["rows"].items() if count != "1" or "process" not in mode
+            }
             others = {mode: value for mode in UNCOMPILED_OTHERS if (value := ratio(rows, [mode])) is not None}
             best = max(others, key=others.__getitem__, default=None)
             cells = [times(ratio(rows, [mode])) for mode in ("array", IN_FIT)]
             if all(cells) and best:
-                lines.append([WORKLOADS[name].title, count, *cells, f"{times(others[best])} {NAMES[best]}"])
+                lines.append(
+                    [
+                        WORKLOADS[name].title.removesuffix(" 64-64-64-10"),
+                        count,
+                        *cells,
+                        f"{times(others[best])} {NAMES[best]}",
+                    ]
+                )
     head = ["workload", "M", "array, one step after another", "array in `fit`", "best other without a compiler"]
     return f"{markdown(head, lines)}\n\n{about([part for sizes in found.values() for part in sizes.values()])}"
 
@@ -291,7 +300,8 @@ def predictions(found: dict[str, dict[str, Any]]) -> str:
             lines.append([WORKLOADS[name].title, *cells])
     worst = max(abs(row["off"][1]) for size in found.values() for one in size.values() for row in one["rows"].values())
     head = ["workload", *(f"{size}, M = {count}" for size in found for count in counts)]
-    return f"{markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}."
+    stamps = [one["machine"] for size in found.values() for one in size.values()]
+    return f"{markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}. {where(stamps)}"
 
 
 def _means(groups: dict[tuple[str, bool], list[dict[str, Any]]], family: str) -> list[str]:
