@@ -157,7 +157,10 @@ def where(stamps: Sequence[dict[str, Any]]) -> str:
     """The machines, days and commits that figures were measured on."""
     machines = [f"{one['cpu']}, {one['cores']} cores, PyTorch {one['torch'].split('+')[0]}" for one in stamps]
     named = f"{'; '.join(dict.fromkeys(machines))}, {_range(sorted({one['date'] for one in stamps}))}"
-    return f"{named}, at {', '.join(commits)}." if (commits := commits_of(stamps)) else f"{named}."
+    commits = commits_of(stamps)
+    if commits and not all("commit" in one for one in stamps):
+        commits.append("and a commit not recorded")
+    return f"{named}, at {', '.join(commits)}." if commits else f"{named}."
 
 
 def commits_of(rows: Iterable[dict[str, Any]]) -> list[str]:
