@@ -104,6 +104,8 @@ def _models(cell: Cell, rounds: int) -> dict[str, Any]:
     try:
         ((first, last, losses, each),) = other.ask("reach", STEPS, PATIENCE)
         other.calls = max(1, round(0.3 / each))
+        # Where a step takes long, fewer are enough.
+        rounds = max(2, min(rounds, round(PATIENCE / max(0.3, each))))
         times, taken = zip(*(other.time(other.calls) for _ in range(rounds)), strict=True)
         (memory,) = other.ask("memory")
         (least,) = other.ask("roofline") if cell.way == SERIAL else [None]

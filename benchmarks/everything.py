@@ -47,7 +47,7 @@ def pieces(hfta_source: str | None = None) -> Iterator[Piece]:
         flags = ["--size", size, "--workloads", name, "--models", f"{models}", "--replace", "--modes", *modes, *peer]
         return Piece(f"cpu-{size}", f"{name}, M = {models}{' and HFTA' * bool(peer)}", ["sweep", *flags], minutes)
 
-    yield from (Piece(KEY, name, ["curve", "--workloads", name], 15) for name in TITLES)
+    yield from (Piece(KEY, name, ["curve", "--workloads", name], 20) for name in TITLES)
     yield from (sweep("small", name, models, modes, 5) for models, modes in BY_MODELS for name in HFTAS)
     yield from (sweep("small", name, 16, ARRAYS, 2) for name in OWN if name not in HFTAS)
     for file, line, minutes in OTHERS:

@@ -121,8 +121,7 @@ class Desk:
         self.run = MODES[self.mode](job)
         losses = self.run.step(next(self._batches)).flatten().tolist()
         first = time.perf_counter() - start
-        # Steps are recorded before the eighth.
-        while len(taken) < steps - 1 and (len(taken) < 8 or sum(taken) < patience):
+        while len(taken) < steps - 1 and (len(taken) < 3 or sum(taken) < patience):
             taken.append(seconds(self._step, 1, self.spec.device))
         each = statistics.median(taken[-5:])
         return first, first + sum(taken) + (steps - 1 - len(taken)) * each, losses, each
