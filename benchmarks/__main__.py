@@ -12,7 +12,7 @@ from pathlib import Path
 OWN = (
     *("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors"),
     *("compiling", "memory", "gpu", "carry", "sizes", "profiles", "signals", "rl", "generated", "readme", "families"),
-    *("lbfgs", "jobs"),
+    *("lbfgs", "jobs", "curve", "all"),
 )
 MEASURED = ("ops", "optim", "lowerings")
 
@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in OWN:
         # They have command lines of their own.
-        return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+        return importlib.import_module(f"benchmarks.{'everything' if argv[0] == 'all' else argv[0]}").main(argv[1:])
     # What needs nothing but Python has been done.
     import torch
 
-    from benchmarks._measure import machine
+    from benchmarks._code import stamp
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: there is no CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = machine()
+    about = stamp()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
     module = importlib.import_module(f"benchmarks.{args.what}")
     found = module.measure(args)

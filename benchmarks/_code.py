@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import ROOT
+from benchmarks._measure import ROOT, machine
 
 PACKAGE = ROOT / "src" / "hfta_func"
 UPDATE = ("optim/_adam", "optim/_elementwise", "schedules")
@@ -28,15 +28,20 @@ MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
 
 
 def commit(folder: Path = ROOT, paths: Sequence[str] = MEASURED) -> dict[str, Any]:
-    """The commit of a checkout and whether files differ from it; nothing where there is no git or no checkout."""
+    """The last commit that changed some files, and whether they differ from it; nothing without git or a checkout."""
     try:
         found = [
             subprocess.run(["git", "-C", folder, *order], capture_output=True, text=True, check=True).stdout.strip()
-            for order in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", *paths])
+            for order in (["log", "-1", "--format=%H", "--", *paths], ["status", "--porcelain", "--", *paths])
         ]
     except (OSError, subprocess.CalledProcessError):
         return {}
     return {"commit": found[0], "dirty": bool(found[1])}
+
+
+def stamp() -> dict[str, Any]:
+    """What a number depends on besides the code, and which code that was."""
+    return {**machine(), **commit()}
 
 
 def files(mode: str) -> list[Path]:

@@ -81,6 +81,15 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int, warmup: 
     return {name: values[warmup:] for name, values in times.items()}
 
 
+def budget_seconds(text: str) -> float:
+    """The seconds of a budget such as ``"5h"``, ``"90m"`` or ``"30s"``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return float(text[:-1]) * {"h": 3600.0, "m": 60.0, "s": 1.0}[text[-1:]] if not text[-1:].isdigit() else float(text)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned to the right, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -91,9 +100,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def add_to(path: Path, key: str, about: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """Put results into a file, under a key, in the place of those that they measure again."""
-    held = json.loads(path.read_text())[key] if path.exists() else {}
+    old = json.loads(path.read_text()) if path.exists() else {"machine": about, key: {}}
+    # Rows that are not measured again keep what they were measured on.
+    stamps = dict.fromkeys(old[key], old["machine"]) | old.get("stamps", {}) | dict.fromkeys(results, about)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": about, key: {**held, **results}}, indent=2) + "\n")
+    content = {"machine": about, "stamps": stamps, key: {**old[key], **results}}
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:

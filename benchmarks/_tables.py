@@ -139,7 +139,7 @@ def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
     enough = [row["measured"] for row in rows if "measured" in row]
     seconds = f" and {min(enough):.1f} s or more" if len(enough) == len(rows) else ""
     days = _range(sorted({row["machine"]["date"] for row in rows}))
-    commits = sorted({row["commit"][:8] + (" with changes" if row["dirty"] else "") for row in rows if "commit" in row})
+    commits = commits_of(rows)
     if any("commit" not in row for row in rows):
         commits.append("a commit that was not recorded")
     each = f"each ratio is the median of {_range(sorted({row['rounds'] for row in rows}))} rounds{seconds}"
@@ -151,6 +151,21 @@ def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
     elif any(older):
         text += SOME_OLDER
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def where(stamps: Sequence[dict[str, Any]]) -> str:
+    """The machines, days and commits that figures were measured on."""
+    machines = [f"{one['cpu']}, {one['cores']} cores, PyTorch {one['torch'].split('+')[0]}" for one in stamps]
+    named = f"{'; '.join(dict.fromkeys(machines))}, {_range(sorted({one['date'] for one in stamps}))}"
+    commits = commits_of(stamps)
+    if commits and not all("commit" in one for one in stamps):
+        commits.append("and a commit not recorded")
+    return f"{named}, at {', '.join(commits)}." if commits else f"{named}."
+
+
+def commits_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """The commits of rows that name one, and whether the code was changed then."""
+    return sorted({row["commit"][:8] + (" with changes" if row["dirty"] else "") for row in rows if "commit" in row})
 
 
 def _range(values: Sequence[Any]) -> str:

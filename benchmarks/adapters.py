@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from benchmarks._measure import add_to, interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks import _code
+from benchmarks._measure import add_to, interleaved, peak_bytes, resident_bytes, seconds, table
 
 BASES = {"tiny": (2, 32, 2), "small": (4, 256, 4), "base": (12, 768, 12)}
 """Layers, width and heads."""
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         *(["array, compiled"] if args.compile else []),
         *(["array of bases"] if args.bases else []),
     ]
-    about, rows, results = machine(), [], {}
+    about, rows, results = _code.stamp(), [], {}
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
     for base in args.base:
         for count in args.adapters:

@@ -15,7 +15,8 @@ from examples.digits import CNN
 from torch import Tensor
 
 import hfta_func as hfta
-from benchmarks._measure import interleaved, machine, seconds, table
+from benchmarks import _code
+from benchmarks._measure import interleaved, seconds, table
 
 LOOP = "loop"
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = machine()
+    about = _code.stamp()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
     jobs = {
         **{f"{args.models} CNNs, batch {size}": networks(args.models, size, args.compile) for size in args.batches},

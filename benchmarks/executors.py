@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from benchmarks._measure import machine, table
+from benchmarks import _code
+from benchmarks._measure import table
 from hfta_func import tune
 from hfta_func.workers.pool import Pool
 
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=0, help="trials of a search in which training takes no time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     args = parser.parse_args(argv)
-    about = machine()
+    about = _code.stamp()
     print("{cpu}, {cores} cores, torch {torch}, {date}".format(**about), flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

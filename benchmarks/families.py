@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from benchmarks import workloads
-from benchmarks._measure import add_to, machine, table
+from benchmarks import _code, workloads
+from benchmarks._measure import add_to, table
 
 BATCHES = 4
 """Different batches of a run, which come round."""
@@ -394,6 +394,6 @@ def main(argv: Sequence[str] = ()) -> int:
                 found[name] = measured(family, members, steps, args.rounds, clock)
                 print(f"{name}: {found[name]['ratio']:.2f}", file=sys.stderr, flush=True)
                 if args.json:
-                    add_to(args.json, "families", machine(), {f"{name}: {case}": found[name]})
+                    add_to(args.json, "families", _code.stamp(), {f"{name}: {case}": found[name]})
         print(f"\n{case}\n{show(found)}", flush=True)
     return 0

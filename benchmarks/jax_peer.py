@@ -212,6 +212,7 @@ LAYERS: dict[type[nn.Module] | tuple[type[nn.Module], ...], Callable[..., Any]] 
     (nn.BatchNorm1d, nn.BatchNorm2d): batch_norm,
     nn.LayerNorm: layer_norm,
     nn.MaxPool2d: max_pool,
+    nn.Flatten: lambda run, module, path, x: x.reshape(len(x), -1),
     nn.Dropout: lambda run, module, path, x: run.dropout(x, module.p),
     nn.ReLU6: lambda run, module, path, x: jax.nn.relu6(x),
     nn.ReLU: lambda run, module, path, x: jax.nn.relu(x),

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
-from benchmarks._measure import add_to, interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks import _code
+from benchmarks._measure import add_to, interleaved, peak_bytes, resident_bytes, seconds, table
 from benchmarks.modes import RUN, array
 from benchmarks.sweep import ROUNDING, TOLERANCE, difference
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="also a compiled array, whose compiler plans its memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
     args = parser.parse_args(argv)
-    about, rows, results = machine(), [], {}
+    about, rows, results = _code.stamp(), [], {}
     for name in args.workloads:
         for count in args.models:
             size = batch_size(name, args.size, "cpu")

@@ -147,7 +147,8 @@ NOT_FOR = {
     "array auto": ("dcgan",),
     REPLAYED[1]: ("dcgan",),
     "serial foreach": ("resnet", "transformer", "bert"),
-    **dict.fromkeys(("JAX", "HFTA"), tuple(name for name in OWN if name != "mlp")),
+    "JAX": tuple(name for name in OWN if name not in ("mlp", "lenet")),
+    "HFTA": tuple(name for name in OWN if name != "mlp"),
 }
 """Workloads that a mode is not for: those whose graph takes long to compile, and whose calls are little of a step; a step of
 its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``; and networks that are not written for the peers."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
-from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks import _code
+from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds, table
 from benchmarks.modes import array
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.workloads:
         spec = Spec(name, args.size, 1, batch_size(name, args.size, args.device), args.device)
         found = compare(spec, args.rounds, args.turns)
-        results[name] = {"size": args.size, "machine": machine(), "rows": found}
+        results[name] = {"size": args.size, "machine": _code.stamp(), "rows": found}
         for count, row in found.items():
             (time, memory), (own_time, own_memory) = row["predicted"], row["measured"]
             times = f"{1e3 * time:.1f}", f"{1e3 * own_time:.1f}", f"{row['off'][0]:+.0%}"

@@ -10,9 +10,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import ROOT
+from benchmarks._measure import RESULTS, ROOT
 from benchmarks._tables import COMPILED, EAGER, NAMES, about, counts, mark, markdown, ratio, shown, times
 from benchmarks.modes import IN_FIT, PER_CORE, PROCESSES, SERIAL
 from benchmarks.workloads import WORKLOADS
@@ -20,6 +21,10 @@ from benchmarks.workloads import WORKLOADS
 README = ROOT / "README.md"
 BEGIN = "<!-- speed: benchmarks report -->"
 ALTERNATIVES = "<!-- alternatives: benchmarks report -->"
+PICTURE = "<!-- curve: benchmarks report -->"
+CURVE = """![Milliseconds of a training step for one member, over 1 to 1,024 models, log scales](docs/curve.png)
+
+*Time of a step for one member; the dotted line is the least that products and memory traffic take on this machine.*"""
 EXAMPLE = "<!-- example: benchmarks readme -->"
 END = "<!-- end -->"
 SIZES = {"small": "cpu-small", "published size": "cpu-paper"}
@@ -87,8 +92,10 @@ def replaced(page: str, section: str, begin: str) -> str:
     return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n\n{section}\n\n{END}", page)
 
 
-def written(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """README with the ratios of the results."""
+def written(page: str, results: dict[str, dict[str, Any]], folder: Path = RESULTS) -> str:
+    """README with the ratios of the results, and the picture of the curve once that was measured."""
+    shown = CURVE if (folder / "curve-cpu.json").exists() else ""
+    page = replaced(page, shown, PICTURE)
     return replaced(replaced(page, headline(results), BEGIN), alternatives(results), ALTERNATIVES)
 
 

@@ -15,11 +15,12 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
 
-from benchmarks import _code, reach, readme
+from benchmarks import _code, curve, reach, readme
 from benchmarks._measure import RESULTS, ROOT
 from benchmarks._tables import (
     ARRAY,
     LOOPS,
+    NAMES,
     STOCK,
     STYLES,
     TIMES,
@@ -32,6 +33,7 @@ from benchmarks._tables import (
     shown,
     times,
     unmarked,
+    where,
 )
 from benchmarks.adapters import BASES
 from benchmarks.gpu import ledger
@@ -56,11 +58,14 @@ MEMORY = "<!-- memory, made by python -m benchmarks report -->"
 BEST = "<!-- the best of each, made by python -m benchmarks report -->"
 GPUS = "<!-- GPUs, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
+CURVE = "<!-- one to a thousand, made by python -m benchmarks report -->"
+UNCOMPILED = "<!-- without a compiler, made by python -m benchmarks report -->"
 NOTHING = "Not measured yet."
 TITLES = {
     "cpu-small": "On a CPU, small versions",
     "cpu-paper": "On a CPU, published sizes",
 }
+UNCOMPILED_OTHERS = SERIAL, "stock vmap", "HFTA", PROCESSES, PER_CORE
 FINE = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 
 
@@ -141,9 +146,8 @@ def updates(found: dict[str, Any]) -> str:
             modes = ("array, donated", "array, compiled")
             cells = [one["ratios"].get(mode, {}).get(M_SOLO) for one in both for mode in modes]
             lines.append([name, *map(times, cells)])
-    return markdown(
-        ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
-    )
+    head = ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))]
+    return "\n\n".join([markdown(head, lines), *([_where(found)] if "machine" in found else [])])
 
 
 def studies(found: dict[str, Any]) -> str:
@@ -242,8 +246,7 @@ def agents(found: dict[str, Any]) -> str:
 
 
 def _where(found: dict[str, Any]) -> str:
-    where = found["machine"]
-    return f"{where['cpu']}, {where['cores']} cores, PyTorch {where['torch'].split('+')[0]}, {where['date']}."
+    return where([*found.get("stamps", {}).values()] or [found["machine"]])
 
 
 def operators(found: dict[str, Any]) -> str:
@@ -258,7 +261,32 @@ def operators(found: dict[str, Any]) -> str:
         lines.append([family, *_means(groups, family)])
     lines.append(["all", *_means(groups, "all")])
     head = [f"{size}, over {base}" for size in ("small", "published") for base in ("the loop", "stock `vmap`")]
-    return markdown(["family", *head], lines)
+    return f"{markdown(['family', *head], lines)}\n\n{_where(found)}"
+
+
+def uncompiled(found: dict[str, Any]) -> str:
+    """The table of what needs no compiler: arrays, and the fastest alternative."""
+    lines = []
+    for name in (name for name in WORKLOADS if name in found):
+        for count in sorted(found[name], key=int):
+            # A process for one model is the loop.
+            rows = {
+                mode: row for mode, row in found[name][count]["rows"].items() if count != "1" or "process" not in mode
+            }
+            others = {mode: value for mode in UNCOMPILED_OTHERS if (value := ratio(rows, [mode])) is not None}
+            best = max(others, key=others.__getitem__, default=None)
+            cells = [times(ratio(rows, [mode])) for mode in ("array", IN_FIT)]
+            if all(cells) and best:
+                lines.append(
+                    [
+                        WORKLOADS[name].title.removesuffix(" 64-64-64-10"),
+                        count,
+                        *cells,
+                        f"{times(others[best])} {NAMES[best]}",
+                    ]
+                )
+    head = ["workload", "M", "array, one step after another", "array in `fit`", "best other without a compiler"]
+    return f"{markdown(head, lines)}\n\n{about([part for sizes in found.values() for part in sizes.values()])}"
 
 
 def predictions(found: dict[str, dict[str, Any]]) -> str:
@@ -272,7 +300,8 @@ def predictions(found: dict[str, dict[str, Any]]) -> str:
             lines.append([WORKLOADS[name].title, *cells])
     worst = max(abs(row["off"][1]) for size in found.values() for one in size.values() for row in one["rows"].values())
     head = ["workload", *(f"{size}, M = {count}" for size in found for count in counts)]
-    return f"{markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}."
+    stamps = [one["machine"] for size in found.values() for one in size.values()]
+    return f"{markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}. {where(stamps)}"
 
 
 def _means(groups: dict[tuple[str, bool], list[dict[str, Any]]], family: str) -> list[str]:
@@ -388,7 +417,8 @@ def written(page: str, folder: Path = RESULTS) -> str:
             (ENSEMBLES, ensembles, "ensembles-cpu"),
             (ADAPTERS, adapters, "adapters-cpu"),
         ),
-        *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu")),
+        *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu"), (CURVE, curve.tables, curve.KEY)),
+        (UNCOMPILED, uncompiled, reach.KEY),
     )
     for begin, make, name in single:
         path = folder / f"{name}.json"
@@ -402,7 +432,7 @@ def pages(folder: Path = RESULTS) -> dict[Path, str]:
     """Every page that shows results, as it should be."""
     return {
         PAGE: written(PAGE.read_text(), folder),
-        readme.README: readme.written(readme.README.read_text(), results(folder)),
+        readme.README: readme.written(readme.README.read_text(), results(folder), folder),
     }
 
 
@@ -440,6 +470,8 @@ def main(argv: Sequence[str] = ()) -> int:
     found = results()
     pictures = {f"speed-{key}.png": picture(own) for key, own in found.items()}
     pictures[f"reach-{reach.KEY}.png"] = reach.picture(found[reach.KEY])
+    if (path := RESULTS / f"{curve.KEY}.json").exists():
+        pictures[curve.PICTURE] = curve.picture(json.loads(path.read_text()))
     for name, figure in pictures.items():
         figure.savefig(DOCS / name, dpi=110)
         print(f"docs/{name}")

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _code
 from benchmarks._child import Child
-from benchmarks._measure import add_to, machine, table
+from benchmarks._measure import add_to, table
 from benchmarks.rl_ways import ITERATIONS, PER_ITERATION, WAYS
 
 PLAIN = WAYS[3:]
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = {"JAX": "jax", "EnvPool": "envpool"}
     missing = [way for way in args.ways if way in peers and importlib.util.find_spec(peers[way]) is None]
     ways = [way for way in args.ways if way not in missing]
-    about = machine()
+    about = _code.stamp()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
     print("".join(f"{way} is not installed\n" for way in missing), end="", flush=True)
     shown, wrong = [], []

@@ -325,15 +325,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             results.setdefault(name, {})[str(count)] = found
             print(f"{show(name, args.size, count, found)}\n", flush=True)
             if args.json:
-                save(args.json, name, str(count), found)
+                save(args.json, name, str(count), found, args.replace)
     return results
 
 
-def save(path: Path, name: str, count: str, found: dict[str, Any]) -> None:
-    """Put rows into a file of results in the place of those they measure again; of other settings, of all that are there."""
+def save(path: Path, name: str, count: str, found: dict[str, Any], replace: bool = False) -> None:
+    """Put rows into a file of results in the place of those they measure again; of other settings, of all that are there.
+
+    Where they ``replace`` those of other modes, these go too.
+    """
     held = json.loads(path.read_text()) if path.exists() else {}
     old = held.setdefault(name, {}).get(count, {})
-    if any(found.get(key) != old.get(key) for key in ("batch_size", "device", "amp", "loop")):
+    if replace or any(found.get(key) != old.get(key) for key in ("batch_size", "device", "amp", "loop")):
         old = {}
     held[name][count] = {**old, **found, "rows": {**old.get("rows", {}), **found["rows"]}}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -390,6 +393,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--verbose", action="store_true", help="print each mode as it is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
+    parser.add_argument("--replace", action="store_true", help="drop rows of modes that are not measured from FILE")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device")

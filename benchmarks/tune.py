@@ -23,7 +23,7 @@ from examples.tune.main import mapped, search
 from optuna.distributions import FloatDistribution
 
 import hfta_func as hfta
-from benchmarks._measure import machine
+from benchmarks import _code
 from hfta_func import tune
 from hfta_func.tune import Cohort
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 begin = time.perf_counter()
                 best[name] = way()
                 seconds[name].append(time.perf_counter() - begin)
-    print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**machine()))
+    print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**_code.stamp()))
     print(f"{'':>22}{'seconds':>9}{'arrays are':>12}{'best':>9}")
     rows = {}
     for name, taken in seconds.items():
@@ -204,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {"trials": len(configs), "epochs": args.epochs, "max_models": args.max_models}
         args.json.write_text(
-            json.dumps({"machine": machine(), "settings": settings, "tune": rows, "overhead": added}, indent=2) + "\n"
+            json.dumps({"machine": _code.stamp(), "settings": settings, "tune": rows, "overhead": added}, indent=2)
+            + "\n"
         )
     return 0

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ import torch
 import hfta_func as hfta
 from benchmarks._child import Child, serve
 from benchmarks._measure import peak_bytes, resident_bytes, seconds
+from benchmarks._roofline import roofline
 from benchmarks.modes import MANY, MODES, SERIAL, Run
 from benchmarks.workloads import Spec, make
 
@@ -106,6 +108,30 @@ class Desk:
         first = self.run.step(next(self._batches)).flatten().tolist()
         took = time.perf_counter() - start
         return took, [first, self.run.step(next(self._batches)).flatten().tolist()]
+
+    def reach(self, steps: int, patience: float) -> tuple[float, float, list[float], float]:
+        """Make models and take some steps; what is left after ``patience`` seconds is taken to last as long as the last ones.
+
+        Returns:
+            Seconds to the end of the first step and of the last one, the losses of the first, and seconds of the last ones.
+        """
+        job = make(self.spec)
+        self._batches, taken = itertools.cycle(job.batches), list[float]()
+        start = time.perf_counter()
+        self.run = MODES[self.mode](job)
+        losses = self.run.step(next(self._batches)).flatten().tolist()
+        first = time.perf_counter() - start
+        while len(taken) < steps - 1 and (len(taken) < 3 or sum(taken) < patience):
+            taken.append(seconds(self._step, 1, self.spec.device))
+        each = statistics.median(taken[-5:])
+        return first, first + sum(taken) + (steps - 1 - len(taken)) * each, losses, each
+
+    def roofline(self) -> dict[str, float]:
+        """The least time of a step of one model on this machine."""
+        job = make(self.spec._replace(num_models=1))
+        run, batch = job.solo(0, False), tuple(leaf[0] for leaf in job.batches[0])
+        run.step(batch)
+        return roofline(lambda: run.step(batch))
 
     def time(self, calls: int) -> list[float]:
         """Seconds of a step, and of the processors at work meanwhile."""

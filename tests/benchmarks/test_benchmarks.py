@@ -94,6 +94,10 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
         float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
     ]
     assert len(printed) == 4
+    sweep.save(
+        file, "mlp", "2", {**sweep.settings(bench("workloads").Spec("mlp", "small", 2, 32)), "rows": {}}, replace=True
+    )
+    assert json.loads(file.read_text())["mlp"]["2"]["rows"] == {}
 
 
 def test_a_row_names_the_code_that_was_measured(bench, tmp_path):
@@ -417,3 +421,69 @@ def test_a_convolution_by_hand_and_its_gradients(bench, inputs, outputs, width):
 def test_the_kernel_in_triton_is_written_for_the_triton_that_is_installed(bench):
     pytest.importorskip("triton")
     assert bench("convolution_kernels").triton_kernel.arg_names[:3] == ["x", "weight", "y"]
+
+
+@pytest.mark.soak
+def test_a_curve_goes_on_where_it_ended(bench, capsys, tmp_path, monkeypatch):
+    curve, file = bench("curve"), tmp_path / "curve.json"
+    order = [*"--workloads mlp --models 2 --rounds 2 --json".split(), str(file), "--ways", "serial"]
+    monkeypatch.setattr(curve, "MOST", 1)
+    assert curve.main([*order, "array in fit", "--budget", "0s"]) == 2 and not file.exists()
+    assert "2 cells are left" in capsys.readouterr().out
+    assert curve.main(order) == 0
+    serial = json.loads(file.read_text())["mlp"]["2"]["rows"]["serial"]
+    assert curve.main([*order, "array in fit"]) == 0
+    rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
+    array = rows["array in fit"]
+    # The loop was not measured again, and trained one model in the place of two.
+    assert rows["serial"] == serial and serial["trained"] == 1 and array["trained"] == 2
+    assert array["alike"] < 0.3 and 0 < array["first"] < array["hundredth"] and array["bytes"] > serial["bytes"] > 0
+    # Products and their gradients, of which the first layer has one; each weight is read and written by Adam.
+    roofline, weights = serial["roofline"], 64 * 64 + 64 * 64 + 64 * 10
+    assert roofline["flops"] == 2 * 32 * (3 * weights - 64 * 64) and roofline["bytes"] > 7 * 4 * weights
+    assert 0 < curve.roofline({"2": {"rows": rows}}) == roofline["seconds"]
+    tables = curve.tables(json.loads(file.read_text()))
+    assert tables.count("| MLP | 2 |") == 3 and "stock" not in tables and str(serial["commit"])[:8] in tables
+    curve.picture(json.loads(file.read_text())).savefig(tmp_path / "curve.png")
+
+
+def test_all_results_are_measured_in_pieces(bench, capsys, tmp_path, monkeypatch):
+    everything, code = bench("everything"), bench("_code")
+    files = {piece.file for piece in everything.pieces()}
+    assert files >= {path.stem for path in bench("_measure").RESULTS.glob("*.json")} - {"all"}
+    stamp = {"cpu": "some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-11-30", "commit": "new", "dirty": False}
+    monkeypatch.setattr(code, "stamp", lambda: stamp)
+    ran = []
+
+    def run(command, cwd):
+        ran.append(command[3])
+        return subprocess.CompletedProcess(command, int(ran == ["ensembles", "executors", "tune"]))
+
+    monkeypatch.setattr(everything.subprocess, "run", run)
+    order = ["--results", str(tmp_path), "--only", "tune", "ensembles", "executors"]
+    assert everything.main([*order, "--plan"]) == 1 and not ran
+    # One takes longer than there is time.
+    assert everything.main([*order, "--budget", "4.5m"]) == 1 and ran == ["ensembles", "executors"]
+    assert everything.main(order) == 1 and ran[2:] == ["tune"]
+    assert "left: tune-cpu: tune: it ended with status 1" in capsys.readouterr().out
+    # Only what failed is left, then nothing, until there is another commit.
+    assert everything.main(order) == 0 and ran[3:] == ["tune"]
+    assert everything.main(order) == 0 and len(ran) == 4
+    stamp["commit"] = "newer"
+    assert everything.main(order) == 0 and len(ran) == 7
+
+
+def test_results_say_on_which_commit_each_row_was_measured(bench, capsys, tmp_path):
+    measure, everything, file = bench("_measure"), bench("everything"), tmp_path / "families-cpu.json"
+    old = {"cpu": "some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-11-29"}
+    file.write_text(json.dumps({"machine": old, "families": {"a": {}, "b": {}}}))
+    new = {**old, "date": "2026-11-30", "commit": "0123456789abcdef", "dirty": False}
+    measure.add_to(file, "families", new, {"b": {"ratio": 2.0}})
+    found = json.loads(file.read_text())
+    assert found["stamps"] == {"a": old, "b": new} and found["families"] == {"a": {}, "b": {"ratio": 2.0}}
+    assert everything.others(tmp_path, new) == ["families-cpu.json: 1 of 2 rows are of other commits"]
+    said = bench("_tables").where([*found["stamps"].values()])
+    assert (
+        said == "some CPU, 2 cores, PyTorch 2.13.0, 2026-11-29 to 2026-11-30, at 01234567, and a commit not recorded."
+    )
+    assert [measure.budget_seconds(text) for text in ("5h", "90m", "30s", "20")] == [18000, 5400, 30, 20]

@@ -279,6 +279,7 @@ def _stack(
     models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], is_given: bool = True
 ) -> Stacked:
     first: nn.Module | None = None
+    all_first: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     base: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
     stacked = Stacked({}, {})
@@ -288,14 +289,13 @@ def _stack(
         if first is None:
             first, base = model, base_of(model, share_frozen)
             shared = shared_of(model, shared_params)
+            all_first = dict(model.named_parameters()), dict(model.named_buffers())
         differing = check_same_structure(model, first, member, numbers)
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
-        for leaves, named, first_named in (
-            (stacked.params, dict(model.named_parameters()), dict(first.named_parameters())),
-            (stacked.buffers, dict(model.named_buffers()), dict(first.named_buffers())),
-        ):
+        both = dict(model.named_parameters()), dict(model.named_buffers())
+        for leaves, named, first_named in zip(stacked, both, all_first, strict=True):
             for path, tensor, other in pairs(named, first_named, member):
                 _check_tensors(tensor, other, path, member)
                 if path in base:

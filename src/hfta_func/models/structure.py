@@ -50,13 +50,13 @@ def check_same_structure(
             has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    known = tensors_of_both(model, first)
+    known = functools.cache(lambda: tensors_of_both(model, first))
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     for path, module, other in pairs(modules, first_modules, member, "module "):
         check_same_class(module, other, path, f"model {member}", "model 0")
         for name, a, b in () if is_compiled(module) else settings_of_both(module, other):
             label = f"{path}.{name}".lstrip(".")
-            different = setting_difference(a, b, label, known)
+            different = None if a is b else setting_difference(a, b, label, known())
             # Integers may be sizes, which must be equal.
             is_real = isinstance(a, float) or isinstance(b, float) or label in varied
             if different and is_real and may_differ(module, name) and may_differ(other, name):
@@ -110,7 +110,7 @@ def settings_of_both(module: nn.Module, other: nn.Module) -> Iterator[tuple[str,
     names = vars(module).keys() & vars(other).keys() - MODULE_ATTRIBUTES - _assigned_in_calls(type(module))
     for name in sorted(names - computed(module).keys() - computed(other).keys()):
         yield name, vars(module)[name], vars(other)[name]
-    for name in _FORWARD_HOOKS:
+    for name in (name for name in _FORWARD_HOOKS if vars(module)[name] or vars(other)[name]):
         hooks, others = ([_held(x) for x in vars(each)[name].values() if _is_users(x)] for each in (module, other))
         same = len(hooks) == len(others)
         yield name, hooks if same else len(hooks), others if same else len(others)
