@@ -17,7 +17,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 ROOMS = [
     *("errors", "_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
     *("verify", "step", "files", "workers", "run", "callbacks", "testing", "plot", "integrations", "__init__", "tune"),
-    *("cluster", "rl", "signals", "sklearn"),
+    *("cluster", "rl", "signals", "sklearn", "es"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 """Rooms that never import each other, whatever their order; they are brought together in the step."""
