@@ -37,7 +37,7 @@ def batch():
 
 def drawn(seed, step, pair, number, shape):
     """Noise of a pair by its key alone."""
-    key = random.fold_in(random.fold_in(random.keys([seed]), es._NOISE), step)
+    key = random.fold_in(random.fold_in(random.keys([seed]), es.NOISE), step)
     return random.normal(random.fold_in(random.fold_in(key, pair), number), shape, dtype=torch.float64)[0]
 
 

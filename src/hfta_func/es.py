@@ -35,7 +35,7 @@ from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep, make_train_step
 
 # Folded into the members' keys, as all numbers of this package negative.
-_NOISE = -(2**62) - 2**56
+NOISE = -(2**62) - 2**56
 _BLOCK, _PAIRS = 1 << 16, 256
 """Numbers that are drawn together, which stay in the cache, and pairs whose noise is in memory together for an update."""
 
@@ -215,7 +215,7 @@ class Strategy:
 
     def _noise(self, state: TrainState, pairs: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
         """Each path with what is drawn for its pairs, ``[R, pairs, ...]``."""
-        keys = random.fold_in(random.fold_in(random.fold_in(state.keys, _NOISE), state.step).unsqueeze(1), pairs)
+        keys = random.fold_in(random.fold_in(random.fold_in(state.keys, NOISE), state.step).unsqueeze(1), pairs)
         numbers = iter(range(2 * len(self._drawn)))
         for path, shapes in self._drawn.items():
             kind = state.params[path].dtype
