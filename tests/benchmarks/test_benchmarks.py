@@ -186,6 +186,10 @@ COMMANDS = {
         "--models 3 --points 20 --width 6 --rounds 1".split(),
         lambda found: found["20"]["difference"] < 1e-2 and min(found["20"][way] for way in ("loop", "array")) > 0,
     ),
+    "es": (
+        "--widths 8 --population 8 --rows 4 --rounds 1".split(),
+        lambda found: found["difference"] < 1e-10 and min(found["widths"]["8"].values()) > 0,
+    ),
     # Accuracies; plain PyTorch deals the data in another order.
     "tune": (
         "--trials 3 --epochs 3 --max-models 4 --rounds 1".split(),
