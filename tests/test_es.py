@@ -126,6 +126,20 @@ def test_linear_layers_hold_the_base_once():
     assert state.params.keys() == dict(make_model().named_parameters()).keys()
 
 
+def test_a_frozen_base_may_be_shared(batch):
+    torch.manual_seed(3)
+    model = make_model()
+    outputs = []
+    for shared in ({}, {"share_frozen": True}):
+        strategy = es.make_strategy(model, hfta.sgd(lr=0.1), population=COUNT, rank=1, **shared)
+        state = strategy.init(*hfta.stack_params([model], **shared), seeds=[0])
+        evaluate = hfta.make_eval_step(strategy.model, rounded, **shared)
+        state, _ = strategy.tell(state, evaluate(strategy.ask(state), batch)["rounded"])
+        outputs.append(state.params)
+    assert outputs[0].keys() - outputs[1].keys() == {"7.weight", "7.bias"}
+    assert all(torch.equal(leaf, outputs[0][path]) for path, leaf in outputs[1].items())
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

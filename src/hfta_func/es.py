@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import tensors_of
 from hfta_func._tree import per_model, tree_map
 from hfta_func._types import Params, PerModel, Tree, check_counts
-from hfta_func.calls.copies import copied_module
 from hfta_func.errors import BatchError, HyperparameterError
 from hfta_func.models.sizes import joined
+from hfta_func.models.skeleton import outline
 from hfta_func.optim._base import GradientTransformation, Range, check
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep, make_train_step
@@ -123,7 +122,7 @@ class Strategy:
         self._drawn = {path: _factors(shape, rank) or [shape] for path, shape in shapes.items()}
         self.model, self._layers = model, dict[str, tuple[str, str]]()
         if rank is not None:
-            self.model = copied_module(model, {id(leaf): leaf for leaf in (*model.parameters(), *model.buffers())})
+            self.model = outline(model, self.step.options.share_frozen)
             self._factor()
 
     def __reduce__(self) -> Any:
@@ -137,7 +136,7 @@ class Strategy:
             if type(layer) is nn.Linear and len(self._drawn.get(weight, ())) == 2 and held.count(id(layer.weight)) == 1:
                 self._layers[weight] = joined(path, "left"), joined(path, "right")
                 for name, shape in zip(("left", "right"), self._drawn[weight], strict=True):
-                    layer.register_parameter(name, nn.Parameter(layer.weight.new_zeros(shape), requires_grad=False))
+                    layer.register_parameter(name, nn.Parameter(layer.weight.new_zeros(shape)))
                 layer.__class__ = _Factored
 
     def init(self, params: Params, buffers: Params | None = None, *, seeds: Any, **more: Any) -> TrainState:
@@ -245,10 +244,10 @@ class _Factored(nn.Linear):
     left: Tensor
     right: Tensor
     # What reads it outside of a call, such as a transformer's fast path, gets the sum.
-    weight: Any = property(lambda self: tensors_of(self)["weight"] + self.left @ self.right)
+    weight: Any = property(lambda self: nn.Module.__getattr__(self, "weight") + self.left @ self.right)
 
     def forward(self, input: Tensor) -> Tensor:
-        base: Any = tensors_of(self)["weight"]
+        base: Any = nn.Module.__getattr__(self, "weight")
         return F.linear(input, base, self.bias) + F.linear(F.linear(input, self.right), self.left)
 
 

@@ -6,32 +6,33 @@ import pytest
 from examples.evolution.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = "--population 16 --generations 4 --every 2".split()
 
 
 def fitness(capsys, runs):
-    """Fitness at the second line, and scores, of all runs."""
+    """Fitness at both lines, and scores, of all runs."""
     lines = capsys.readouterr().out.splitlines()
     assert re.match(rf"CPU time: [\d.]+ s, [\d.]+ ms for {16 * runs} members of a generation", lines[-1])
-    assert lines[2].split()[0] == "4"
-    return lines[2].split()[1:], [line.split()[2] for line in lines[-2 - runs : -2]]
+    assert len(lines) == 8 + runs
+    return [line.split()[1:] for line in lines[1:3]], [line.split()[2] for line in lines[-2 - runs : -2]]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_network_of_thresholds_learns(capsys, rank):
     pytest.importorskip("sklearn", reason="the example's data: needs scikit-learn")
-    assert main(["digits", *SMALL, *"--rows 100 --lr 0.1 0.2 --runs 2 --rank".split(), rank]) == 0
-    found, scores = fitness(capsys, 2)
-    assert main(["digits", *SMALL, *"--rows 100 --lr 0.1 --runs 1 --rank".split(), rank]) == 0
-    assert fitness(capsys, 1) == (found[:1], scores[:1])
-    assert all(-2.6 < float(value) < -0.5 for value in found) and all(0 <= float(value) <= 1 for value in scores)
+    order = f"digits --population 16 --generations 24 --every 12 --rows 100 --rank {rank}".split()
+    assert main([*order, *"--lr 0.01 0.02 --runs 2".split()]) == 0
+    (first, last), scores = fitness(capsys, 2)
+    assert all(float(then) > float(now) + 0.05 for then, now in zip(last, first, strict=True))
+    assert main([*order, *"--lr 0.02 --runs 1 --seed 1".split()]) == 0
+    assert fitness(capsys, 1) == ([first[1:], last[1:]], scores[1:])
 
 
 def test_the_policy_learns(capsys):
     pytest.importorskip("gymnasium", reason="needs gymnasium; pip install 'hfta_func[rl]'")
-    assert main(["cartpole", *SMALL, *"--runs 2 --steps 40 --episodes 1".split()]) == 0
-    found, scores = fitness(capsys, 2)
-    assert all(8 < float(value) <= 40 for value in (*found, *scores))
+    assert main("cartpole --population 16 --generations 8 --every 4 --runs 2 --steps 40 --episodes 1".split()) == 0
+    (first, last), scores = fitness(capsys, 2)
+    assert all(float(then) > float(now) for then, now in zip(last, first, strict=True))
+    assert all(8 < float(value) <= 40 for value in scores)
 
 
 def test_lines_that_do_not_fit_are_refused(capsys):
