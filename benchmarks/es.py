@@ -27,7 +27,7 @@ from benchmarks._measure import interleaved, machine, table
 from hfta_func import es, random
 
 SIGMA, LR = 0.1, 0.01
-Draw = Callable[[int, int, list[Tensor]], list[Tensor]]
+Draw = Callable[[int, int, Sequence[Tensor]], list[Tensor]]
 
 
 class Threshold(nn.Module):
@@ -99,13 +99,13 @@ def as_loop(model: nn.Module, batch: Any, population: int, draw: Draw) -> Callab
     return generation
 
 
-def by_generator(step: int, pair: int, params: list[Tensor]) -> list[Tensor]:
+def by_generator(step: int, pair: int, params: Sequence[Tensor]) -> list[Tensor]:
     """Noise of PyTorch's generator."""
     torch.manual_seed(step * 100_000 + pair)
     return [torch.randn_like(param) for param in params]
 
 
-def by_key(step: int, pair: int, params: list[Tensor]) -> list[Tensor]:
+def by_key(step: int, pair: int, params: Sequence[Tensor]) -> list[Tensor]:
     """The noise of the array."""
     key = random.fold_in(random.fold_in(random.fold_in(random.keys([0]), es.NOISE), step), pair)
     return [random.normal(random.fold_in(key, i), p.shape, dtype=p.dtype)[0] for i, p in enumerate(params)]

@@ -254,7 +254,7 @@ class _Factored(nn.Linear):
 def _along(model: nn.Module, batch: Any, hparams: Params) -> tuple[Tensor, Params]:
     """A loss whose value is the negative fitness and whose gradient is that of the batch."""
     params = dict(model.named_parameters())
-    along = sum(((params[path] * slope).sum() for path, slope in batch["slope"].items()), batch["fitness"] * 0)
+    along = torch.stack([(params[path] * slope).sum() for path, slope in batch["slope"].items()]).sum()
     return along - along.detach() - batch["fitness"], {name: batch[name] for name in ("fitness", "best")}
 
 
