@@ -264,6 +264,25 @@ def test_fit_trains_by_generations(batch):
     close(history["loss"], -history["fitness"])
 
 
+@pytest.mark.exhaustive
+def test_generations_are_one_graph(batch):
+    strategy = es.make_strategy(
+        make_model(),
+        hfta.adam(lr=LR),
+        population=COUNT,
+        sigma=SIGMA,
+        rank=1,
+        evaluate=lambda members: evaluate(members, batch)["rounded"],
+    )
+    evaluate = hfta.make_eval_step(strategy.model, rounded)
+    state = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
+    eager, metrics = strategy.step.loop(state, 3)
+    compiled, again = torch.compile(strategy.step.loop, fullgraph=True, dynamic=False)(state, 3)
+    close(again["fitness"], metrics["fitness"])
+    for path, leaf in eager.params.items():
+        close(compiled.params[path], leaf)
+
+
 def test_buffers_and_numbers_are_those_of_the_run():
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(rate)) for rate in (0.2, 0.4)]
     models[1][1].running_mean.fill_(7.0)

@@ -194,10 +194,10 @@ class Strategy:
         runs, count = len(state.keys), self.population
         if given.shape != (runs * count,):
             raise BatchError(f"fitness is {[*given.shape]}, but must be [{runs * count}], a number for each member")
-        values, kind = given.reshape(runs, count), next(iter(state.params.values())).dtype.to_real()
+        values, sigma = given.reshape(runs, count), state.hparams["sigma"]
         mean = torch.where(values.isfinite(), values, torch.nan).nanmean(1)
         shares = ranks(values).unflatten(1, (-1, 2))
-        weight = (shares[..., 1] - shares[..., 0]) / (count * per_model(state.hparams["sigma"].double(), values))
+        weight = (shares[..., 1] - shares[..., 0]) / (count * per_model(sigma, values))
         slopes: Params = {path: torch.zeros_like(param) for path, param in state.params.items() if path in self._drawn}
         # Not all pairs at once, which would be half a population in memory.
         for pairs in torch.arange(count // 2, device=given.device).split(_PAIRS):
@@ -210,7 +210,7 @@ class Strategy:
                     slope = torch.einsum("rp,rpd->rd", by, noise[0].flatten(2))
                 slopes[path] += slope.reshape(slopes[path].shape)
         best = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(1)
-        return {"fitness": mean.to(kind), "best": best.to(kind), "slope": slopes}
+        return {"fitness": mean.to(sigma.dtype), "best": best.to(sigma.dtype), "slope": slopes}
 
     def _noise(self, state: TrainState, pairs: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
         """Each path with what is drawn for its pairs, ``[R, pairs, ...]``."""

@@ -200,7 +200,11 @@ PLANTED = [
     ),
     Planted(
         "a population has the same noise in every generation",
-        *("es.py", "random.fold_in(random.fold_in(state.keys, NOISE), state.step)", "random.fold_in(state.keys, NOISE)"),
+        *(
+            "es.py",
+            "random.fold_in(random.fold_in(state.keys, NOISE), state.step)",
+            "random.fold_in(state.keys, NOISE)",
+        ),
         "test_es.py::test_noise_differs_between_steps_seeds_pairs_and_leaves",
     ),
     Planted(
