@@ -264,17 +264,19 @@ def test_fit_trains_by_generations(batch):
     close(history["loss"], -history["fitness"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_generations_are_one_graph(batch):
+    def evaluate(members):
+        return hfta.vmap(one, in_dims=(0, 0, None))(members.params, members.buffers, batch)
+
+    def one(params, buffers, batch):
+        return rounded(lambda inputs: call(params, buffers, inputs)[0], batch)
+
     strategy = es.make_strategy(
-        make_model(),
-        hfta.adam(lr=LR),
-        population=COUNT,
-        sigma=SIGMA,
-        rank=1,
-        evaluate=lambda members: evaluate(members, batch)["rounded"],
+        make_model(), hfta.adam(lr=LR), population=COUNT, sigma=SIGMA, rank=1, evaluate=evaluate
     )
-    evaluate = hfta.make_eval_step(strategy.model, rounded)
+    call = hfta.functional(strategy.model)
     state = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
     eager, metrics = strategy.step.loop(state, 3)
     compiled, again = torch.compile(strategy.step.loop, fullgraph=True, dynamic=False)(state, 3)
