@@ -18,7 +18,19 @@ from cases import FUNCTIONS
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOPICS = (
-    *("callbacks", "calls", "cluster", "errors", "files", "integrations", "models", "optim", "optim.extend", "plot"),
+    *(
+        "callbacks",
+        "calls",
+        "cluster",
+        "errors",
+        "es",
+        "files",
+        "integrations",
+        "models",
+        "optim",
+        "optim.extend",
+        "plot",
+    ),
     *("random", "rl", "rules", "run", "schedules", "signals", "sklearn", "step", "testing", "tune"),
     "workers",
 )

@@ -208,6 +208,9 @@ def test_normal_is_the_quantile_of_its_uniform(monkeypatch):
     assert (single - exact).abs().max() < 1.3e-6
     order = codes.argsort()
     assert (drawn[order].diff() >= 0).all()
+    # As without a compiler of C.
+    monkeypatch.setattr(noise, "is_fast", lambda words: False)
+    assert torch.equal(random.normal(random.keys([0])[0], codes.shape, dtype=torch.float64), drawn)
 
 
 # One call of every operator that is routed, for an input [N, C, L] with values in (0, 1).

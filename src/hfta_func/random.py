@@ -288,7 +288,10 @@ def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = t
         >>> normal(keys([1, 2]), (3,)).shape
         torch.Size([2, 3])
     """
-    draws = _signed_shift(bits(key, shape), 40)
+    words = bits(key, shape)
+    if noise.is_fast(words):
+        return _kernels.quantiles(words, *_NORMAL[torch.device("cpu")]).to(dtype)
+    draws = _signed_shift(words, 40)
     # The tail probability in units of 2^-25: an odd number, so far enough from a power of two that a rounding error of
     # the logarithm cannot change the octave.
     tail = ((1 << 24) - 1) - ((draws ^ _signed_shift(draws, 63)) << 1)

@@ -194,6 +194,10 @@ COMMANDS = {
         ["--rounds", "1", "--jobs", "heads", "adapters", "data", "hidden state", "target", "nested"],
         lambda found: len(found) == 6 and all(row["lines"]["array"] < row["lines"]["loop"] for row in found.values()),
     ),
+    "es": (
+        "--widths 8 --population 8 --rows 4 --rounds 1".split(),
+        lambda found: found["difference"] < 1e-10 and min(found["widths"]["8"].values()) > 0,
+    ),
     # Accuracies; plain PyTorch deals the data in another order.
     "tune": (
         "--trials 3 --epochs 3 --max-models 4 --rounds 1".split(),

@@ -199,6 +199,20 @@ PLANTED = [
         "test_kept.py::test_numbers_in_the_state_are_no_part_of_a_recipe",
     ),
     Planted(
+        "a population has the same noise in every generation",
+        *(
+            "es.py",
+            "random.fold_in(random.fold_in(state.keys, NOISE), state.step)",
+            "random.fold_in(state.keys, NOISE)",
+        ),
+        "test_es.py::test_noise_differs_between_steps_seeds_pairs_and_leaves",
+    ),
+    Planted(
+        "a weight that another module holds is perturbed twice",
+        *("es.py", " and held.count(id(layer.weight)) == 1", ""),
+        "test_es.py::test_members_are_the_same_whoever_reads_a_weight",
+    ),
+    Planted(
         "a kernel counts words from 0",
         *("_kernels/noise.py", "step * (uint64_t)(i + 1)", "step * (uint64_t)i"),
         "test_native.py::test_noise_is_that_of_operators",

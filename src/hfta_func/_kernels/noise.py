@@ -87,6 +87,20 @@ _STREAMS = native.shared_out(
                     }""",
 )
 
+_QUANTILES = native.shared_out(
+    "",
+    "const int64_t *words, const int64_t *start, const int64_t *slope, double *out",
+    _EACH
+    + """ {
+                        const int64_t draw = words[model * sizes[0] + i] >> 40;
+                        const uint64_t tail = 0xFFFFFF - ((draw ^ (draw >> 63)) << 1);
+                        const int octave = 63 - __builtin_clzll(tail);
+                        const int64_t place = (tail << (23 - octave)) & 0x7FFFFF, segment = (octave << 8) + (place >> 15);
+                        const int64_t magnitude = (start[segment] << 15) + slope[segment] * (place & 0x7FFF);
+                        out[model * sizes[0] + i] = (draw < 0 ? -magnitude : magnitude) * 0x1p-41;
+                    }""",
+)
+
 
 def is_fast(key: Tensor) -> bool:
     """Whether to call the kernels: eagerly, on a CPU. A compiler makes one kernel of the arithmetic by itself."""
@@ -139,16 +153,22 @@ def _defined() -> bool:
     """Define the operators; False if the kernels cannot be compiled.
 
     ``mix`` is the mixer of every word. ``words`` are those of streams, and ``words_below`` says whether their 53 highest
-    bits, as a signed number, are below the stream's limit. ``streams`` are those of a key folded with ``first``,
-    ``first + 1`` and so on.
+    bits, as a signed number, are below the stream's limit. ``quantiles`` are the normal numbers of words, see
+    :func:`hfta_func.random.normal`. ``streams`` are those of a key folded with ``first``, ``first + 1`` and so on.
     """
-    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS, _QUANTILES)]
     if None in programs or native.program(_DROPPED.replace("KIND", "float")) is None:
         return False
-    mixed, words, below, streams = programs
+    mixed, words, below, streams, quantiles = programs
 
     def draw_mixed(z: Tensor) -> Tensor:
         mixed([z.numel()], 1, [z.contiguous(), out := torch.empty(z.shape, dtype=torch.int64)])
+        return out
+
+    def draw_quantiles(words: Tensor, start: Tensor, slope: Tensor) -> Tensor:
+        out = torch.empty(words.shape, dtype=torch.float64)
+        # Tables that transforms have expanded begin where they did.
+        quantiles([words.numel()], 1, [words.contiguous(), start, slope, out])
         return out
 
     def draw(
@@ -174,6 +194,10 @@ def _defined() -> bool:
         return start.new_empty((*start.shape, *shape), dtype=dtype)
 
     _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
+    _define(
+        "quantiles(Tensor words, Tensor start, Tensor slope) -> Tensor",
+        *(draw_quantiles, lambda words, *_: words.new_empty(words.shape, dtype=torch.float64)),
+    )
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
     for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
         arguments = f"{draws}, Tensor limit" if run is below else draws

@@ -1,0 +1,1 @@
+"""Evolution strategies: a policy, and a network that has no gradient."""
