@@ -66,14 +66,14 @@ class LocalTrainer(Trainer):
     """
 
     def __init__(self, step: Step):
-        self.step = step
+        self.step, self.note = step, ""
         self._left: Iterator[Any] | None = None
         self._loader = self._position = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
-        return getattr(self.step, "status", "eager: not a training step")
+        return getattr(self.step, "status", "eager: not a training step") + self.note
 
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
