@@ -108,10 +108,13 @@ _FEW = 0.75
 
 
 class Compact(Trainer):
-    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array."""
+    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array.
 
-    def __init__(self, trainer: Trainer, step: Step):
-        self._trainer, self._dims = trainer, getattr(original(step), "batch_dims", 0)
+    Those of a step that ``compiles`` are filled up with others to one of a few sizes, which are compiled once each.
+    """
+
+    def __init__(self, trainer: Trainer, step: Step, compiles: bool):
+        self._trainer, self._dims, self._compiles = trainer, getattr(original(step), "batch_dims", 0), compiles
         # The loader of all, the members that train, None for all, and their loader.
         self._loader, self._kept, self._few = None, None, None
 
@@ -156,7 +159,10 @@ class Compact(Trainer):
         except HFTAError as error:
             renumbered(error, kept.tolist())
             raise
-        run.running.put(few.running, kept, count)
+        # What fills up the array reports nothing.
+        trained, reported = torch.isin(kept, self._chosen).nonzero().flatten(), Running()
+        reported.load_state_dict(few.running.part(trained), kept.device)
+        run.running.put(reported, kept[trained], count)
         run.state = put(run.state, kept, few.state)
         if is_dealt:
             run.loader.load_state_dict(few.loader.state_dict())
@@ -165,12 +171,22 @@ class Compact(Trainer):
     def _choose(self, run: Members, wanted: Tensor) -> None:
         chosen, kept = wanted.nonzero().flatten(), self._kept if run.loader is self._loader else None
         if kept is None or len(chosen) <= _FEW * len(kept) or not bool(torch.isin(chosen, kept).all()):
-            kept = chosen if len(chosen) <= _FEW * len(wanted) else None
+            kept = self._filled(chosen, wanted) if len(chosen) <= _FEW * len(wanted) else None
         if kept is not None and (kept is not self._kept or run.loader is not self._loader):
             self._few = _Taken(run.loader, self._dims, kept)
             if isinstance(run.loader, ArrayLoader):
                 self._few = run.loader.follow(kept.tolist(), run.state.keys[kept], ())
-        self._loader, self._kept = run.loader, kept
+        self._loader, self._kept, self._chosen = run.loader, kept, chosen
+
+    def _filled(self, chosen: Tensor, wanted: Tensor) -> Tensor | None:
+        """The chosen members, and in a graph others up to the size of the array halved some times; None if these are all."""
+        if not self._compiles:
+            return chosen
+        size = len(wanted)
+        while len(chosen) <= (half := -(-size // 2)) < size:
+            size = half
+        others = (~wanted).nonzero().flatten()[: size - len(chosen)]
+        return torch.cat([chosen, others]).sort().values if size < len(wanted) else None
 
 
 class _Taken:
