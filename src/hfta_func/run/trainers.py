@@ -245,7 +245,9 @@ class AutoTrainer(Trainer):
             expected = spent if left is None else left * statistics.median(times or [0.0])
             if self._parallel is None and len(times) >= _FIRST:
                 longest = max(longest, expected)
-                self._compared = f"no worker processes: they start for {_LEAST:g} s of training, not for {longest:.1f} s"
+                self._compared = (
+                    f"no worker processes: they start for {_LEAST:g} s of training, not for {longest:.1f} s"
+                )
                 if expected >= _LEAST:
                     self._parallel, self._compared = self._make(), "worker processes have not started yet"
         # The first steps of a new process do much once.
