@@ -102,15 +102,16 @@ def test_every_private_name_is_looked_up_by_the_function_that_names_it():
 
 
 @pytest.mark.parametrize(("setting", "during"), [(None, True), (False, False)])
-def test_a_compiled_step_makes_no_programs_to_try_the_processor(setting, during, monkeypatch):
-    config, seen = importlib.import_module("torch._inductor.config").cpp, []
+def test_a_compiled_step_makes_no_programs_to_try_the_processor(setting, during):
+    config, seen = importlib.import_module("torch._inductor.config"), []
 
     def backend(graph, inputs):
-        seen.append(config.vec_isa_ok)
+        seen.append(config.cpp.vec_isa_ok)
         return graph.forward
 
-    monkeypatch.setattr(config, "vec_isa_ok", setting)
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
     step = hfta.make_train_step(models[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-    torch.compile(step, backend=backend)(step.init(*hfta.stack_params(models), seeds=[0, 1]), torch.ones(2, 3, 2))
-    assert seen == [during] and config.vec_isa_ok is setting
+    with config.patch({"cpp.vec_isa_ok": setting}):
+        torch.compile(step, backend=backend)(step.init(*hfta.stack_params(models), seeds=[0, 1]), torch.ones(2, 3, 2))
+        seen.append(config.cpp.vec_isa_ok)
+    assert seen == [during, setting]
