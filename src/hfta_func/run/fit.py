@@ -160,7 +160,8 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        trainer = Compact(trainer, step, compile or original(step) is not step) if compact else trainer
+        if compact:
+            trainer = Compact(trainer, step, compile or (is_compilable(step) and original(step) is not step))
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(
