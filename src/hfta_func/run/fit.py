@@ -160,8 +160,7 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        if compact:
-            trainer = Compact(trainer, step, compile or (is_compilable(step) and original(step) is not step))
+        trainer = Compact(trainer, step, compile) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(

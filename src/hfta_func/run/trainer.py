@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hfta_func._torch import original
+from hfta_func._torch import is_compilable, original
 from hfta_func._tree import put, take
 from hfta_func.errors import HFTAError
 from hfta_func.run.data import ArrayLoader
@@ -110,11 +110,12 @@ _FEW = 0.75
 class Compact(Trainer):
     """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array.
 
-    Those of a step that ``compiles`` are filled up with others to one of a few sizes, which are compiled once each.
+    Those of a step that is compiled, or ``compiles`` later, are filled up with others to one of a few sizes.
     """
 
     def __init__(self, trainer: Trainer, step: Step, compiles: bool):
-        self._trainer, self._dims, self._compiles = trainer, getattr(original(step), "batch_dims", 0), compiles
+        self._trainer, self._dims = trainer, getattr(original(step), "batch_dims", 0)
+        self._compiles = compiles or (is_compilable(step) and original(step) is not step)
         # The loader of all, the members that train, None for all, and their loader.
         self._loader, self._kept, self._few = None, None, None
 
