@@ -99,3 +99,19 @@ def test_every_private_name_is_looked_up_by_the_function_that_names_it():
         lines = [line for line in path.read_text().splitlines() if re.search(r"torch\._[a-zA-Z]", line)]
         allowed = r"private\(|^_[A-Z, _]+ = |sys\.modules|importlib\.import_module"
         assert not [line for line in lines if not re.search(allowed, line) and "import " not in line], path
+
+
+@pytest.mark.parametrize(("setting", "during"), [(None, True), (False, False)])
+def test_a_compiled_step_makes_no_programs_to_try_the_processor(setting, during):
+    config, seen = importlib.import_module("torch._inductor.config"), []
+
+    def backend(graph, inputs):
+        seen.append(config.cpp.vec_isa_ok)
+        return graph.forward
+
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    with config.patch({"cpp.vec_isa_ok": setting}):
+        torch.compile(step, backend=backend)(step.init(*hfta.stack_params(models), seeds=[0, 1]), torch.ones(2, 3, 2))
+        seen.append(config.cpp.vec_isa_ok)
+    assert seen == [during, setting]

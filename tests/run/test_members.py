@@ -68,6 +68,27 @@ def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
     assert_same(loss[trained], other[trained])
 
 
+def test_a_compiled_step_trains_members_that_are_left_in_few_sizes():
+    seeds, epochs = [5, 3, 8, 9, 1, 4, 7], 8
+    one_less = stop(**{f"e{epoch}": [[3], [0], [6], [1], [2], [5], []][epoch - 1] for epoch in range(1, epochs)})
+    expected, reported = Run(seeds).fit(epochs, one_less)
+    run, sizes = Run(seeds), []
+
+    def step(state, batch):
+        sizes.append(hfta.num_models(state))
+        return compiled(state, batch)
+
+    compiled = torch.compile(run.step, backend="eager")
+    step.batch_dims, step._torchdynamo_orig_callable = 0, run.step
+    run.step = step
+    state, history = run.fit(epochs, one_less, compact=True)
+    assert [*dict.fromkeys(sizes)] == [7, 4, 2, 1]
+    assert_same(state, expected)
+    trained = ~history["loss"].isnan()
+    assert trained.sum(1).tolist() == [7, 7, 7, 4, 3, 2, 1, 1]
+    assert_same(history["loss"][trained], reported["loss"][trained])
+
+
 @pytest.mark.exhaustive
 def test_a_member_that_is_active_again_trains_again():
     def back(state, history):

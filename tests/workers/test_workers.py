@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,6 +184,19 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     assert found.history.status.endswith("in worker processes")
     step, state = arrayed()
     assert_same(found, hfta.fit(step, state, loader(), epochs=12, progress=False))
+
+
+def test_auto_says_why_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers, "cores", lambda: [0, 1])
+    step, state = arrayed()
+    options: dict[str, Any] = {"epochs": 2, "progress": False, "workers": "auto"}
+    found = hfta.fit(step, state, loader(), **options)
+    assert re.search(r"no worker processes: they start for 60 s of training, not for \d+\.\d s$", found.history.status)
+    found = hfta.fit(step, state, [*loader()], **options)
+    assert found.history.status.endswith("; no worker processes: the loader is no ArrayLoader")
+    monkeypatch.setattr(trainers, "cores", lambda: [0])
+    found = hfta.fit(step, state, loader(), **options)
+    assert found.history.status.endswith("; no worker processes: there is one processor or one model")
 
 
 @pytest.mark.exhaustive

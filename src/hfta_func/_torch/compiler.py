@@ -122,6 +122,15 @@ def allow_recurrent_layers() -> contextlib.AbstractContextManager[None]:
     return replaced(private("torch._dynamo", "config"), "allow_rnn", True)
 
 
+def trust_processor() -> contextlib.AbstractContextManager[None]:
+    """A block in which the compiler believes the processor's own list of its instructions.
+
+    It would compile and load a program for each set of them, which takes longer than a small graph.
+    """
+    settings = private("torch._inductor", "config.cpp")
+    return replaced(settings, "vec_isa_ok", settings.vec_isa_ok is not False)
+
+
 def set_compiling(compiling: bool) -> bool:
     """Set what ``torch.compiler.is_compiling()`` returns outside of graphs; returns the previous value."""
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, compiling

@@ -199,6 +199,7 @@ def _set_up_until_compiled() -> None:
     settings.enter_context(_torch.trace_history())
     # Recurrent layers belong in graphs, because their rules decompose them.
     settings.enter_context(_torch.allow_recurrent_layers())
+    settings.enter_context(_torch.trust_processor())
     _torch.until_compiled(settings.close)
 
 

@@ -102,8 +102,9 @@ def fit(
             steps; Ctrl-C is heeded between segments, or after a step or a second by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
-        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less.
-            The step's metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
+        compact: Train the members that are active and do not rest as a smaller array, once these are three quarters or less;
+            if the step is compiled, once they are half, a quarter and so on, so that few sizes are compiled. The step's
+            metrics of inactive ones are NaN; callbacks, ``evaluate`` and the returned state have all members.
         sums: Metrics of ``step`` and ``evaluate`` that are summed over the batches of an epoch, such as counts, or a loss
             with ``reduction="sum"``; integers as such. All others are means.
 
@@ -160,7 +161,7 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        trainer = Compact(trainer, step) if compact else trainer
+        trainer = Compact(trainer, step, compile) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         hooks = SegmentHooks(

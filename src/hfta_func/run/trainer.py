@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hfta_func._torch import original
+from hfta_func._torch import is_compilable, original
 from hfta_func._tree import put, take
 from hfta_func.errors import HFTAError
 from hfta_func.run.data import ArrayLoader
@@ -67,14 +67,14 @@ class LocalTrainer(Trainer):
     """
 
     def __init__(self, step: Step):
-        self.step = step
+        self.step, self.note = step, ""
         self._left: Iterator[Any] | None = None
         self._loader = self._position = None
 
     @property
     def status(self) -> str:
         """See :class:`Trainer`."""
-        return getattr(self.step, "status", "eager: not a training step")
+        return getattr(self.step, "status", "eager: not a training step") + self.note
 
     def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
         """See :class:`Trainer`."""
@@ -111,10 +111,14 @@ _FEW = 0.75
 
 
 class Compact(Trainer):
-    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array."""
+    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array.
 
-    def __init__(self, trainer: Trainer, step: Step):
+    Those of a step that is compiled, or ``compiles`` later, are filled up with others to one of a few sizes.
+    """
+
+    def __init__(self, trainer: Trainer, step: Step, compiles: bool):
         self._trainer, self._dims = trainer, getattr(original(step), "batch_dims", 0)
+        self._compiles = compiles or (is_compilable(step) and original(step) is not step)
         # The loader of all, the members that train, None for all, and their loader.
         self._loader, self._kept, self._few = None, None, None
 
@@ -159,7 +163,10 @@ class Compact(Trainer):
         except HFTAError as error:
             renumbered(error, kept.tolist())
             raise
-        run.running.put(few.running, kept, count)
+        # What fills up the array reports nothing.
+        trained, reported = torch.isin(kept, self._chosen).nonzero().flatten(), Running()
+        reported.load_state_dict(few.running.part(trained), kept.device)
+        run.running.put(reported, kept[trained], count)
         run.state = put(run.state, kept, few.state)
         if is_dealt:
             run.loader.load_state_dict(few.loader.state_dict())
@@ -168,12 +175,22 @@ class Compact(Trainer):
     def _choose(self, run: Members, wanted: Tensor) -> None:
         chosen, kept = wanted.nonzero().flatten(), self._kept if run.loader is self._loader else None
         if kept is None or len(chosen) <= _FEW * len(kept) or not bool(torch.isin(chosen, kept).all()):
-            kept = chosen if len(chosen) <= _FEW * len(wanted) else None
+            kept = self._filled(chosen, wanted) if len(chosen) <= _FEW * len(wanted) else None
         if kept is not None and (kept is not self._kept or run.loader is not self._loader):
             self._few = _Taken(run.loader, self._dims, kept)
             if isinstance(run.loader, ArrayLoader):
                 self._few = run.loader.follow(kept.tolist(), run.state.keys[kept], ())
-        self._loader, self._kept = run.loader, kept
+        self._loader, self._kept, self._chosen = run.loader, kept, chosen
+
+    def _filled(self, chosen: Tensor, wanted: Tensor) -> Tensor | None:
+        """The chosen members, and in a graph others up to the size of the array halved some times; None if these are all."""
+        if not self._compiles:
+            return chosen
+        size = len(wanted)
+        while len(chosen) <= (half := -(-size // 2)) < size:
+            size = half
+        others = (~wanted).nonzero().flatten()[: size - len(chosen)]
+        return torch.cat([chosen, others]).sort().values if size < len(wanted) else None
 
 
 class _Taken:

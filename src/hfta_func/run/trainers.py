@@ -211,7 +211,7 @@ class AutoTrainer(Trainer):
     def __init__(self, local: LocalTrainer, make_parallel: Callable[[], ExecutorTrainer], steps: int | None):
         self._local, self._make, self._steps = local, make_parallel, steps
         self._parallel: ExecutorTrainer | None = None
-        self._compared = "worker processes have not been tried"
+        self._compared = f"no worker processes: {_FIRST} steps tell whether they may pay"
         self._pieces = self._plan()
         self._current, self._some = next(self._pieces)
 
@@ -237,14 +237,19 @@ class AutoTrainer(Trainer):
 
     def _plan(self) -> Generator[tuple[LocalTrainer | ExecutorTrainer, int], tuple[int, float], None]:
         """Who trains the next piece, and at most how many steps; is sent how many they were, and seconds."""
-        times, spent, left = collections.deque[float](maxlen=_LATEST), 0.0, self._steps
+        times, spent, left, longest = collections.deque[float](maxlen=_LATEST), 0.0, self._steps, 0.0
         while self._parallel is None or not self._parallel.is_ready():
             made, took = yield self._local, 1
             spent, left = spent + took, left and max(0, left - made)
             times.extend([took / made] if made else [])
             expected = spent if left is None else left * statistics.median(times or [0.0])
-            if self._parallel is None and len(times) >= _FIRST and expected >= _LEAST:
-                self._parallel = self._make()
+            if self._parallel is None and len(times) >= _FIRST:
+                longest = max(longest, expected)
+                self._compared = (
+                    f"no worker processes: they start for {_LEAST:g} s of training, not for {longest:.1f} s"
+                )
+                if expected >= _LEAST:
+                    self._parallel, self._compared = self._make(), "worker processes have not started yet"
         # The first steps of a new process do much once.
         yield self._parallel, 1
         local, steps, seconds = statistics.median(times), 0, 0.0
@@ -275,6 +280,8 @@ def make_trainer(
     auto = min(num_models(run.state), torch.cuda.device_count() if kind == "cuda" else len(cores()))
     if workers == "auto" and (auto < 2 or not isinstance(run.loader, ArrayLoader)):
         # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
+        why = "there is one processor or one model" if auto < 2 else "the loader is no ArrayLoader"
+        local.note = f"; no worker processes: {why}"
         return local
     made = processes(workers, auto, kind == "cuda")
 
