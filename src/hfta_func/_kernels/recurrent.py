@@ -15,7 +15,7 @@ _KEPT = 5, 4, 1, 1
 """What is kept of a sample at a step for the backward pass, in states."""
 
 
-def program(dtype: torch.dtype) -> Any:
+def program(dtype: torch.dtype | None) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
     # A sum of products is as exact with fused operations, and the same for every member.
     return native.load_file(__file__, dtype, "forward:ppn backward:ppn", ("-ffp-contract=fast",))
@@ -76,9 +76,7 @@ def _run(
     reverse: bool,
     made: Any,
 ) -> None:
-    strides = (
-        number for one in (x, grad, dx) for number in ((0, 0, 0) if one is None else one.flatten(0, -4).stride()[:3])
-    )
+    strides = (number for one in (x, grad, dx) for number in ((0, 0, 0) if one is None else (0, *one.stride())[-4:-1]))
     numbers = kind, x.shape[:-3].numel(), *x.shape[-3:], h.shape[-1], reverse, *strides
     # No tensor and one without elements are null.
     pointers = [0 if one is None else one.data_ptr() for one in (*given, *made)]
@@ -88,5 +86,5 @@ def _run(
 
 def _rows(x: Tensor) -> Tensor:
     """Leading axes as one view, and numbers of a row contiguous."""
-    is_view = x.stride(-1) == 1 and (x.dim() == 4 or x.is_contiguous())
+    is_view = x.stride(-1) == 1 and (x.dim() <= 4 or x.is_contiguous())
     return x if is_view else x.contiguous()

@@ -123,10 +123,20 @@ def _side_by_side(values: list[Any], num_models: int) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def is_native(x: Value, weights: Weights) -> bool:
-    """Whether the program in C runs a direction: each member has weights of its own, of the type of the inputs."""
-    given = [one for one in weights if one is not None]
-    is_alike = all(one.dim == 0 and one.tensor.dtype == x.tensor.dtype for one in given) and weights.project is None
+def is_native(kind: str, x: Value, width: int, weights: Weights, states: list[Tensor]) -> bool:
+    """Whether the program in C runs a direction of ``width`` inputs: members have weights of their own, all of one type.
+
+    What does not fit together is left to PyTorch, which says so.
+    """
+    size, dtype = states[0].shape[-1], x.tensor.dtype
+    gates = {"lstm": 4, "gru": 3}.get(kind, 1) * size
+    shapes = (gates, width), (gates, size), (gates,), (gates,)
+    given = [
+        (one.tensor, shape) for one, shape in zip(weights, shapes, strict=False) if one is not None and one.dim == 0
+    ]
+    given += [(state, (x.tensor.shape[-2], size)) for state in states]
+    has_all = len(given) == len(states) + sum(one is not None for one in weights)
+    is_alike = has_all and all(one.dtype == dtype and one.shape[-len(shape) :] == shape for one, shape in given)
     return is_alike and not torch.is_autocast_enabled("cpu") and runs_programs(x.tensor, recurrent)
 
 
@@ -140,19 +150,21 @@ def run(
     return _operator(expand(*x, num_models), *parameters, h, c, index, reverse)[: 1 + len(states)]
 
 
-def _composed(
-    x: Tensor, wx: Tensor, wh: Tensor, bx: Tensor | None, bh: Tensor | None, h: Tensor, c: Tensor | None, kind: int,
-    reverse: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _composed(kind: str, reverse: bool, *given: Tensor | None) -> tuple[Tensor, ...]:
     """The same in tensor operations, which have all derivatives."""
-    name, weights = (
-        recurrent.KINDS[kind],
-        Weights(*(None if one is None else Value(one, 0) for one in (wx, wh, bx, bh))),
-    )
-    base = gates_of_inputs(name, Value(x.flip(1) if reverse else x, 0), weights, len(x))
-    states = [h] if c is None else [h, c]
-    after = through_time(name, [base], states, [weights], None, len(x), True)
-    return after[0].flip(1) if reverse else after[0], *(one[:, -1] for one in after)
+    assert given[0] is not None
+    lead = given[0].shape[:-3]
+    flat = [None if one is None else one.reshape(lead.numel(), *one.shape[len(lead) :]) for one in given]
+    x, *parameters = (None if one is None else Value(one, 0) for one in flat[:5])
+    assert x is not None
+    if reverse:
+        x = x._replace(tensor=x.tensor.flip(1))
+    weights = Weights(*parameters)  # pyright: ignore[reportArgumentType]
+    base = gates_of_inputs(kind, x, weights, lead.numel())
+    states: Any = [one for one in flat[5:] if one is not None]
+    after = through_time(kind, [base], states, [weights], None, lead.numel(), True)
+    results = after[0].flip(1) if reverse else after[0], *(one[:, -1] for one in after)
+    return tuple(one.reshape(*lead, *one.shape[1:]) for one in results)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -168,18 +180,19 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     options = ctx.kind, ctx.reverse
     if not torch.is_grad_enabled() and not has_tangents():
         needs_x, has_bias = ctx.needs_input_grad[0], bx is not None
-        found = _backward(x, wx, wh, h, c, states, kept, *grads[:3], *options, needs_x, has_bias)
+        results = _backward(x, wx, wh, h, c, states, kept, *grads[:3], *options, needs_x, has_bias)
         needed = needs_x, True, True, has_bias, has_bias, True, c is not None
-        return *(one if is_needed else None for one, is_needed in zip(found, needed, strict=True)), None, None
+        return *(one if is_needed else None for one, is_needed in zip(results, needed, strict=True)), None, None
     given = [one for one in inputs if one is not None]
 
     def outputs(*leaves: Tensor) -> list[Tensor]:
         left = iter(leaves)
-        results = _composed(*(one if one is None else next(left) for one in inputs), *options)
+        parts = (one if one is None else next(left) for one in inputs)
+        results = _composed(recurrent.KINDS[ctx.kind], ctx.reverse, *parts)
         return [one for one, grad in zip(results, grads, strict=False) if grad is not None]
 
-    found = iter(torch.func.vjp(outputs, *given)[1]([grad for grad in grads if grad is not None]))
-    return *(one if one is None else next(found) for one in inputs), None, None
+    pulled = iter(torch.func.vjp(outputs, *given)[1]([grad for grad in grads if grad is not None]))
+    return *(one if one is None else next(pulled) for one in inputs), None, None
 
 
 def _flops(x: Tensor, *weights: Tensor) -> int:

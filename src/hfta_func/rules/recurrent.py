@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._kernels import recurrent
 from hfta_func._torch import has_native_lstm, has_tangents, num_dispatch_modes
+from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
-from hfta_func.rules import _direction
+from hfta_func.rules import _choice, _direction
+from hfta_func.rules._direction import Value, Weights
 from hfta_func.rules._layout import each, expand, fold, split
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
@@ -114,8 +117,10 @@ def _layers(
         sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
-    if mask is None and all(_direction.is_native(inputs, one) for one in weights):
-        return _native_layers(kind, inputs, states, weights, num_models, directions, batch_first)
+    if mask is None:
+        result = _by_program(kind, inputs, states, weights, num_models, directions, batch_first)
+        if result is not None:
+            return result
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
     finals: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
@@ -135,7 +140,7 @@ def _layers(
         if bidirectional:
             forward, backward = output.chunk(2)
             output = torch.cat((forward, backward.flip(1)), -1)
-        inputs = _direction.Value(output, 0)
+        inputs = Value(output, 0)
     # A copy unless it is one already: a model may write its output, and the backward pass needs the states.
     # Not in a graph captured for XLA, which would copy the states before they are computed.
     captured = num_dispatch_modes() and x.device.type == "xla"
@@ -150,36 +155,76 @@ def _layers(
     return (output, *joined), (0, *(1,) * len(joined))
 
 
-def _native_layers(
-    kind: str,
-    inputs: _direction.Value,
-    states: list[Tensor],
-    weights: list[_direction.Weights],
-    num_models: int,
-    directions: int,
+def _by_program(
+    kind: str, inputs: Value, states: list[Tensor], weights: list[Weights], num_models: int, directions: int,
     batch_first: bool,
-) -> Result:
-    """Each direction of each layer is one call of a program in C."""
+) -> Result | None:  # fmt: skip
+    """Each direction of each layer as one call of a program in C; None if there is none for it.
+
+    A model by itself may have no model axis.
+    """
     if batch_first:
         # [M,N,T,I] -> [M,T,N,I]
         inputs = inputs._replace(tensor=inputs.tensor.transpose(-3, -2))
-    if inputs.tensor.shape[-3] == 0:
-        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    width = directions * states[0].shape[-1]
+    for index, one in enumerate(weights):
+        if not _direction.is_native(
+            kind, inputs, inputs.tensor.shape[-1] if index < directions else width, one, states
+        ):
+            return None
     finals: list[tuple[Tensor, ...]] = []
     for layer in range(len(weights) // directions):
         outputs = []
-        for reverse in range(directions):
-            index = layer * directions + reverse
-            first = [state[:, index] for state in states]
-            output, *last = _direction.run(kind, inputs, weights[index], first, num_models, bool(reverse))
+        for index in range(layer * directions, (layer + 1) * directions):
+            first, is_reverse = [state.select(-3, index) for state in states], index % directions == 1
+            output, *last = _direction.run(kind, inputs, weights[index], first, num_models, is_reverse)
             outputs.append(output)
             finals.append(tuple(last))
-        inputs = _direction.Value(outputs[0] if directions == 1 else torch.cat(outputs, -1), 0)
+        inputs = Value(outputs[0] if directions == 1 else torch.cat(outputs, -1), 0)
     # As above, a copy unless it is one already.
     output = inputs.tensor if directions == 2 else inputs.tensor.clone()
     # [M,LD,N,H]
-    joined = tuple(torch.stack(column, 1) for column in zip(*finals, strict=True))
-    return (output.transpose(1, 2) if batch_first else output, *joined), (0,) * (1 + len(joined))
+    joined = tuple(torch.stack(column, -3) for column in zip(*finals, strict=True))
+    return (output.transpose(-3, -2) if batch_first else output, *joined), (0,) * (1 + len(joined))
+
+
+def _is_plain() -> bool:
+    """Whether nothing traces or transforms this call, and no lowering is forced."""
+    return not (torch.compiler.is_compiling() or _torch.inside_transform() or _choice.state)
+
+
+def _of_one_model(kind: str) -> None:
+    """Let an array of one, which runs without ``vmap``, have the program, too."""
+    layer, cell = getattr(torch, kind), getattr(torch, f"{kind}_cell")
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 9 and isinstance(args[2], (list, tuple)) and not kwargs and _is_plain():
+            x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
+            if not (train and dropout and num_layers > 1):
+                weights = _grouped([Value(one, 0) for one in params], has_biases, num_layers * (1 + bidirectional))
+                states = list(hx) if kind == "lstm" else [hx]
+                result = _by_program(kind, Value(x, 0), states, weights, 1, 1 + bidirectional, batch_first)
+                if result is not None:
+                    return result[0]
+        return layer(*args, **kwargs)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and _is_plain():
+            x, hx, *params = args
+            states = list(hx) if kind == "lstm" else [hx]
+            values: Any = (None if one is None else Value(one, 0) for one in params)
+            weights = Weights(*values)
+            inputs = Value(x.unsqueeze(-3), 0)
+            if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
+                after = _direction.run(kind, inputs, weights, states, 1)[1:]
+                return after if kind == "lstm" else after[0]
+        return cell(*args, **kwargs)
+
+    LOWERED.update({layer: whole, cell: step})
+
+
+for _kind in recurrent.KINDS:
+    _of_one_model(_kind)
 
 
 def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,12 +248,12 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     if _are_shared(dims):
         return _joined(f"{kind}_cell", call, 0, 0, x, hx, *params)
     values: Any = (None if p is None else _direction.value(p, dim) for p, dim in zip(params, dims, strict=True))
-    weights = _direction.Weights(*values)
+    weights = Weights(*values)
     inputs = _direction.value(x, x_dim)
     # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
     inputs = inputs._replace(tensor=inputs.tensor.unsqueeze(-3))
     states = each(expand, *_states(hx, hx_dims), num_models)
-    if _direction.is_native(inputs, weights):
+    if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
         results = _direction.run(kind, inputs, weights, states, num_models)[1:]
     else:
         base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
@@ -232,14 +277,12 @@ def _joined(op: str, call: Call, axis: int, state_axis: int, x: Tensor, hx: Any,
     return tuple(map(split, outputs, axes, (call.num_models,) * len(axes))), axes
 
 
-def _grouped(params: list[Any], has_biases: bool, count: int) -> list[_direction.Weights]:
+def _grouped(params: list[Any], has_biases: bool, count: int) -> list[Weights]:
     """PyTorch's flat list of parameters, by layer and direction."""
     size = len(params) // count
     groups = (params[start : start + size] for start in range(0, len(params), size))
     middle = slice(2, 4 if has_biases else 2)
-    return [
-        _direction.Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups
-    ]
+    return [Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups]
 
 
 def _states(hx: Any, dims: Any) -> tuple[Any, Any]:
