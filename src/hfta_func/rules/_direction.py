@@ -179,10 +179,10 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, wx, wh, bx, _, h, c = inputs
     options = ctx.kind, ctx.reverse
     if not torch.is_grad_enabled() and not has_tangents():
-        needs_x, has_bias = ctx.needs_input_grad[0], bx is not None
-        results = _backward(x, wx, wh, h, c, states, kept, *grads[:3], *options, needs_x, has_bias)
-        needed = needs_x, True, True, has_bias, has_bias, True, c is not None
-        return *(one if is_needed else None for one, is_needed in zip(results, needed, strict=True)), None, None
+        results = _backward(
+            x, wx, wh, h, c, states, kept, *grads[:3], *options, ctx.needs_input_grad[0], bx is not None
+        )
+        return *(None if one is None else grad for one, grad in zip(inputs, results, strict=True)), None, None
     given = [one for one in inputs if one is not None]
 
     def outputs(*leaves: Tensor) -> list[Tensor]:
@@ -195,12 +195,8 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return *(one if one is None else next(pulled) for one in inputs), None, None
 
 
-def _flops(x: Tensor, *weights: Tensor) -> int:
-    return 2 * x.shape[-3:-1].numel() * sum(one.numel() for one in weights)
-
-
-def _flops_of_backward(x: Tensor, wx: Tensor, wh: Tensor, *_: Any, out_val: tuple[Tensor, ...]) -> int:
-    return _flops(x, wx, wh, wh, *((wx,) if out_val[0].numel() else ()))
+def _flops(x: Tensor, wx: Tensor, wh: Tensor, *_: Any, out_val: Any = None) -> int:
+    return 2 * x.shape[-3:-1].numel() * (wx.numel() + wh.numel())
 
 
 _operator = Operator(
@@ -209,7 +205,7 @@ _operator = Operator(
     *(recurrent.forward, _keep, _gradients),
     fake=lambda x, wx, wh, bx, bh, h, c, kind, _: recurrent.made(x, h, c, kind),
     batched=members_in_front(lambda *args: _operator(*args)),
-    flops=lambda *args, out_val: _flops(*args[:3]),
+    flops=_flops,
 )
 _backward = Operator(
     "recurrent_backward(Tensor x, Tensor wx, Tensor wh, Tensor h, Tensor? c, Tensor states, Tensor kept, Tensor? grad, "
@@ -219,5 +215,5 @@ _backward = Operator(
     *(recurrent.backward, lambda *_: None, lambda *_: None),
     fake=lambda x, wx, wh, h, c, *rest: recurrent.gradients(x, wx, wh, h, c, *rest[-2:]),
     batched=members_in_front(lambda *args: _backward(*args)),
-    flops=_flops_of_backward,
+    flops=lambda x, wx, wh, *_, out_val: _flops(x, wx, wh) + _flops(x, wx if out_val[0].numel() else wx[:0], wh),
 )

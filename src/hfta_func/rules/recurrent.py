@@ -2,8 +2,9 @@
 
 The table chooses between two lowerings:
 
-- ``batched``: one matrix product of the inputs of all time steps with their weights, then one batched matrix product a step
-  for all members, and for both directions if there are two;
+- ``batched``: on a CPU a program in C for each direction of each layer; without a compiler, in graphs, and for what the
+  program cannot do, one matrix product of the inputs of all time steps with their weights, then one batched matrix product a
+  step for all members, and for both directions if there are two;
 - ``loop``: PyTorch's layers, one member after another.
 
 If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
@@ -13,6 +14,7 @@ L layers, D directions, I features in, G gates, H features of the state, R rows 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,22 @@ def _register(kind: str) -> None:
     register(f"{kind}.input", "recurrent", FRONT, _otherwise(padded, ()))(padded)
     register(f"{kind}.data", "recurrent", FRONT, _otherwise(packed, (1,)))(packed)
     register(f"{kind}_cell", "recurrent", FRONT, _otherwise(step, ()))(step)
+    for name, rule in ((kind, padded), (f"{kind}_cell", step)):
+        LOWERED[getattr(torch, name)] = functools.partial(_of_one_model, getattr(torch, name), rule)
+
+
+_PROGRAM = "program"
+"""The lowering of a call that nothing but the program in C may run."""
+
+
+def _of_one_model(func: Callable[..., Any], rule: Rule, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's function; in an array of one, which runs without ``vmap``, the program where it can, without a model axis."""
+    is_packed = len(args) > 3 and isinstance(args[3], (list, tuple))
+    if is_packed or kwargs or torch.compiler.is_compiling() or _torch.inside_transform() or _choice.state:
+        return func(*args, **kwargs)
+    dims = (len(one) * (0,) if isinstance(one, (list, tuple)) else None if one is None else 0 for one in args)
+    result = rule(Call(1, tuple(dims), {}, _PROGRAM), *args)
+    return func(*args) if result is NotImplemented else result[0]
 
 
 def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
@@ -78,7 +96,7 @@ def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
     return array_of_one
 
 
-for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+for _kind in recurrent.KINDS:
     _register(_kind)
 
 
@@ -87,6 +105,8 @@ def _sequences(
 ) -> Result:
     _, num_layers, dropout, train, *_ = options
     if train and dropout and num_layers > 1:
+        if call.lowering == _PROGRAM:
+            return NotImplemented
         raise RandomnessError(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
             f"functional(model)(..., key=), where each member draws from its own key"
@@ -117,14 +137,30 @@ def _layers(
         sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
-    if mask is None:
-        result = _by_program(kind, inputs, states, weights, num_models, directions, batch_first)
-        if result is not None:
-            return result
+    # [M,N,T,I] -> [M,T,N,I]
+    steps = inputs._replace(tensor=inputs.tensor.transpose(-3, -2)) if batch_first else inputs
+    widths = [inputs.tensor.shape[-1]] * directions + [directions * states[0].shape[-1]] * (len(weights) - directions)
+    pairs = zip(widths, weights, strict=True)
+    is_native = mask is None and steps.tensor.shape[-3] > 0
+    is_native = is_native and all(_direction.is_native(kind, steps, width, one, states) for width, one in pairs)
+    if is_native:
+        inputs = steps
+    elif call.lowering == _PROGRAM:
+        return NotImplemented
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
     finals: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         span = slice(layer * directions, (layer + 1) * directions)
+        # [M,D,N,H]
+        first = [state[..., span, :, :] for state in states]
+        if is_native:
+            runs = [
+                _direction.run(kind, inputs, one, [state.select(-3, i) for state in first], num_models, i == 1)
+                for i, one in enumerate(weights[span])
+            ]
+            finals += [one[1:] for one in runs]
+            inputs = Value(torch.cat([one[0] for one in runs], -1) if bidirectional else runs[0][0], 0)
+            continue
         bases = [_direction.gates_of_inputs(kind, inputs, one, num_models) for one in weights[span]]
         if batch_first and layer == 0:
             # [M,N,T,GH] -> [M,T,N,GH]; after the product, so that the inputs keep their memory layout.
@@ -132,10 +168,10 @@ def _layers(
         if bases[0].shape[1] == 0:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         # [M,D,N,H] -> [DM,N,H]
-        first = [state[:, span].transpose(0, 1).flatten(0, 1) for state in states]
+        first = [state.transpose(0, 1).flatten(0, 1) for state in first]
         after = _direction.through_time(kind, bases, first, weights[span], mask, num_models, is_fused)
-        # [DM,T,N,H] -> [DM,N,H] -> [D,M,N,H]
-        finals.append(tuple(one[:, -1].unflatten(0, (directions, num_models)) for one in after))
+        # [DM,T,N,H] -> [DM,N,H] -> D times [M,N,H]
+        finals += zip(*(one[:, -1].unflatten(0, (directions, num_models)) for one in after), strict=True)
         output = after[0]
         if bidirectional:
             forward, backward = output.chunk(2)
@@ -149,82 +185,10 @@ def _layers(
     if positions is not None:
         output = output.flatten(1, 2).index_select(1, positions)
     elif batch_first:
-        output = output.transpose(1, 2)
-    # [LD,M,N,H]
-    joined = tuple(torch.cat(column) for column in zip(*finals, strict=True))
-    return (output, *joined), (0, *(1,) * len(joined))
-
-
-def _by_program(
-    kind: str, inputs: Value, states: list[Tensor], weights: list[Weights], num_models: int, directions: int,
-    batch_first: bool,
-) -> Result | None:  # fmt: skip
-    """Each direction of each layer as one call of a program in C; None if there is none for it.
-
-    A model by itself may have no model axis.
-    """
-    if batch_first:
-        # [M,N,T,I] -> [M,T,N,I]
-        inputs = inputs._replace(tensor=inputs.tensor.transpose(-3, -2))
-    width = directions * states[0].shape[-1]
-    for index, one in enumerate(weights):
-        if not _direction.is_native(
-            kind, inputs, inputs.tensor.shape[-1] if index < directions else width, one, states
-        ):
-            return None
-    finals: list[tuple[Tensor, ...]] = []
-    for layer in range(len(weights) // directions):
-        outputs = []
-        for index in range(layer * directions, (layer + 1) * directions):
-            first, is_reverse = [state.select(-3, index) for state in states], index % directions == 1
-            output, *last = _direction.run(kind, inputs, weights[index], first, num_models, is_reverse)
-            outputs.append(output)
-            finals.append(tuple(last))
-        inputs = Value(outputs[0] if directions == 1 else torch.cat(outputs, -1), 0)
-    # As above, a copy unless it is one already.
-    output = inputs.tensor if directions == 2 else inputs.tensor.clone()
+        output = output.transpose(-3, -2)
     # [M,LD,N,H]
     joined = tuple(torch.stack(column, -3) for column in zip(*finals, strict=True))
-    return (output.transpose(-3, -2) if batch_first else output, *joined), (0,) * (1 + len(joined))
-
-
-def _is_plain() -> bool:
-    """Whether nothing traces or transforms this call, and no lowering is forced."""
-    return not (torch.compiler.is_compiling() or _torch.inside_transform() or _choice.state)
-
-
-def _of_one_model(kind: str) -> None:
-    """Let an array of one, which runs without ``vmap``, have the program, too."""
-    layer, cell = getattr(torch, kind), getattr(torch, f"{kind}_cell")
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 9 and isinstance(args[2], (list, tuple)) and not kwargs and _is_plain():
-            x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
-            if not (train and dropout and num_layers > 1):
-                weights = _grouped([Value(one, 0) for one in params], has_biases, num_layers * (1 + bidirectional))
-                states = list(hx) if kind == "lstm" else [hx]
-                result = _by_program(kind, Value(x, 0), states, weights, 1, 1 + bidirectional, batch_first)
-                if result is not None:
-                    return result[0]
-        return layer(*args, **kwargs)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and _is_plain():
-            x, hx, *params = args
-            states = list(hx) if kind == "lstm" else [hx]
-            values: Any = (None if one is None else Value(one, 0) for one in params)
-            weights = Weights(*values)
-            inputs = Value(x.unsqueeze(-3), 0)
-            if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
-                after = _direction.run(kind, inputs, weights, states, 1)[1:]
-                return after if kind == "lstm" else after[0]
-        return cell(*args, **kwargs)
-
-    LOWERED.update({layer: whole, cell: step})
-
-
-for _kind in recurrent.KINDS:
-    _of_one_model(_kind)
+    return (output, *joined), (0,) * (1 + len(joined))
 
 
 def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,6 +219,8 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     states = each(expand, *_states(hx, hx_dims), num_models)
     if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
         results = _direction.run(kind, inputs, weights, states, num_models)[1:]
+    elif call.lowering == _PROGRAM:
+        return NotImplemented
     else:
         base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
         after = _direction.through_time(kind, [base], states, [weights], None, num_models, False)
