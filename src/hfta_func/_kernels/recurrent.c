@@ -43,6 +43,44 @@
 
 typedef int64_t count;
 typedef REAL vec __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
+#if SIZE == 4
+typedef int32_t indices __attribute__((vector_size(BYTES)));
+#else
+typedef int64_t indices __attribute__((vector_size(BYTES)));
+#endif
+
+// Rows of a block of as many rows as a vector has numbers become its columns.
+#if defined(__clang__)
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
+#endif
+#if LANES == 16
+#define EVEN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ODD 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define EVEN 0, 8, 1, 9, 2, 10, 3, 11
+#define ODD 4, 12, 5, 13, 6, 14, 7, 15
+#elif LANES == 4
+#define EVEN 0, 4, 1, 5
+#define ODD 2, 6, 3, 7
+#else
+#define EVEN 0, 2
+#define ODD 1, 3
+#endif
+
+INLINE void transpose(vec *rows)
+{
+    UNROLLED for (int stage = 1; stage < LANES; stage *= 2) {
+        vec mixed[LANES];
+        UNROLLED for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = MIXED(rows[i], rows[i + LANES / 2], EVEN);
+            mixed[2 * i + 1] = MIXED(rows[i], rows[i + LANES / 2], ODD);
+        }
+        UNROLLED for (int i = 0; i < LANES; i++)
+            rows[i] = mixed[i];
+    }
+}
 
 #if SIZE == 4
 typedef uint32_t bits;
@@ -184,9 +222,21 @@ static void pack_transposed(const REAL *from, count columns, count depth, REAL *
 {
     for (count at = 0, size; at < columns; at += size) {
         size = width(columns, at);
-        for (count j = 0; j < size; j++)
-            for (count k = 0; k < depth; k++)
-                into[k * size + j] = at + j < columns ? from[(at + j) * depth + k] : 0;
+        for (count v = 0; v < size; v += LANES) {
+            const REAL *const block = from + (at + v) * depth;
+            count first = 0;
+            for (; at + v + LANES <= columns && first + LANES <= depth; first += LANES) {
+                vec rows[LANES];
+                UNROLLED for (int j = 0; j < LANES; j++)
+                    rows[j] = *(const vec *)(block + j * depth + first);
+                transpose(rows);
+                UNROLLED for (int k = 0; k < LANES; k++)
+                    *(vec *)(into + (first + k) * size + v) = rows[k];
+            }
+            for (count j = 0; j < LANES; j++)
+                for (count k = first; k < depth; k++)
+                    into[k * size + v + j] = at + v + j < columns ? block[j * depth + k] : 0;
+        }
         into += size * depth;
     }
 }
@@ -366,7 +416,12 @@ int backward(const layer *l, REAL *const *p, count threads)
         for (count item = 0; item < (missing ? 0 : l->models * parts); item++) {
             const count m = item / parts, part = item % parts;
             const count low = l->batch * part / parts, rows = l->batch * (part + 1) / parts - low, begin = m * of_state + low * H;
-            REAL *const dwx = sums + item * total, *const dwh = dwx + sizes[0], *const dbx = dwh + sizes[1], *const dbh = dbx + G;
+            REAL *sum[4], *next = sums + item * total;
+            for (int i = 0; i < 4; next += sizes[i++]) {
+                sum[i] = parts == 1 && p[11 + i] ? p[11 + i] + m * sizes[i] : next;
+                memset(sum[i], 0, sizeof(REAL) * sizes[i]);
+            }
+            REAL *const dwx = sum[0], *const dwh = sum[1], *const dbx = sum[2], *const dbh = sum[3];
             REAL *const dh = p[15] + begin, *const apart = to_h + PADDED(H) * joint;
             if (m != last) {
                 if (p[10])
@@ -376,7 +431,6 @@ int backward(const layer *l, REAL *const *p, count threads)
                     pack(p[2] + (m * G + joint) * H, H, H, H, apart, 0, H);
                 last = m;
             }
-            memset(dwx, 0, sizeof(REAL) * total);
             for (count i = 0; i < rows * H; i++) {
                 dh[i] = p[8] ? p[8][begin + i] : 0;
                 dc[i] = p[9] ? p[9][begin + i] : 0;
@@ -435,7 +489,7 @@ int backward(const layer *l, REAL *const *p, count threads)
         free(slopes);
         free(dc);
     }
-    for (count m = 0; m < l->models && !missing; m++)
+    for (count m = 0; m < l->models && parts > 1 && !missing; m++)
         for (count part = 0; part < parts; part++) {
             const REAL *from = sums + (m * parts + part) * total;
             for (int i = 0; i < 4; from += sizes[i++])

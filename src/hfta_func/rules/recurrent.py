@@ -52,8 +52,7 @@ def _register(kind: str) -> None:
     register(f"{kind}.input", "recurrent", FRONT, _otherwise(padded, ()))(padded)
     register(f"{kind}.data", "recurrent", FRONT, _otherwise(packed, (1,)))(packed)
     register(f"{kind}_cell", "recurrent", FRONT, _otherwise(step, ()))(step)
-    for name, rule in ((kind, padded), (f"{kind}_cell", step)):
-        LOWERED[getattr(torch, name)] = functools.partial(_of_one_model, getattr(torch, name), rule)
+    LOWERED[getattr(torch, kind)] = functools.partial(_of_one_model, getattr(torch, kind), padded)
 
 
 _PROGRAM = "program"
@@ -219,8 +218,6 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     states = each(expand, *_states(hx, hx_dims), num_models)
     if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
         results = _direction.run(kind, inputs, weights, states, num_models)[1:]
-    elif call.lowering == _PROGRAM:
-        return NotImplemented
     else:
         base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
         after = _direction.through_time(kind, [base], states, [weights], None, num_models, False)
