@@ -123,31 +123,44 @@ def _side_by_side(values: list[Any], num_models: int) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def is_native(kind: str, x: Value, width: int, weights: Weights, states: list[Tensor]) -> bool:
-    """Whether the program in C runs a direction of ``width`` inputs: members have weights of their own, all of one type.
+def is_native(kind: str, x: Value, weights: list[Weights], directions: int, states: list[Tensor]) -> bool:
+    """Whether the program in C runs layers with these weights: members have their own, and all are of one type.
 
     What does not fit together is left to PyTorch, which says so.
     """
     size, dtype = states[0].shape[-1], x.tensor.dtype
     gates = {"lstm": 4, "gru": 3}.get(kind, 1) * size
-    shapes = (gates, width), (gates, size), (gates,), (gates,)
-    given = [
-        (one.tensor, shape) for one, shape in zip(weights, shapes, strict=False) if one is not None and one.dim == 0
-    ]
-    given += [(state, (x.tensor.shape[-2], size)) for state in states]
-    has_all = len(given) == len(states) + sum(one is not None for one in weights)
-    is_alike = has_all and all(one.dtype == dtype and one.shape[-len(shape) :] == shape for one, shape in given)
-    return is_alike and not torch.is_autocast_enabled("cpu") and runs_programs(x.tensor, recurrent)
+    given = [(state, (x.tensor.shape[-2], size)) for state in states]
+    for index, one in enumerate(weights):
+        shapes = (
+            (gates, x.tensor.shape[-1] if index < directions else directions * size),
+            (gates, size),
+            (gates,),
+            (gates,),
+        )
+        given += [(part.tensor, shape) for part, shape in zip(one[:4], shapes, strict=True) if part is not None]
+        if one.project is not None or any(part is not None and part.dim is None for part in one):
+            return False
+    is_alike = all(one.dtype == dtype and one.shape[-len(shape) :] == shape for one, shape in given)
+    has_steps = x.tensor.shape[-3] > 0 and not torch.is_autocast_enabled("cpu")
+    return is_alike and has_steps and runs_programs(x.tensor, recurrent)
 
 
 def run(
-    kind: str, x: Value, weights: Weights, states: list[Tensor], num_models: int, reverse: bool = False
-) -> tuple[Tensor, ...]:
-    """By the program: ``[M,T,N,I]`` and states ``[M,N,H]`` -> all states ``[M,T,N,H]``, and the last state and cell."""
-    h, c = (*states, None)[:2]
-    parameters = [None if one is None else one.tensor for one in weights[:4]]
-    index = recurrent.KINDS.index(kind)
-    return _operator(expand(*x, num_models), *parameters, h, c, index, reverse)[: 1 + len(states)]
+    kind: str, x: Value, weights: list[Weights], states: list[Tensor], num_models: int
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Both directions of a layer, or one, by the program.
+
+    Inputs ``[M,T,N,I]`` and states ``[M,D,N,H]`` -> all states ``[M,T,N,DH]``, and of each direction the last state and cell.
+    """
+    outputs, ends, index = [], [], recurrent.KINDS.index(kind)
+    for direction, one in enumerate(weights):
+        parameters = [None if part is None else part.tensor for part in one[:4]]
+        h, c = (*(state.select(-3, direction) for state in states), None)[:2]
+        output, *last = _operator(expand(*x, num_models), *parameters, h, c, index, direction == 1)
+        outputs.append(output)
+        ends.append(last[: len(states)])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1), ends
 
 
 def _composed(kind: str, reverse: bool, *given: Tensor | None) -> tuple[Tensor, ...]:

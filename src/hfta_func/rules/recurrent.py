@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,27 +138,21 @@ def _layers(
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
     # [M,N,T,I] -> [M,T,N,I]
     steps = inputs._replace(tensor=inputs.tensor.transpose(-3, -2)) if batch_first else inputs
-    widths = [inputs.tensor.shape[-1]] * directions + [directions * states[0].shape[-1]] * (len(weights) - directions)
-    pairs = zip(widths, weights, strict=True)
-    is_native = mask is None and steps.tensor.shape[-3] > 0
-    is_native = is_native and all(_direction.is_native(kind, steps, width, one, states) for width, one in pairs)
+    is_native = mask is None and _direction.is_native(kind, steps, weights, directions, states)
     if is_native:
         inputs = steps
     elif call.lowering == _PROGRAM:
         return NotImplemented
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
-    finals: list[tuple[Tensor, ...]] = []
+    finals: list[Sequence[Tensor]] = []
     for layer in range(num_layers):
         span = slice(layer * directions, (layer + 1) * directions)
         # [M,D,N,H]
         first = [state[..., span, :, :] for state in states]
         if is_native:
-            runs = [
-                _direction.run(kind, inputs, one, [state.select(-3, i) for state in first], num_models, i == 1)
-                for i, one in enumerate(weights[span])
-            ]
-            finals += [one[1:] for one in runs]
-            inputs = Value(torch.cat([one[0] for one in runs], -1) if bidirectional else runs[0][0], 0)
+            output, ends = _direction.run(kind, inputs, weights[span], first, num_models)
+            finals += ends
+            inputs = Value(output, 0)
             continue
         bases = [_direction.gates_of_inputs(kind, inputs, one, num_models) for one in weights[span]]
         if batch_first and layer == 0:
@@ -216,8 +210,11 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
     inputs = inputs._replace(tensor=inputs.tensor.unsqueeze(-3))
     states = each(expand, *_states(hx, hx_dims), num_models)
-    if _direction.is_native(kind, inputs, x.shape[-1], weights, states):
-        results = _direction.run(kind, inputs, weights, states, num_models)[1:]
+    if _direction.is_native(kind, inputs, [weights], 1, states):
+        # [M,N,H] -> [M,1,N,H]
+        ((*results,),) = _direction.run(kind, inputs, [weights], [state.unsqueeze(1) for state in states], num_models)[
+            1
+        ]
     else:
         base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
         after = _direction.through_time(kind, [base], states, [weights], None, num_models, False)
