@@ -12,7 +12,7 @@ from pathlib import Path
 OWN = (
     *("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors"),
     *("compiling", "memory", "gpu", "carry", "sizes", "profiles", "signals", "rl", "generated", "readme", "families"),
-    *("lbfgs", "jobs", "curve", "all", "es"),
+    *("lbfgs", "jobs", "curve", "all", "es", "recurrent"),
 )
 MEASURED = ("ops", "optim", "lowerings")
 

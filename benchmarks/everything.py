@@ -60,6 +60,7 @@ OTHERS = (
     ("families-cpu", "families --models 4 8 --steps 40 --threads 2", 4),
     ("families-cpu", "families --models 4 --steps 400", 9),
     ("optim-cpu", "optim --no-compile", 10),
+    ("recurrent-cpu", "recurrent", 8),
     ("ensembles-cpu", "ensembles", 4),
     ("adapters-cpu", "adapters --base small --compile --bases", 5),
     ("adapters-cpu", "adapters --base base --batch 1", 5),

@@ -51,6 +51,7 @@ PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 FAMILIES = "<!-- short runs, made by python -m benchmarks report -->"
+RECURRENT = "<!-- recurrent, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
 AGENTS = "<!-- agents, made by python -m benchmarks report -->"
@@ -189,6 +190,18 @@ def families(found: dict[str, Any]) -> str:
     cases = sorted(every, key=lambda case: ("threads" in case, *map(int, re.findall(r"\d+", case))))
     lines = [[name, *(row.get(case, "") for case in cases)] for name, row in cells.items()]
     return f"{markdown(['network', *cases], lines)}\n\n{_where(found)}"
+
+
+def recurrent(found: dict[str, Any]) -> str:
+    """The table of recurrent networks: how many times as fast as the loop a step is eagerly, replayed, and in ``fit``."""
+    cells: dict[str, dict[str, str]] = {}
+    for key, row in found["recurrent"].items():
+        name, _, case = key.rpartition(": ")
+        ratios = (f"{row[way]:.1f}" if row[way] >= 2 else f"{row[way]:.2f}" for way in ("eager", "replayed", "fit"))
+        cells.setdefault(name, {})[case] = " / ".join(ratios)
+    cases = list(dict.fromkeys(case for row in cells.values() for case in row))
+    lines = [[name, *(row.get(case, "") for case in cases)] for name, row in cells.items()]
+    return f"{markdown(['eager / replayed / fit', *cases], lines)}\n\n{_where(found)}"
 
 
 def adapters(found: dict[str, Any]) -> str:
@@ -414,6 +427,7 @@ def written(page: str, folder: Path = RESULTS) -> str:
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
         *(
             (FAMILIES, families, "families-cpu"),
+            (RECURRENT, recurrent, "recurrent-cpu"),
             (ENSEMBLES, ensembles, "ensembles-cpu"),
             (ADAPTERS, adapters, "adapters-cpu"),
         ),

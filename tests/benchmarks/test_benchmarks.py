@@ -399,6 +399,15 @@ def test_short_runs_of_many_kinds_of_networks(bench, capsys, tmp_path):
     assert "| network | M 2, 4 steps |" in table and "| linear, SGD |" in table
 
 
+def test_recurrent_networks(bench, capsys, tmp_path):
+    file = tmp_path / "recurrent.json"
+    argv = ["--kinds", "LSTM", "GRUCell", "--widths", "4", "--batches", "2", "--lengths", "3", "--models", "2"]
+    assert bench("recurrent").main([*argv, "--rounds", "1", "--json", str(file)]) == 0
+    assert "GRUCell, H 4, N 2, T 3: M 2" in capsys.readouterr().out
+    table = bench("report").recurrent(json.loads(file.read_text()))
+    assert "| eager / replayed / fit | M 2 |" in table and "| LSTM, H 4, N 2, T 3 |" in table
+
+
 @pytest.mark.skipif(native.compiler() is None, reason="there is no compiler of C")
 @pytest.mark.parametrize(("inputs", "outputs", "width"), [(8, 16, 8), (16, 8, 5), (3, 32, 16)])
 def test_a_convolution_by_hand_and_its_gradients(bench, inputs, outputs, width):

@@ -464,4 +464,19 @@ PLANTED = [
         *("models/padding.py", " if mask is None else torch.where(mask, param, 0.0)", ""),
         "test_padding.py::test_members_are_their_models_alone[mlp]",
     ),
+    Planted(
+        "the second direction of a recurrent layer runs forward",
+        *("_kernels/recurrent.c", "l->reverse ? l->steps - 1 - step : step", "step"),
+        "test_recurrent.py::test_programs_compute_what_pytorch_does",
+    ),
+    Planted(
+        "the gradient of a forget gate takes the cell after the step",
+        *("_kernels/recurrent.c", "dc * before[j] * f", "dc * kept[4 * H + j] * f"),
+        "test_recurrent.py::test_programs_compute_what_pytorch_does",
+    ),
+    Planted(
+        "the last part of a batch is missing in the gradients of recurrent weights",
+        *("_kernels/recurrent.c", "part < parts; part++", "part < parts - 1; part++"),
+        "test_recurrent.py::test_programs_compute_what_pytorch_does",
+    ),
 ]

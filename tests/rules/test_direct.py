@@ -186,7 +186,7 @@ static int fails(void) { return left >= 0 && left-- <= 0 ? (left = 0, 1) : 0; }
 _SANITIZED = """
 import sys, torch
 import torch.nn.functional as F
-from hfta_func._kernels import convolution, native, pooling, tables
+from hfta_func._kernels import convolution, native, pooling, recurrent, tables
 native._FLAGS += ("-O1", "-fsanitize=address", "-include", sys.argv[1])
 library = convolution.program(torch.float32)
 torch.set_num_threads(1)
@@ -237,6 +237,23 @@ pooling.max_pool_backward(values, places, [7, 9])
 index = torch.randint(5, (3, 20))
 moved = tables.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -9)
 tables.move_rows(moved, None, index, None, None, 20, -9)
+library = recurrent.program(torch.float32)
+for kind, gates in enumerate((4, 3, 1, 1)):
+    x, h, c = torch.randn(2, 5, 35, 3), torch.randn(2, 35, 18), torch.randn(2, 35, 18) if kind == 0 else None
+    weights = [torch.randn(2, gates * 18, size) for size in (3, 18)]
+    biases = [torch.randn(2, gates * 18) for _ in range(2)]
+    for allocations in range(6):
+        library.fail_after(allocations if allocations < 3 else -1)
+        try:
+            states, *last, kept = recurrent.forward(x, *weights, *biases, h, c, kind, True)
+        except MemoryError:
+            assert allocations < 3
+    for allocations in range(7):
+        library.fail_after(allocations if allocations < 6 else -1)
+        try:
+            recurrent.backward(x, *weights, h, c, states, kept, states, *last[:1], None, kind, True, True, True)
+        except MemoryError:
+            assert allocations < 6
 print("as expected")
 """
 

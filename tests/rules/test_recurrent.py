@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import hfta_func as hfta
 from hfta_func import random
+from hfta_func._kernels import native
+from hfta_func._kernels import recurrent as kernels
 
 # What PyTorch has to say about a projection on the CPU is not this package's concern.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -54,7 +56,9 @@ def array_of(modules: list[nn.Module]) -> tuple[Callable[..., Any], dict[str, Te
 
 
 def loop(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor) -> list[Tensor]:
-    members = [member({path: p[i] for path, p in params.items()}, *(x[i] for x in args)) for i in range(M)]
+    # A single member would run by the program, too.
+    with hfta.rules.override(recurrent="loop"):
+        members = [member({path: p[i] for path, p in params.items()}, *(x[i] for x in args)) for i in range(M)]
     return [torch.stack(column) for column in zip(*members, strict=True)]
 
 
@@ -76,9 +80,12 @@ def compare(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("lowering", ["batched", "loop"])
+@pytest.mark.parametrize("lowering", ["batched", "loop", "batched, without a compiler"])
 @pytest.mark.parametrize(("kind", "setting"), ROWS)
-def test_modules(kind: str, setting: str, lowering: str) -> None:
+def test_modules(kind: str, setting: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowering, _, without = lowering.partition(", ")
+    if without:
+        monkeypatch.setattr(kernels, "program", lambda dtype: None)
     member, params = array_of(layers(kind, **SETTINGS[setting]))
     with hfta.rules.override(recurrent=lowering):
         compare(member, params, torch.randn(M, T, N, I).double())
@@ -251,3 +258,159 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     double = {path: p.detach().double() for path, p in params.items()}
     exact = torch.func.jvp(lambda x: hfta.vmap(member)(double, x), (x.double(),), (along.double(),))[1]
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
+
+
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn_tanh": nn.RNNCell, "rnn_relu": nn.RNNCell}
+by_program = pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
+
+
+def cell_of(kind: str, *sizes: int) -> nn.Module:
+    return CELLS[kind](*sizes, **({"nonlinearity": "relu"} if kind == "rnn_relu" else {}))
+
+
+@by_program
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("steps", "batch", "ins", "size"),
+    # Sizes that fill vectors, or do not; several parts of a batch, and several spans of steps.
+    [(5, 4, 3, 6), (9, 40, 12, 50), (2, 33, 1, 17), (1, 2, 40, 32), (150, 1, 2, 20), (4, 70, 5, 16), (7, 19, 33, 8)],
+)
+def test_programs_compute_what_pytorch_does(kind: str, steps: int, batch: int, ins: int, size: int) -> None:
+    modules = [KINDS[kind](ins, size, bidirectional=True, batch_first=True).double() for _ in range(M)]
+    member, params = array_of(modules)
+
+    def from_states(params: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
+        return member(params, x, (h, c) if kind == "lstm" else h + 0 * c)
+
+    x, states = torch.randn(M, batch, steps, ins).double(), torch.randn(2, M, 2, batch, size).double()
+    compare(from_states, params, x, *states, tolerance=1e-12)
+    single = {path: p.detach().float() for path, p in params.items()}
+    got, exact = hfta.vmap(member)(single, x.float()), loop(member, params, x)
+    torch.testing.assert_close(got, [y.float() for y in exact], rtol=1e-5, atol=1e-5)
+
+
+@by_program
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_neither_on_other_members_nor_on_threads(kind: str) -> None:
+    member, params = array_of(layers(kind, torch.float32, num_layers=2, bidirectional=True))
+    x, threads = torch.randn(M, T, 50, I), torch.get_num_threads()
+
+    def passes(start: int) -> list[Tensor]:
+        part = {path: p.detach()[start:].requires_grad_() for path, p in params.items()}
+        outputs = hfta.vmap(member)(part, x[start:])
+        # The sum of one member does not depend on the others.
+        grads = torch.autograd.grad(sum((y.sum() for y in outputs), torch.zeros(())), list(part.values()))
+        return [*outputs, *grads]
+
+    torch.set_num_threads(1)
+    try:
+        expected = passes(0)
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, passes(0), expected))
+        assert all(torch.equal(y[0], z[-1]) for y, z in zip(passes(M - 1), expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@by_program
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiny_and_huge_numbers_and_none(kind: str, dtype: torch.dtype) -> None:
+    """Results are exact relative to small ones, gates saturate, and what is no number stays in its member and sample."""
+    member, params = array_of(layers(kind, dtype, bias=False))
+    params = {path: p.detach() for path, p in params.items()}
+    scale = torch.tensor([1e-10, 1e-3, 1e5], dtype=dtype)
+    x = torch.randn(M, 1, N, I, dtype=dtype) * scale[:, None, None, None]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+
+    def check() -> None:
+        for got, expected in zip(hfta.vmap(member)(params, x), loop(member, params, x), strict=True):
+            for i, size in enumerate(scale.clamp(max=1).tolist()):
+                absolute = tolerance * size
+                torch.testing.assert_close(got[i], expected[i], rtol=tolerance, atol=absolute, equal_nan=True)
+
+    check()
+    for bad in (float("nan"), float("inf")):
+        x[1, 0, 2, 0] = bad
+        check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cells_and_their_second_derivatives(kind: str) -> None:
+    modules = [cell_of(kind, I, H).double() for _ in range(M)]
+    member, params = array_of(modules)
+    leaves = [torch.randn(M, N, size).double().requires_grad_() for size in (I, *(H,) * (1 + (kind == "lstm")))]
+
+    def twice(params: dict[str, Tensor], x: Tensor, *states: Tensor) -> list[Tensor]:
+        for _ in range(2):
+            states = tuple(member(params, x, states if kind == "lstm" else states[0]))
+        return [*states]
+
+    compare(twice, params, *leaves, tolerance=1e-12)
+
+    def slope(run: Callable[..., Any]) -> Tensor:
+        total = sum((y.sin().sum() for y in run(params, *leaves)), torch.zeros(()).double())
+        grads = torch.autograd.grad(total, [*params.values(), *leaves], create_graph=True)
+        return sum((g.cos().sum() for g in grads), torch.zeros(()).double())
+
+    expected = torch.autograd.grad(slope(lambda *args: loop(twice, *args)), [*params.values(), *leaves])
+    got = torch.autograd.grad(slope(hfta.vmap(twice)), [*params.values(), *leaves])
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+class Reader(nn.Module):
+    """A layer over a sequence, cells over the same, and a loss whose gradient has a gradient."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer = KINDS[kind](I, H, num_layers=2, bidirectional=True, batch_first=True)
+        self.cell = cell_of(kind, I, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            result = self.cell(step, state)
+            state = result
+        last = result[0] if isinstance(result, tuple) else result
+        return self.layer(x)[0].sum(-1).mean(-1) + last.sum(-1)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("num_models", [1, M])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replay", [False, True])
+def test_training_is_that_of_models_alone(kind: str, num_models: int, replay: bool) -> None:
+    """With a penalty on the gradient of the inputs, which takes a second derivative."""
+    models = [Reader(kind).double() for _ in range(num_models)]
+    x = torch.randn(num_models, N, T, I).double()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch.clone().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.square().mean() + slope.square().sum()
+
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.01), replay=replay)
+    state = step.init(*hfta.stack_params(models), seeds=range(num_models))
+    for _ in range(5):
+        state, _ = step(state, x)
+    for i, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss(model, x[i]).backward()
+            optimizer.step()
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][i], param.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_what_does_not_fit_is_refused_in_the_words_of_pytorch() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, torch.zeros(N, H + 1)).sum()
+
+    models = [nn.GRUCell(I, H) for _ in range(M)]
+    for num_models in (1, M):
+        step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.01))
+        state = step.init(*hfta.stack_params(models[:num_models]), seeds=range(num_models))
+        with pytest.raises(RuntimeError, match=r"hidden0 has inconsistent hidden_size: got 7, expected 6"):
+            step(state, torch.randn(num_models, N, I))

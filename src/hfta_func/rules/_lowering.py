@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hfta_func._kernels import recurrent
 from hfta_func._kernels.convolution import block, program
 from hfta_func._torch import has_tangents
 
@@ -188,12 +189,14 @@ _CUDA_UNEVEN = "loop", "few channels to many, which kernels for groups do not fi
 
 def _is_fused_lstm(case: Case) -> bool:
     """An LSTM with a fused kernel, unless its steps are so short that several members in one product take less time."""
-    _, h, c, _, recurrent, *_ = case.shapes
+    _, h, c, _, weight, *_ = case.shapes
     if case.device != "cpu" or case.dtype is torch.float64 or h is None or h != c or case.shared[4]:
+        return False
+    if not case.compiling and recurrent.program(case.dtype) is not None:
         return False
     if case.compiling:
         # A loop takes long to compile; it pays if the cache does not hold the weights of all members.
-        return case.num_models * math.prod(recurrent or ()) > 2**16
+        return case.num_models * math.prod(weight or ()) > 2**16
     return math.prod(h[-2:]) >= min(2**8, 4 * case.num_models**2)
 
 

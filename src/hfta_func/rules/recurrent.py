@@ -2,8 +2,9 @@
 
 The table chooses between two lowerings:
 
-- ``batched``: one matrix product of the inputs of all time steps with their weights, then one batched matrix product a step
-  for all members, and for both directions if there are two;
+- ``batched``: on a CPU a program in C for each direction of each layer; without a compiler, in graphs, and for what the
+  program cannot do, one matrix product of the inputs of all time steps with their weights, then one batched matrix product a
+  step for all members, and for both directions if there are two;
 - ``loop``: PyTorch's layers, one member after another.
 
 If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
@@ -13,36 +14,22 @@ L layers, D directions, I features in, G gates, H features of the state, R rows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._kernels import recurrent
 from hfta_func._torch import has_native_lstm, has_tangents, num_dispatch_modes
+from hfta_func.calls.rewrites import LOWERED
 from hfta_func.errors import RandomnessError
-from hfta_func.rules import _recurrence
-from hfta_func.rules._layout import each, expand, fold, models_first, split
+from hfta_func.rules import _choice, _direction
+from hfta_func.rules._direction import Value, Weights
+from hfta_func.rules._layout import each, expand, fold, split
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
-
-
-class _Value(NamedTuple):
-    """A tensor and its model axis, which is 0 or None."""
-
-    tensor: Tensor
-    dim: int | None
-
-
-class _Weights(NamedTuple):
-    """Parameters of one direction of one layer: ``[GH,I]``, ``[GH,H]``, ``[GH]`` twice, and the projection's ``[P,H]``."""
-
-    inputs: _Value
-    state: _Value
-    input_bias: _Value | None = None
-    state_bias: _Value | None = None
-    project: _Value | None = None
 
 
 def _register(kind: str) -> None:
@@ -65,6 +52,21 @@ def _register(kind: str) -> None:
     register(f"{kind}.input", "recurrent", FRONT, _otherwise(padded, ()))(padded)
     register(f"{kind}.data", "recurrent", FRONT, _otherwise(packed, (1,)))(packed)
     register(f"{kind}_cell", "recurrent", FRONT, _otherwise(step, ()))(step)
+    LOWERED[getattr(torch, kind)] = functools.partial(_of_one_model, getattr(torch, kind), padded)
+
+
+_PROGRAM = "program"
+"""The lowering of a call that nothing but the program in C may run."""
+
+
+def _of_one_model(func: Callable[..., Any], rule: Rule, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's function; in an array of one, which runs without ``vmap``, the program where it can, without a model axis."""
+    is_packed = len(args) > 3 and isinstance(args[3], (list, tuple))
+    if is_packed or kwargs or torch.compiler.is_compiling() or _torch.inside_transform() or _choice.state:
+        return func(*args, **kwargs)
+    dims = (len(one) * (0,) if isinstance(one, (list, tuple)) else None if one is None else 0 for one in args)
+    result = rule(Call(1, tuple(dims), {}, _PROGRAM), *args)
+    return func(*args) if result is NotImplemented else result[0]
 
 
 def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
@@ -93,7 +95,7 @@ def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
     return array_of_one
 
 
-for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+for _kind in recurrent.KINDS:
     _register(_kind)
 
 
@@ -102,6 +104,8 @@ def _sequences(
 ) -> Result:
     _, num_layers, dropout, train, *_ = options
     if train and dropout and num_layers > 1:
+        if call.lowering == _PROGRAM:
+            return NotImplemented
         raise RandomnessError(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
             f"functional(model)(..., key=), where each member draws from its own key"
@@ -122,9 +126,9 @@ def _layers(
     has_biases, num_layers, _, _, bidirectional, batch_first = options
     num_models, dims = call.num_models, call.dims
     param_dims: Any = dims[2]
-    inputs, directions = _value(x, dims[0]), 1 + bidirectional
+    inputs, directions = _direction.value(x, dims[0]), 1 + bidirectional
     states = each(expand, *_states(hx, dims[1]), num_models)
-    values = list(map(_value, params, param_dims))
+    values = list(map(_direction.value, params, param_dims))
     weights = _grouped(values, has_biases, num_layers * directions)
     mask = positions = None
     if batch_sizes is not None:
@@ -132,26 +136,40 @@ def _layers(
         sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
+    # [M,N,T,I] -> [M,T,N,I]
+    steps = inputs._replace(tensor=inputs.tensor.transpose(-3, -2)) if batch_first else inputs
+    is_native = mask is None and _direction.is_native(kind, steps, weights, directions, states)
+    if is_native:
+        inputs = steps
+    elif call.lowering == _PROGRAM:
+        return NotImplemented
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
-    finals: list[tuple[Tensor, ...]] = []
+    finals: list[Sequence[Tensor]] = []
     for layer in range(num_layers):
         span = slice(layer * directions, (layer + 1) * directions)
-        bases = [_base(kind, inputs, one, num_models) for one in weights[span]]
+        # [M,D,N,H]
+        first = [state[..., span, :, :] for state in states]
+        if is_native:
+            output, ends = _direction.run(kind, inputs, weights[span], first, num_models)
+            finals += ends
+            inputs = Value(output, 0)
+            continue
+        bases = [_direction.gates_of_inputs(kind, inputs, one, num_models) for one in weights[span]]
         if batch_first and layer == 0:
             # [M,N,T,GH] -> [M,T,N,GH]; after the product, so that the inputs keep their memory layout.
             bases = [base.transpose(1, 2) for base in bases]
         if bases[0].shape[1] == 0:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         # [M,D,N,H] -> [DM,N,H]
-        first = [state[:, span].transpose(0, 1).flatten(0, 1) for state in states]
-        after = _through_time(kind, bases, first, weights[span], mask, num_models, is_fused)
-        # [DM,T,N,H] -> [DM,N,H] -> [D,M,N,H]
-        finals.append(tuple(one[:, -1].unflatten(0, (directions, num_models)) for one in after))
+        first = [state.transpose(0, 1).flatten(0, 1) for state in first]
+        after = _direction.through_time(kind, bases, first, weights[span], mask, num_models, is_fused)
+        # [DM,T,N,H] -> [DM,N,H] -> D times [M,N,H]
+        finals += zip(*(one[:, -1].unflatten(0, (directions, num_models)) for one in after), strict=True)
         output = after[0]
         if bidirectional:
             forward, backward = output.chunk(2)
             output = torch.cat((forward, backward.flip(1)), -1)
-        inputs = _Value(output, 0)
+        inputs = Value(output, 0)
     # A copy unless it is one already: a model may write its output, and the backward pass needs the states.
     # Not in a graph captured for XLA, which would copy the states before they are computed.
     captured = num_dispatch_modes() and x.device.type == "xla"
@@ -160,10 +178,10 @@ def _layers(
     if positions is not None:
         output = output.flatten(1, 2).index_select(1, positions)
     elif batch_first:
-        output = output.transpose(1, 2)
-    # [LD,M,N,H]
-    joined = tuple(torch.cat(column) for column in zip(*finals, strict=True))
-    return (output, *joined), (0, *(1,) * len(joined))
+        output = output.transpose(-3, -2)
+    # [M,LD,N,H]
+    joined = tuple(torch.stack(column, -3) for column in zip(*finals, strict=True))
+    return (output, *joined), (0,) * (1 + len(joined))
 
 
 def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,14 +204,21 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     num_models, (x_dim, hx_dims, *dims) = call.num_models, call.dims
     if _are_shared(dims):
         return _joined(f"{kind}_cell", call, 0, 0, x, hx, *params)
-    values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
-    weights = _Weights(*values)
-    inputs = _value(x, x_dim)
+    values: Any = (None if p is None else _direction.value(p, dim) for p, dim in zip(params, dims, strict=True))
+    weights = Weights(*values)
+    inputs = _direction.value(x, x_dim)
     # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
-    base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
+    inputs = inputs._replace(tensor=inputs.tensor.unsqueeze(-3))
     states = each(expand, *_states(hx, hx_dims), num_models)
-    after = _through_time(kind, [base], states, [weights], None, num_models, False)
-    results = [y.squeeze(1).clone() for y in after]
+    if _direction.is_native(kind, inputs, [weights], 1, states):
+        # [M,N,H] -> [M,1,N,H]
+        ((*results,),) = _direction.run(kind, inputs, [weights], [state.unsqueeze(1) for state in states], num_models)[
+            1
+        ]
+    else:
+        base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
+        after = _direction.through_time(kind, [base], states, [weights], None, num_models, False)
+        results = [y.squeeze(1).clone() for y in after]
     return (tuple(results), (0, 0)) if kind == "lstm" else (results[0], 0)
 
 
@@ -212,99 +237,12 @@ def _joined(op: str, call: Call, axis: int, state_axis: int, x: Tensor, hx: Any,
     return tuple(map(split, outputs, axes, (call.num_models,) * len(axes))), axes
 
 
-def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
-    """The part of the gates from inputs and biases: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
-    biases = weights.input_bias, weights.state_bias
-    per_member = any(bias is not None and bias.dim is not None for bias in biases)
-    input_bias, state_bias = (
-        None if bias is None else expand(*bias, num_models) if per_member else bias.tensor for bias in biases
-    )
-    if kind != "gru":
-        bias = input_bias if state_bias is None else state_bias if input_bias is None else input_bias + state_bias
-        return _product(x, weights.inputs, bias, per_member, num_models)
-    # The reset gate multiplies the state's bias of n, so it is kept apart.
-    size = weights.state.tensor.shape[-1]
-    inner = None
-    if state_bias is not None:
-        outer, inner = state_bias.split((2 * size, size), -1)
-        outer = F.pad(outer, (0, size))
-        input_bias = outer if input_bias is None else input_bias + outer
-    base = _product(x, weights.inputs, input_bias, per_member, num_models)
-    gates, new = base.split((2 * size, size), -1)
-    if inner is None:
-        inner = torch.zeros_like(new)
-    else:
-        inner = (inner[:, None, None] if per_member else inner).to(new.dtype).expand_as(new)
-    return torch.cat((gates, inner, new), -1)
-
-
-def _product(x: _Value, weight: _Value, bias: Tensor | None, per_member: bool, num_models: int) -> Tensor:
-    """``[M,T,N,I], [M,O,I] -> [M,T,N,O]``."""
-    if weight.dim is None:
-        y = F.linear(x.tensor, weight.tensor, None if per_member else bias)
-        return y + bias[:, None, None] if per_member and bias is not None else expand(y, x.dim, num_models)
-    biases = None if bias is None else expand(bias, 0 if per_member else None, num_models)
-    if x.dim is None:
-        # [TN,I], [I,MO] -> [TN,MO] -> [T,N,M,O] -> [M,T,N,O]
-        rows, wide = x.tensor.flatten(0, 1), weight.tensor.flatten(0, 1).t()
-        y = torch.mm(rows, wide) if biases is None else torch.addmm(biases.flatten(), rows, wide)
-        return y.unflatten(1, (num_models, weight.tensor.shape[1])).unflatten(0, x.tensor.shape[:2]).movedim(2, 0)
-    rows, weights = x.tensor.flatten(1, 2), weight.tensor.mT
-    y = torch.bmm(rows, weights) if biases is None else torch.baddbmm(biases.unsqueeze(1), rows, weights)
-    return y.unflatten(1, x.tensor.shape[1:3])
-
-
-def _through_time(
-    kind: str,
-    bases: list[Tensor],
-    states: list[Tensor],
-    weights: list[_Weights],
-    mask: Tensor | None,
-    num_models: int,
-    is_fused: bool,
-) -> tuple[Tensor, ...]:
-    """One layer: bases ``[M,T,N,GH]`` and weights of each direction -> states ``[DM,T,N,H]``, and cells of an LSTM.
-
-    The direction that runs backward takes and returns its steps in reverse order, next to the other direction.
-    """
-    base = bases[0]
-    if len(bases) == 2:
-        base = torch.cat((base, bases[1].flip(1)))
-        if mask is not None:
-            mask = torch.cat([one.expand(num_models, -1, -1, -1) for one in (mask, mask.flip(1))])
-    weight = _side_by_side([one.state for one in weights], num_models)
-    project = None
-    if kind == "lstm":
-        if weights[0].project is not None:
-            project = _side_by_side([one.project for one in weights], num_models)
-        after = _recurrence.lowered(_recurrence.lstm, base, weight, states[0], states[1], project, mask)[:2]
-    elif kind == "gru":
-        after = _recurrence.lowered(_recurrence.gru, base, weight, states[0], mask)[:1]
-    else:
-        after = (_recurrence.lowered(_recurrence.rnn, base, weight, states[0], mask, kind == "rnn_relu"),)
-    if base.device.type == "cpu" and not is_fused and kind in ("lstm", "gru"):
-        # Under autocast, PyTorch's step-by-step path on the CPU accumulates in the precision of the first state.
-        kept = torch.promote_types(states[-1].dtype, after[-1].dtype)
-        after = tuple(y if project is not None and y is after[0] else y.to(kept) for y in after)
-    return after
-
-
-def _side_by_side(values: list[Any], num_models: int) -> Tensor:
-    """The weights of all directions, as if they belonged to further members."""
-    rows = [expand(value.tensor, value.dim, num_models) for value in values]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _grouped(params: list[Any], has_biases: bool, count: int) -> list[_Weights]:
+def _grouped(params: list[Any], has_biases: bool, count: int) -> list[Weights]:
     """PyTorch's flat list of parameters, by layer and direction."""
     size = len(params) // count
     groups = (params[start : start + size] for start in range(0, len(params), size))
     middle = slice(2, 4 if has_biases else 2)
-    return [_Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups]
-
-
-def _value(x: Tensor, dim: int | None) -> _Value:
-    return _Value(models_first(x, dim), None if dim is None else 0)
+    return [Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups]
 
 
 def _states(hx: Any, dims: Any) -> tuple[Any, Any]:
