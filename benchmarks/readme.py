@@ -64,7 +64,8 @@ def alternatives(results: dict[str, dict[str, Any]], models: str = "16") -> str:
         f"a **loop**: an array of {models} MLPs is {over('mlp', IN_FIT)} as fast. Better if code differs.",
         f"**processes**: {over('mlp', PROCESSES, PER_CORE)}. Better for scripts left as they are.",
         f"stock **`vmap`**: {over('mlp', 'stock vmap')} uncompiled, without noise, buffers and optimizers per member. "
-        f"Better on compiled DCGANs: {over('dcgan', 'stock vmap compiled')} to {over('dcgan', 'array compiled')}.",
+        f"Compiled DCGANs: {over('dcgan', 'stock vmap compiled')} to {over('dcgan', 'array compiled')}. "
+        "Better for functions without a module.",
         f"**JAX**: {over('mlp', 'JAX')} on the MLP, {over('resnet', 'JAX')} on the ResNet. Better for models written in it, "
         f"and agents.",
     )
