@@ -343,7 +343,8 @@ class Pair(NamedTuple):
     title: str
     array: Callable[[], Tensor]
     loop: Callable[[], Tensor]
-    bound: float = 2e-3
+    # Of losses in float32, whose rounding Adam amplifies, differently in each process; heads agree to 1e-12 in float64.
+    bound: float = 2e-2
 
 
 JOBS = {
