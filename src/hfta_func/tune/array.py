@@ -69,10 +69,6 @@ class Segment(NamedTuple):
     interrupted: bool
 
 
-class _TimeIsOverError(Exception):
-    """Ends training; with state and history."""
-
-
 class Trainer:
     """Trains members of each group by the group's array; a copy in another process builds these arrays there."""
 
@@ -121,20 +117,18 @@ class Trainer:
                 loader.load_state_dict({"epoch": starts[0], "batches": 0})
             else:
                 loader = loader.of_members(keys[members], [starts[member] for member in members])
-        began = time.perf_counter()
+        began, time_is_over = time.perf_counter(), False
 
         def watch(state: Any, history: hfta.run.History) -> None:
-            if time.perf_counter() - began >= (seconds or 0.0):
-                raise _TimeIsOverError(state, history)
+            nonlocal time_is_over
+            time_is_over = seconds is not None and time.perf_counter() - began >= seconds
+            history.interrupted |= time_is_over
 
-        callbacks = [] if seconds is None else [watch]
-        try:
-            state, history = hfta.fit(
-                step, state, loader, epochs=epochs, evaluate=evaluate, callbacks=callbacks, progress=False
-            )
-        except _TimeIsOverError as over:
-            state, history = over.args
-            epochs = len(history)
+        state, history = hfta.fit(
+            step, state, loader, epochs=epochs, evaluate=evaluate, callbacks=[watch], progress=False
+        )
+        if time_is_over:
+            epochs, history.interrupted = len(history), False
         run = Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
         run.history = history
         with ctrl_c() as pressed:

@@ -29,7 +29,6 @@ class StudyOptions:
     seed: int
     enqueue: Sequence[Mapping[str, Any]]
     keep: int | Literal["best", "all"]
-    retry: int
     timeout: float | None
     target: float | None = None
 

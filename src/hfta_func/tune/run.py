@@ -37,7 +37,6 @@ def run(
     scheduler: Scheduler | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     enqueue: Sequence[Mapping[str, Any]] = (),
-    retry: int = 0,
     timeout: float | None = None,
     target: float | None = None,
     keep: int | Literal["best", "all"] = "best",
@@ -68,8 +67,6 @@ def run(
         scheduler: Decides which trials go on; by default all.
         sampler: Optuna's sampler, by default random search. One that learns from results gets each as soon as it is known.
         enqueue: Configurations to try next unless they have been tried; the sampler chooses the values that they lack.
-        retry: How often the parameters of a trial that fails are tried again, each time as a new trial; also those of trials
-            that failed in an earlier call.
         timeout: Seconds after which the study ends with the next epoch; the same call goes on.
         target: A value of the metric that is good enough: a trial that has it after an epoch is complete, and a new one takes
             its place. Schedulers see its last value at all later rungs, too.
@@ -133,7 +130,7 @@ def run(
         space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs
     )
     given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
-    options = StudyOptions(**given, enqueue=enqueue, keep=keep, retry=retry, timeout=timeout, target=target)
+    options = StudyOptions(**given, enqueue=enqueue, keep=keep, timeout=timeout, target=target)
     if workers is not None and executor is not None:
         raise ValueError("there are workers and an executor, which has its own; pass one of both")
     if storage is not None and name is None:

@@ -112,16 +112,11 @@ class SamplerSession:
                 suggested = self._values(self._optuna.trial.FixedTrial(frozen.params))
                 yield frozen, frozen.user_attrs.get("params") or suggested
 
-    def enqueue(self, params: Mapping[str, Any], **attributes: Any) -> None:
-        """Have a sampler's next trial take these parameters, unless one without ``attributes`` has or had the same."""
+    def enqueue(self, params: Mapping[str, Any]) -> None:
+        """Have a sampler's next trial take these parameters, unless one has or had the same."""
         plain = {name: self._plain(value) for name, value in params.items()}
         with quiet():
-            self.study.enqueue_trial(plain, user_attrs=attributes, skip_if_exists=not attributes)
-
-    def waiting(self) -> list[dict[str, Any]]:
-        """The user attributes of trials that were enqueued."""
-        state = (self._optuna.trial.TrialState.WAITING,)
-        return [trial.user_attrs for trial in self.study.get_trials(deepcopy=False, states=state)]
+            self.study.enqueue_trial(plain, skip_if_exists=True)
 
     def _plain(self, value: Any) -> Any:
         """What a storage, which keeps numbers and text alone, has for a value."""

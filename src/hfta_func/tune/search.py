@@ -36,8 +36,6 @@ class Search:
         at_once = max(1, room // options.seeds) if self.learns else self.total
         self.batch = options.batch or at_once
         self._until = math.inf if options.timeout is None else time.monotonic() + options.timeout
-        # Failed trials that are tried again.
-        self._retried = {attributes.get("retry_of") for attributes in study.session.waiting()}
         self._restore()
 
     @property
@@ -51,7 +49,7 @@ class Search:
         statuses: dict[str, Any] = {state: status for status, state in STATES.items()}
         for frozen, params in study.session.begun():
             attributes, number = frozen.user_attrs, frozen.number
-            trial = self._begin(number, params, attributes["cohort"], attributes.get("retry_of"))
+            trial = self._begin(number, params, attributes["cohort"])
             trial.status = statuses[frozen.state.name]
             if trial.status == "running":
                 # Its values follow from its members, which may have none any more.
@@ -68,7 +66,6 @@ class Search:
                     if member.epoch and self.scheduler.copies:
                         text = f"trial {number} has ended, and this study needs the metrics and states of all"
                         raise ValueError(f"{text}; pass the folder that it was run with by resume=, or another name")
-        self._retried |= {trial.retry_of for trial in study.trials}
         if len(population.members) != len(study.trials) * len(self.seeds):
             text = f"the folder has {len(population.members)} members, but the storage {len(study.trials)} trials"
             raise ValueError(f"{text}; pass the folder and the storage of one study")
@@ -77,10 +74,10 @@ class Search:
     def _of(self, trial: Trial) -> list[Member]:
         return [self.study.population.members[number] for number in trial.members]
 
-    def _begin(self, number: int, params: dict[str, Any], cohort: int, retry_of: int | None) -> Trial:
+    def _begin(self, number: int, params: dict[str, Any], cohort: int) -> Trial:
         """Add a trial, and its members unless a folder has them."""
         members, first = self.study.population.members, number * len(self.seeds)
-        trial = Trial(number, params, cohort, [*range(first, first + len(self.seeds))], retry_of=retry_of)
+        trial = Trial(number, params, cohort, [*range(first, first + len(self.seeds))])
         self.study.trials.append(trial)
         if trial.members[-1] >= len(members):
             self.study.population.extend([{**params, "seed": seed} for seed in self.seeds])
@@ -128,14 +125,13 @@ class Search:
         return not trial.values or self._verdicts.get(trial.number, "stop") != "stop"
 
     def _next_cohort(self) -> int | None:
-        """The number of the first cohort that lacks trials; those that are tried again do not count."""
-        counts = collections.Counter(trial.cohort for trial in self.study.trials if trial.number not in self._retried)
+        """The number of the first cohort that lacks trials."""
+        counts = collections.Counter(trial.cohort for trial in self.study.trials)
         return next((number for number, cohort in enumerate(self.cohorts) if counts[number] < cohort.trials), None)
 
     def _ask(self) -> bool:
         """Ask for as many new trials as may train now; returns whether there are any."""
-        study, new = self.study, []
-        self._retry()
+        study, is_new = self.study, False
         while (cohort := self._next_cohort()) is not None:
             running = self._running()
             started = any(trial.cohort == cohort for trial in study.trials)
@@ -147,22 +143,10 @@ class Search:
                 break
             asked, params = study.session.ask()
             self._options.check_names(params)
-            retry_of = asked.user_attrs.get("retry_of")
-            cohort = cohort if retry_of is None else study.trials[retry_of].cohort
-            new.append(self._begin(asked.number, params, cohort, retry_of))
+            self._begin(asked.number, params, cohort)
             study.session.note(asked.number, cohort=cohort)
-        return bool(new)
-
-    def _retry(self) -> None:
-        """Enqueue the parameters of failed trials that may be tried again."""
-        trials = self.study.trials
-        for trial in trials:
-            tries, first = 0, trial
-            while first.retry_of is not None:
-                tries, first = tries + 1, trials[first.retry_of]
-            if trial.status == "failed" and trial.number not in self._retried and tries < self._options.retry:
-                self._retried.add(trial.number)
-                self.study.session.enqueue(trial.params, retry_of=trial.number)
+            is_new = True
+        return is_new
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         session = self.study.session
@@ -228,7 +212,7 @@ class Search:
         study = self.study
         self._verdicts = {}
         for number, cohort in enumerate(self.cohorts):
-            trials = [one for one in study.trials if one.cohort == number and one.number not in self._retried]
+            trials = [trial for trial in study.trials if trial.cohort == number]
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
             ended = frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed"))
             params = {trial.number: trial.params for trial in trials}
