@@ -19,7 +19,6 @@ GYMNASIUM = {
     "MountainCar": "MountainCar-v0",
     "MountainCarContinuous": "MountainCarContinuous-v0",
     "Pendulum": "Pendulum-v1",
-    "Acrobot": "Acrobot-v1",
 }
 
 

@@ -266,43 +266,12 @@ def test_samples_are_rows_that_were_written():
         rl.sample(buffer, hfta.random.keys([0]), 4)
 
 
-def test_samples_by_priority():
-    buffer = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
-    buffer = rl.written(buffer, {"x": torch.arange(1.0, 5.0).expand(M, 4)})
-    assert torch.equal(buffer.priority, torch.tensor([1.0] * 4 + [0.0] * 4).expand(M, 8))
-    wanted = torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, 0.5, 0.5, 0.5]])
-    buffer = rl.with_priority(buffer, torch.arange(4).expand(M, 4), wanted)
-    powers, corrections = [0.5, 2.0], [1.0, 0.3]
-    rows, index, weight = rl.sample_by_priority(
-        buffer, hfta.random.keys([3, 4]), 8000, exponent=powers, correction=corrections
-    )
-    assert torch.equal(rows["x"], index + 1.0)
-    for i in range(M):
-        chance = wanted[i] ** powers[i] / (wanted[i] ** powers[i]).sum()
-        assert (index[i].bincount(minlength=4) / 8000 - chance).abs().max() < 0.02
-        expected = (4 * chance) ** -corrections[i]
-        torch.testing.assert_close(weight[i], (expected / expected.max())[index[i]], rtol=1e-5, atol=1e-6)
-    found = rl.sample_by_priority(buffer, hfta.random.keys([3, 4]), 5000, exponent=0.0)[1]
-    assert (found[0].bincount(minlength=4) / 5000 - 0.25).abs().max() < 0.03
-    # A new row has the highest priority.
-    assert rl.written(buffer, {"x": torch.zeros(M, 1)}).priority[:, 4].tolist() == [4.0, 4.0]
-
-
-def drawn(buffer, count=4000):
-    """Shares of the rows that are drawn, and the weights of each."""
-    keys = hfta.random.keys(range(len(buffer.size)))
-    _, index, weight = rl.sample_by_priority(buffer, keys, count, exponent=1.0, correction=1.0)
-    assert weight.isfinite().all() and (weight.amax(1) == 1).all()
-    return torch.stack([row.bincount(minlength=4) / count for row in index]), weight
-
-
-@pytest.mark.parametrize("draw", [rl.sample, lambda *args: rl.sample_by_priority(*args)[:2]])
-def test_a_member_with_an_empty_buffer_fails_alone_in_a_graph(draw):
+def test_a_member_with_an_empty_buffer_fails_alone_in_a_graph():
     rows = {"x": torch.ones(M, 4), "action": torch.ones(M, 4).long()}
-    full = rl.written(rl.replay(rows, 8, prioritised=True), rows)
-    buffer = hfta.concat([rl.replay(hfta.take(rows, 0), 8, prioritised=True), hfta.take(full, 1)])
+    full = rl.written(rl.replay(rows, 8), rows)
+    buffer = hfta.concat([rl.replay(hfta.take(rows, 0), 8), hfta.take(full, 1)])
     keys = hfta.random.keys([0, 1])
-    found, index = torch.compile(draw, backend="eager", fullgraph=True)(buffer, keys, 3)
-    expected, places = draw(full, keys, 3)
+    found, index = torch.compile(rl.sample, backend="eager", fullgraph=True)(buffer, keys, 3)
+    expected, places = rl.sample(full, keys, 3)
     assert found["x"][0].isnan().all() and not found["action"][0].any()
     assert torch.equal(index[1], places[1]) and torch.equal(found["x"][1], expected["x"][1])

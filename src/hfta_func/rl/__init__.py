@@ -7,10 +7,7 @@ from hfta_func.rl.buffers import Replay as Replay
 from hfta_func.rl.buffers import n_step as n_step
 from hfta_func.rl.buffers import replay as replay
 from hfta_func.rl.buffers import sample as sample
-from hfta_func.rl.buffers import sample_by_priority as sample_by_priority
-from hfta_func.rl.buffers import with_priority as with_priority
 from hfta_func.rl.buffers import written as written
-from hfta_func.rl.classic import Acrobot as Acrobot
 from hfta_func.rl.classic import CartPole as CartPole
 from hfta_func.rl.classic import MountainCar as MountainCar
 from hfta_func.rl.classic import MountainCarContinuous as MountainCarContinuous

@@ -23,22 +23,19 @@ class Replay(NamedTuple):
         rows: A tree of tensors ``[M, capacity, ...]``.
         position: Where each member's next row goes.
         size: Number of rows that it has.
-        priority: ``[M, capacity]``, 0 where there is no row; ``()`` without priorities.
     """
 
     rows: Tree
     position: Tensor
     size: Tensor
-    priority: Any = ()
 
 
-def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
+def replay(rows: Tree, capacity: int) -> Replay:
     """An empty buffer.
 
     Args:
         rows: A tree of tensors ``[M, n, ...]``, as they will be written; their values do not matter.
         capacity: Number of rows kept for each member.
-        prioritised: Whether rows have priorities.
 
     Raises:
         ValueError: if the capacity is less than 1.
@@ -55,8 +52,7 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
     check_rows(rows)
     empty = tree_map(lambda leaf: leaf.new_zeros(leaf.shape[0], capacity, *leaf.shape[2:]), rows)
     zeros = torch.zeros_like(leaves(empty)[0].flatten(1)[:, 0], dtype=torch.int64)
-    priority = torch.zeros(len(zeros), capacity, device=zeros.device) if prioritised else ()
-    return Replay(empty, zeros, zeros.clone(), priority)
+    return Replay(empty, zeros, zeros.clone())
 
 
 def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
@@ -64,7 +60,7 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
 
     Args:
         buffer: The buffer before.
-        rows: A tree of tensors ``[M, n, ...]``. A new row has the highest priority that there is.
+        rows: A tree of tensors ``[M, n, ...]``.
         donate: Write the buffer's own tensors, which takes as long for any capacity; the given buffer is then not to be used.
 
     Raises:
@@ -81,12 +77,8 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
     def put(old: Tensor, new: Tensor) -> Tensor:
         return old.index_put_((member, place), new) if donate else old.index_put((member, place), new)
 
-    priority = buffer.priority
-    if isinstance(priority, Tensor):
-        highest = _usable(priority).amax(1, keepdim=True)
-        priority = put(priority, torch.where(highest > 0, highest, 1.0).expand(-1, n))
     size = (buffer.size + n).clamp(max=capacity)
-    return Replay(tree_map(put, buffer.rows, rows), (buffer.position + n) % capacity, size, priority)
+    return Replay(tree_map(put, buffer.rows, rows), (buffer.position + n) % capacity, size)
 
 
 def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
@@ -108,63 +100,9 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
     check_counts(n=n)
     check_keys(keys, len(buffer.size))
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
-    return _sampled(buffer, index), index
-
-
-def sample_by_priority(
-    buffer: Replay, keys: Tensor, n: int, *, exponent: PerModel = 0.6, correction: PerModel = 0.4
-) -> tuple[Any, Tensor, Tensor]:
-    """Rows of each member, likely in proportion to a power of their priorities.
-
-    A priority of NaN counts as 0, and an infinite one as the largest number. If all are 0, rows are equally likely.
-
-    Args:
-        buffer: A buffer with priorities.
-        keys: One key per member.
-        n: How many.
-        exponent: The power, a number or one per member; 0 is all equally likely.
-        correction: How far weights make up for it; 1 is in full.
-
-    Returns:
-        A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
-
-    References:
-        Schaul et al., "Prioritized experience replay", ICLR 2016.
-    """
-    check_counts(n=n)
-    check_keys(keys, len(buffer.size))
-    priority, size = _usable(buffer.priority).double(), buffer.size.unsqueeze(-1)
-    power, correction = (per_member(number, priority) for number in (exponent, correction))
-    highest = priority.amax(1, keepdim=True)
-    likely = torch.where(highest > 0, priority / highest, 1) ** power
-    chance = torch.where(torch.arange(priority.shape[1], device=size.device) < size, likely, 0)
-    ends = chance.cumsum(1)
-    draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
-    index = torch.minimum(torch.searchsorted(ends, draws, right=True), (size - 1).clamp(min=0))
-    weight = (size * chance.gather(1, index) / ends[:, -1:]) ** -correction
-    weight = (weight / weight.amax(1, keepdim=True)).to(buffer.priority.dtype)
-    return _sampled(buffer, index), index, weight
-
-
-def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
-    """The buffer with other priorities of some rows.
-
-    Args:
-        buffer: A buffer with priorities.
-        index: Places ``[M, n]``, as sampled.
-        priority: Their positive priorities, such as the size of their errors plus a small number.
-    """
-    return buffer._replace(priority=buffer.priority.scatter(1, index, priority.to(buffer.priority.dtype)))
-
-
-def _usable(priority: Tensor) -> Tensor:
-    return priority.nan_to_num(0.0).clamp(min=0)
-
-
-def _sampled(buffer: Replay, index: Tensor) -> Any:
     rows = tree_map(lambda leaf: rows_at(leaf, index), buffer.rows)
     nothing = tree_map(lambda leaf: torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf, rows)
-    return where(buffer.size > 0, rows, nothing)
+    return where(buffer.size > 0, rows, nothing), index
 
 
 def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> dict[str, Tensor]:
