@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hfta_func._types import require
@@ -114,40 +113,4 @@ def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | 
     axes.set_yticks(range(len(means.index)), map(str, means.index))
     axes.set(xlabel=x, ylabel=y)
     axes.figure.colorbar(picture, ax=axes, label=metric)
-    return axes
-
-
-def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
-    """Draw a bar of parts for each name, such as the milliseconds of each phase of two profiles.
-
-    Args:
-        parts: By name of the bar, seconds by name of the part, as :attr:`Profile.phases` returns them.
-        ax: Axes to draw on; by default those of a new figure.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-
-    Example:
-        >>> from matplotlib.figure import Figure
-        >>> parts = {"before": {"forward": 2e-3, "Python": 3e-3}, "after": {"forward": 2e-3, "Python": 1e-3}}
-        >>> ax = bars(parts, ax=Figure().subplots())
-        >>> [float(bar.get_width()) for bar in ax.patches]
-        [2.0, 2.0, 3.0, 1.0]
-    """
-    pyplot = require("matplotlib.pyplot", "plot")
-    axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 1 + 0.6 * len(parts)), layout="constrained")[1]
-    ends = dict.fromkeys(parts, 0.0)
-    for number, part in enumerate(dict.fromkeys(name for bar in parts.values() for name in bar)):
-        widths = [1e3 * bar.get(part, 0.0) for bar in parts.values()]
-        hatch = (None, "//", "..")[number // len(COLORS) % 3]
-        color = COLORS[number % len(COLORS)]
-        axes.barh([*parts], widths, left=[*ends.values()], color=color, hatch=hatch, edgecolor="white", label=part)
-        ends = {name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)}
-    axes.invert_yaxis()
-    axes.set(xlabel="ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return axes

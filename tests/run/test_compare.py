@@ -106,9 +106,7 @@ def test_what_is_not_finite_leaves_its_pair_out() -> None:
     assert found.mean == pytest.approx(np.delete(BETTER - PLAIN, 3).mean())
 
 
-def test_table_and_picture() -> None:
-    from matplotlib.figure import Figure
-
+def test_table() -> None:
     found = hfta.compare({"plain": PLAIN, "better": BETTER, "worse": PLAIN - 0.02}, baseline="better")
     each, differences = (part.splitlines() for part in str(found).split("\n\n"))
     assert len(each) == 4 and len(differences) == 3 and "plain - better" in differences[1]
@@ -116,14 +114,12 @@ def test_table_and_picture() -> None:
     assert (name, seeds, mean, deviation) == ("plain", "24", f"{PLAIN.mean():.4g}", f"{PLAIN.std(ddof=1):.2g}")
     t = stats.t.interval(0.95, 23, PLAIN.mean(), stats.sem(PLAIN))
     assert (float(low), float(high)) == pytest.approx(t, abs=0.002)
-    assert repr(found) == "Comparison(3 configurations, baseline 'better')" and found._repr_html_().count("<tr>") == 7
+    assert repr(found) == "Comparison(3 configurations, baseline 'better')"
     assert str(pickle.loads(pickle.dumps(found))) == str(found)
     assert list(found.frame()["name"]) == ["plain", "worse"]
     long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).split("\n\n")
     assert all(len(set(map(len, part.splitlines()))) == 1 for part in long)
     assert long[1].splitlines()[1].startswith("another, longer still - a name of many letters ")
-    ax = found.plot(Figure().subplots())
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
 
 
 def history(seeds: list[int], epochs: int) -> hfta.run.History:

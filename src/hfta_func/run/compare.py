@@ -9,12 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hfta_func._types import html_table, require, text_table
+from hfta_func._types import require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
 
 _LARGEST = 100_000
 
@@ -86,9 +85,6 @@ class Comparison:
     def __str__(self) -> str:
         return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
 
-    def _repr_html_(self) -> str:
-        return "".join(map(html_table, self._tables()))
-
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""
         each = [("", "seeds", "mean ± std", f"{self.level:.0%} interval")]
@@ -102,25 +98,6 @@ class Comparison:
             numbers = f"{one.mean:+.4g}", interval, f"{one.wins:.0%}", f"{one.permutation:.2g}", f"{one.seeds:.0f}"
             rows.append((f"{one.name} - {one.baseline}", str(one.pairs), *numbers))
         return each, rows
-
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw every difference with its interval, by matplotlib.
-
-        Args:
-            ax: Axes to draw on; by default those of a new figure.
-
-        Returns:
-            The axes; ``ax.figure.savefig(path)`` saves the picture.
-        """
-        axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
-        for y, one in enumerate(self.differences):
-            error = [[one.mean - one.low], [one.high - one.mean]]
-            axes.errorbar(one.mean, y, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
-        axes.axvline(0, color="black", lw=0.8)
-        axes.set_yticks(range(len(self.differences)), [str(one.name) for one in self.differences])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"difference from {self.differences[0].baseline}, {self.level:.0%} interval")
-        return axes
 
 
 def compare(
@@ -149,7 +126,7 @@ def compare(
         seed: Seed of both.
 
     Returns:
-        The differences, as a table, a frame or a picture.
+        The differences, as a table or a frame.
 
     Raises:
         ImportError: if scipy is not installed.

@@ -123,13 +123,6 @@ class Evaluation:
             raise BatchError(f"{text}, or a loader that can be iterated over in every epoch, such as a list")
         return running.means(self._sums)
 
-    def names(self, state: TrainState) -> Collection[str]:
-        """The names of the metrics, as of the first batch, or of all ``sums`` where the data may change by iterating."""
-        if is_batch(self._data) or isinstance(self._data, list | ArrayLoader):
-            for members, batch in self._batches():
-                return self._step(state if members is None else take(state, members), _moved(batch, state.keys.device))
-        return self._sums
-
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
         """Batches, and the members that see them, None for all."""
         if isinstance(self._data, ArrayLoader):

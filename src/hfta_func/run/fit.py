@@ -164,9 +164,7 @@ def fit(
         trainer = Compact(trainer, step, compile) if compact else trainer
         # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
-        hooks = SegmentHooks(
-            check if resume is not None else lambda: None, lambda: (bar.update(), run.note_step()), pressed
-        )
+        hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
 
         def is_over() -> bool:
             return pressed() or run.history.interrupted

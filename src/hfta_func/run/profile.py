@@ -68,7 +68,7 @@ class Profile(NamedTuple):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in the order of a step, for :func:`hfta_func.plot.bars`."""
+        """Seconds by phase, in the order of a step."""
         sums: dict[str, float] = defaultdict(float)
         for line in self.lines:
             sums[line.phase] += line.seconds

@@ -64,16 +64,6 @@ class Run(Members):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(len(self.history))
 
-    def note_step(self) -> None:
-        """Check after the very first step what is known then; raises a ValueError if nobody reports one of ``sums``."""
-        if len(self.history) == 0 and self.running.batches == 1 and not {*self.running.sums}.issuperset(self.sums):
-            names = self.evaluate.names(self.state) if isinstance(self.evaluate, Evaluation) else self.sums
-            self._check_sums({*self.running.sums, *(names if self.evaluate is not None else ())})
-
-    def _check_sums(self, names: set[str]) -> None:
-        if unknown := [name for name in self.sums if name not in names]:
-            raise ValueError(f"sums names '{unknown[0]}', but step and evaluate report {', '.join(sorted(names))}")
-
     def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them; raises a ValueError if it had no batch."""
         if self.running.batches == 0:
@@ -86,7 +76,8 @@ class Run(Members):
         if hidden := means.keys() & further.keys():
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
-        self._check_sums({*metrics})
+        if unknown := [name for name in self.sums if name not in metrics]:
+            raise ValueError(f"sums names '{unknown[0]}', but step and evaluate report {', '.join(sorted(metrics))}")
         members, width = history.members, len(history.seeds)
         history.epochs.append({name: widened(value, members, len(members), width) for name, value in metrics.items()})
         history.failures += self.running.failures(history)
