@@ -109,7 +109,7 @@ def train(folder: Path) -> list[nn.Module]:
     with hfta.rules.override(modules=["head"], linear="loop"):
         state, metrics = step(state, data)
     single = hfta.export_model(MLP(16), state, 3)
-    again = hfta.files.import_models(MLP(16), [single.state_dict()])
+    again = hfta.stack_params([single])
     return hfta.unstack_params(MLP(16), again.params, again.buffers)
 
 

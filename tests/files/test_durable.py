@@ -258,7 +258,7 @@ class Trap:
 
 def test_foreign_files(tmp_path, monkeypatch):
     state, marker = trained(), tmp_path / "executed"
-    other = "is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
+    other = "is not a file of hfta_func.save, or its header is damaged; a module loads a plain state_dict, and"
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "described.safetensors", {"checksum": "0" * 64})
     torch.save({"a": Trap(marker)}, tmp_path / "torch.pt")
@@ -393,40 +393,3 @@ def test_exported_models_are_plain(tmp_path):
         hfta.export_model(model, state, 4)
     with refused(hfta.errors.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
         hfta.export_model(Net(2), state, 0)
-
-
-def test_models_are_imported(tmp_path):
-    models = [Net() for _ in range(4)]
-    for number, model in enumerate(models):
-        model.norm.running_mean.fill_(number)
-    torch.save(models[1].state_dict(), tmp_path / "one.pt")
-    safetensors.torch.save_model(models[2], str(tmp_path / "two.safetensors"))
-    plain = {path: value.clone() for path, value in models[3].state_dict().items()}
-    safetensors.torch.save_file(plain, tmp_path / "three.safetensors")
-    model = Net()
-    before = bits(dict(model.state_dict()))
-    # safetensors leaves out a tied weight's second name.
-    full = {**safetensors.torch.load_file(tmp_path / "two.safetensors"), "head.weight": models[2].head.weight.detach()}
-    full["layer.weight"] = full["head.weight"]
-    checkpoints = [models[0].state_dict(), tmp_path / "one.pt", full, str(tmp_path / "three.safetensors")]
-    stacked = hfta.files.import_models(model, checkpoints)
-    assert bits(stacked) == bits(hfta.stack_params(models))
-    assert bits(dict(model.state_dict())) == before
-    assert bits(hfta.files.import_models(model.double(), iter(checkpoints)).params) == bits(
-        {path: param.double() for path, param in stacked.params.items()}
-    )
-
-
-def test_models_of_another_architecture_are_not_imported(tmp_path):
-    own = Net().state_dict()
-    wide = {**Net(4).state_dict(), "more": torch.zeros(1)}
-    del wide["norm.bias"]
-    torch.save(wide, tmp_path / "wide.pt")
-    message = (
-        f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture."
-    )
-    keys = 'Missing key(s) in state_dict: "norm.bias"', 'Unexpected key(s) in state_dict: "more"'
-    with refused(hfta.errors.StateError, message, *keys, "size mismatch for layer.weight:"):
-        hfta.files.import_models(Net(), [own, tmp_path / "wide.pt"])
-    with refused(hfta.errors.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
-        hfta.files.import_models(Net(), [own, own, {"state_dict": own}])

@@ -1,17 +1,14 @@
-"""Arrays in files, and plain PyTorch models out of an array and into one."""
+"""Arrays in files, and plain PyTorch models out of an array."""
 
 from __future__ import annotations
 
 import json
 import math
 import operator
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import optree
-import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hfta_func._tree import leaves, num_models, paths, shared_paths, take
@@ -19,8 +16,7 @@ from hfta_func._types import HYPERPARAMS, Tree
 from hfta_func.errors import StateError
 from hfta_func.files import storage
 from hfta_func.files.atomic import PathLike
-from hfta_func.models.stack import Stacked, stack_params, unstack_params
-from hfta_func.models.structure import check_module
+from hfta_func.models.stack import Stacked, unstack_params
 from hfta_func.step.state import TrainState, stacked
 
 T = TypeVar("T")
@@ -127,28 +123,6 @@ def export_model(model: nn.Module, state: TrainState | Stacked, index: int, *, s
     return unstack_params(model, params, buffers, share_frozen=share_frozen)[0]
 
 
-def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | PathLike]) -> Stacked:
-    """Stack plain PyTorch checkpoints of one architecture.
-
-    Args:
-        model: Any module of the architecture, for code, settings, dtypes and device; it is not changed.
-        checkpoints: One ``state_dict`` per member, or its path: ``.safetensors``, or any other name for a file of
-            ``torch.save``, which is read with ``weights_only=True``.
-
-    Raises:
-        StateError: if a checkpoint does not fit ``model``; it names the checkpoint and every path that differs.
-        StackError: if there is no checkpoint.
-
-    Example:
-        >>> layers = [torch.nn.Linear(2, 1) for _ in range(3)]
-        >>> params, _ = import_models(layers[0], [layer.state_dict() for layer in layers])
-        >>> torch.equal(params["bias"], torch.stack([layer.bias for layer in layers]))
-        True
-    """
-    check_module(model)
-    return stack_params(_imported(model, number, checkpoint) for number, checkpoint in enumerate(checkpoints))
-
-
 def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
     """:func:`save` whose ``metadata`` may also hold tensors."""
     storage.write(path, *_content(state, metadata))
@@ -213,24 +187,3 @@ def _content(state: Tree, metadata: Mapping[str, Any]) -> tuple[dict[str, Tensor
 
 def _named(tree: Tree) -> dict[str, Tensor]:
     return dict(zip(paths(tree, "state"), leaves(tree), strict=True))
-
-
-def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | PathLike) -> nn.Module:
-    name, state_dict = f"checkpoint {number}", cast(Any, checkpoint)
-    if not isinstance(checkpoint, Mapping):
-        name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
-    # A deep copy that also copies what hooks have computed, which PyTorch refuses.
-    copied = unstack_params(model, *stack_params([model]))[0]
-    try:
-        copied.load_state_dict(state_dict)
-    except RuntimeError as error:
-        raise StateError(
-            f"{name} does not fit the model; pass a state_dict of the same architecture. {error}"
-        ) from None
-    return copied
-
-
-def _plain(path: PathLike) -> Any:
-    if os.fspath(path).endswith(".safetensors"):
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)

@@ -113,8 +113,8 @@ def _text(path: PathLike) -> str:
     with open(path, "rb") as file:
         if file.read(_CHECKSUM.start)[8:] != _BEGINNING:
             raise CheckpointError(
-                f"{path} is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with "
-                f"import_models"
+                f"{path} is not a file of hfta_func.save, or its header is damaged; a module loads a "
+                f"plain state_dict, and stack_params takes modules"
             )
     with damaged_if_it_raises(path), safe_open(path, "pt") as held:
         text = held.metadata()["hfta_func"]
