@@ -25,10 +25,10 @@ PathLike: TypeAlias = "str | os.PathLike[str]"
 
 
 @contextlib.contextmanager
-def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
     """A new file that replaces ``path`` if the block succeeds, and is removed otherwise.
 
-    If it is ``durable``, the disk has it at the end, so that it is there after the machine fails, too.
+    The disk has it at the end, so that it is there after the machine fails, too.
     """
     with _writing(path) as target, contextlib.ExitStack() as stack:
         _remove_temporary(target, 3600.0)
@@ -38,22 +38,15 @@ def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
             stack.callback(lambda: os.path.lexists(name) and os.unlink(name))
             yield file
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(name, target)
-        if durable and os.name == "posix":
+        if os.name == "posix":
             # A rename is durable once its directory is synchronised.
             directory = os.open(os.path.dirname(name), os.O_RDONLY)
             try:
                 os.fsync(directory)
             finally:
                 os.close(directory)
-
-
-def write(path: PathLike, content: bytes, durable: bool = True) -> None:
-    """Replace a file by one with this content, see :func:`replacing`."""
-    with replacing(path, durable) as file:
-        file.write(content)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import alike
 from hfta_func.errors import BatchError
-from hfta_func.rl.environment import check_keys
+from hfta_func.rl.environment import check_keys, chosen
 from hfta_func.rl.rollouts import check_rows, ended, per_member, rows_at
 
 
@@ -133,7 +133,6 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         total = total + torch.where(going, factor * part["reward"], 0)
         factor = torch.where(going, factor * rate, factor)
         for name in ends:
-            wide = going.reshape(*going.shape, *(1,) * (part[name].dim() - going.dim()))
-            result[name] = torch.where(wide, part[name], result[name])
+            result[name] = chosen(going, part[name], result[name])
         going = going & ~done[:, ahead : ahead + length]
     return result | {"reward": total, "discount": factor}

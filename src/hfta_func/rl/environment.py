@@ -205,8 +205,8 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
     truncated = truncated if limit is None else truncated | ((running.length + 1 >= limit) & ~terminated)
     done = terminated | truncated
     new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
-    state = tree_map(lambda new, old: _where(done, new, old), new_state, state)
-    after = counted(running, reward, done)._replace(state=state, observation=_where(done, new_observation, final))
+    state = tree_map(lambda new, old: chosen(done, new, old), new_state, state)
+    after = counted(running, reward, done)._replace(state=state, observation=chosen(done, new_observation, final))
     step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
     return after, step
 
@@ -224,7 +224,8 @@ def counted(running: Running, reward: Tensor, done: Tensor) -> Running:
     )
 
 
-def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def chosen(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """New values where a mask of the front axes holds, and old ones elsewhere."""
     return torch.where(mask.reshape(*mask.shape, *(1,) * (new.dim() - mask.dim())), new, old)
 
 

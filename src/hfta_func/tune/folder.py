@@ -88,7 +88,8 @@ class StudyFolder:
             # The trials of these members must be there after the machine fails, too.
             with open(self._path(_JOURNAL), "ab") as journal:
                 os.fsync(journal.fileno())
-        atomic.write(self._path(_INDEX), json.dumps({**index, "groups": groups, **more}).encode())
+        with atomic.replacing(self._path(_INDEX)) as file:
+            file.write(json.dumps({**index, "groups": groups, **more}).encode())
         self._remove_old_states()
 
     def restore(self, population: Any) -> dict[str, Any] | None:
