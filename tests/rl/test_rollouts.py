@@ -185,7 +185,7 @@ def test_n_steps_in_a_row(n):
         rl.n_step(steps, 0)
 
 
-def test_normalisation_of_observations():
+def test_normalisation_of_observations_and_rewards():
     seen, parts = rl.moments(M, (2,), dtype=torch.float64), []
     for size in (1, 7, 30):
         parts.append(torch.randn(M, size, N, 2, dtype=torch.float64) * torch.tensor([1.0, 50.0]) + 3)
@@ -197,6 +197,15 @@ def test_normalisation_of_observations():
     torch.testing.assert_close(scaled.mean(1), torch.zeros(M, 2).double(), atol=1e-9, rtol=0)
     torch.testing.assert_close(scaled.std(1, correction=0), torch.ones(M, 2).double(), atol=1e-6, rtol=0)
     assert rl.normalised(seen, everything * 1e6).abs().max() == 10
+    steps = happened()
+    last, totals = rl.discounted(torch.ones(M, N).double(), steps, discount=[0.9, 0.5])
+    for i, n in np.ndindex(M, N):
+        total = 1.0
+        for t in range(T):
+            total = total * [0.9, 0.5][i] + steps["reward"][i, t, n].item()
+            assert totals[i, t, n].item() == pytest.approx(total, rel=1e-12)
+            total = 0.0 if steps["terminated"][i, t, n] or steps["truncated"][i, t, n] else total
+        assert last[i, n].item() == pytest.approx(total, rel=1e-12)
 
 
 def test_minibatches_hold_every_row_once_an_epoch():

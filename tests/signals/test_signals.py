@@ -190,6 +190,9 @@ def test_lists_are_persons_of_any_lengths():
     results = signals.normalise(signals.fill(persons, window=1.0), 1.0)
     for signal, result in zip(persons, results, strict=True):
         assert torch.equal(signals.normalise(signals.fill(signal, window=1.0), 1.0).values, result.values)
+    pieces = signals.chop(persons, 2.0)
+    assert [len(piece) for piece in pieces[1]] == [100] * 4 + [50] and pieces[1][2].start == 4.0
+    assert pieces[1][2].values.data_ptr() == persons[1].values[:, 200:].data_ptr()
 
 
 at, cut = signals.from_timestamps, signals.windows

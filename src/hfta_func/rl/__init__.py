@@ -17,6 +17,7 @@ from hfta_func.rl.environment import episode_metrics as episode_metrics
 from hfta_func.rl.environment import start as start
 from hfta_func.rl.gymnasium_envs import GymnasiumEnvs as GymnasiumEnvs
 from hfta_func.rl.rollouts import Moments as Moments
+from hfta_func.rl.rollouts import discounted as discounted
 from hfta_func.rl.rollouts import gae as gae
 from hfta_func.rl.rollouts import make_policy as make_policy
 from hfta_func.rl.rollouts import minibatches as minibatches

@@ -288,13 +288,14 @@ def _check_values(seen: Moments, values: Tensor) -> None:
         raise BatchError(f"values are {[*values.shape]}, but the moments are of [{count}, ..., {str(shape)[1:-1]}]")
 
 
-def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0) -> Tensor:
+def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0, center: bool = True) -> Tensor:
     """Values with a mean of 0 and a variance of 1, as seen so far.
 
     Args:
         seen: The moments.
         values: ``[M, ..., *shape]``.
         limit: Results beyond are cut off.
+        center: Subtract the mean; rewards keep theirs.
 
     Raises:
         BatchError: if values are of another shape, or there are none.
@@ -302,4 +303,27 @@ def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0) -> Tensor:
     _check_values(seen, values)
     between = (1,) * (values.dim() - seen.mean.dim())
     mean, variance = (leaf.reshape(leaf.shape[0], *between, *leaf.shape[1:]) for leaf in (seen.mean, seen.variance))
-    return ((values - mean) * (variance + 1e-8).rsqrt()).clamp(-limit, limit)
+    return ((values - mean if center else values) * (variance + 1e-8).rsqrt()).clamp(-limit, limit)
+
+
+def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0.99) -> tuple[Tensor, Tensor]:
+    """Returns so far: the rewards of an episode up to each step, of which those long ago count less.
+
+    Their variance is what rewards are normalised by: ``normalised(seen, reward, center=False)``.
+
+    Args:
+        past: The returns before the first step, ``[M, N]``.
+        steps: What :func:`rollout` returned.
+        discount: A number or one per member.
+
+    Returns:
+        Those after the last step, for the next rollout, and those at each step, ``[M, T, N]``.
+    """
+
+    def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        total = past * per_member(discount, past) + given[0]
+        return torch.where(given[1], 0, total), total
+
+    done = ended(steps)
+    last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
+    return last, totals.transpose(0, 1)

@@ -6,6 +6,7 @@ Functions take a :class:`Signal`, or a list of them for all persons at once, and
 from hfta_func.signals.cutting import Windows as Windows
 from hfta_func.signals.cutting import windows as windows
 from hfta_func.signals.processing import bandpass as bandpass
+from hfta_func.signals.processing import chop as chop
 from hfta_func.signals.processing import fill as fill
 from hfta_func.signals.processing import join as join
 from hfta_func.signals.processing import normalise as normalise

@@ -255,3 +255,18 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
     missing[:half] = missing[len(signal) - half :] = 1
     gaps = numbers(missing > 0)
     return signal.made(values.to(signal.values.dtype).index_fill_(1, gaps, 0), gaps)
+
+
+@for_each
+def chop(signal: Any, period: float) -> Any:
+    """A signal as pieces of ``period`` seconds, without copies; the last piece may be shorter.
+
+    Raises:
+        BatchError: if the period is no whole number of samples.
+
+    Example:
+        >>> [len(piece) for piece in chop(Signal(torch.ones(5), rate=1), 2)]
+        [2, 2, 1]
+    """
+    size = signal.whole(period, "period")
+    return [signal.samples(low, min(low + size, len(signal))) for low in range(0, len(signal), size)]
