@@ -47,7 +47,7 @@ FILES_IN = {
         "workers": "process pool",
         "signals": "signal processing cutting",
         "sklearn": "estimators search",
-        "cluster": "ray_actors trainable",
+        "cluster": "ray_actors torchrun_ranks trainable",
         "tune": "array groups folder population cohorts sampling options schedulers study search run",
     }.items()
 }
