@@ -11,7 +11,12 @@ from matplotlib.image import imsave
 import hfta_func as hfta
 from hfta_func import rl
 
-NAMES = {"CartPole": "CartPole-v1", "Pendulum": "Pendulum-v1"}
+NAMES = {
+    "CartPole": "CartPole-v1",
+    "MountainCar": "MountainCar-v0",
+    "MountainCarContinuous": "MountainCarContinuous-v0",
+    "Pendulum": "Pendulum-v1",
+}
 """The environments of ``hfta_func.rl``, and what gymnasium calls them."""
 EPOCH = 10
 """Iterations between two looks at the returns."""

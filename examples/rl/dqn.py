@@ -82,7 +82,8 @@ def best(model, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    return common.main(argv, __doc__, make_model, make, best, envs=["CartPole"], lr=1e-3, iterations=600)
+    envs = "CartPole", "MountainCar"
+    return common.main(argv, __doc__, make_model, make, best, envs=envs, lr=1e-3, iterations=600)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Soft actor-critic on Pendulum, with a learned temperature: many seeds as one program.
+"""Soft actor-critic on Pendulum or MountainCarContinuous, with a learned temperature: many seeds as one program.
 
 ``python -m examples.rl.sac --seeds 16 --lr 1e-3 --iterations 1000 --out out/sac``
 """
@@ -112,7 +112,8 @@ def best(agent, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    return common.main(argv, __doc__, Agent, make, best, envs=["Pendulum"], lr=1e-3, iterations=1000)
+    envs = "Pendulum", "MountainCarContinuous"
+    return common.main(argv, __doc__, Agent, make, best, envs=envs, lr=1e-3, iterations=1000)
 
 
 if __name__ == "__main__":

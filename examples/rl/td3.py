@@ -1,4 +1,4 @@
-"""Twin delayed deterministic policy gradients on Pendulum: many seeds as one program.
+"""Twin delayed deterministic policy gradients on Pendulum or MountainCarContinuous: many seeds as one program.
 
 ``python -m examples.rl.td3 --seeds 16 --lr 1e-3 --iterations 1000 --out out/td3``
 """
@@ -109,7 +109,8 @@ def best(agent, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    return common.main(argv, __doc__, Agent, make, best, envs=["Pendulum"], lr=1e-3, iterations=1000)
+    envs = "Pendulum", "MountainCarContinuous"
+    return common.main(argv, __doc__, Agent, make, best, envs=envs, lr=1e-3, iterations=1000)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from hfta_func import rl
 
 GYMNASIUM = {
     "CartPole": "CartPole-v1",
+    "MountainCar": "MountainCar-v0",
+    "MountainCarContinuous": "MountainCarContinuous-v0",
     "Pendulum": "Pendulum-v1",
 }
 
@@ -44,7 +46,8 @@ def follow(name, count):
         for i in range(50):
             real.state, real.steps_beyond_terminated = before[i].copy(), None
             seen, own_reward, ended, *_ = real.step(actions[i])
-            np.testing.assert_allclose(state["place"][i].numpy(), real.state, rtol=1e-12, atol=1e-12)
+            rounds = np.float32 if name == "MountainCarContinuous" else np.float64
+            np.testing.assert_allclose(state["place"][i].numpy().astype(rounds), real.state, rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(observation[i].numpy().astype(np.float32), seen, rtol=2e-7, atol=1e-7)
             np.testing.assert_allclose(reward[i].item(), own_reward, rtol=1e-12, atol=1e-12)
             assert terminated[i].item() == ended

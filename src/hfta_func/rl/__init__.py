@@ -9,6 +9,8 @@ from hfta_func.rl.buffers import replay as replay
 from hfta_func.rl.buffers import sample as sample
 from hfta_func.rl.buffers import written as written
 from hfta_func.rl.classic import CartPole as CartPole
+from hfta_func.rl.classic import MountainCar as MountainCar
+from hfta_func.rl.classic import MountainCarContinuous as MountainCarContinuous
 from hfta_func.rl.classic import Pendulum as Pendulum
 from hfta_func.rl.environment import Environment as Environment
 from hfta_func.rl.environment import Running as Running

@@ -97,6 +97,63 @@ class CartPole(Classic):
 
 
 @dataclass(frozen=True)
+class MountainCar(Classic):
+    """Swing a car up a hill by pushing left, not at all or right: gymnasium's MountainCar-v0, a reward of -1 a step.
+
+    Args:
+        force: Of a push, as a change of speed.
+        gravity: As a change of speed.
+    """
+
+    force: PerModel = 0.001
+    gravity: PerModel = 0.0025
+    goal = 0.5
+    max_steps: int | None = field(default=200, kw_only=True)
+    low = (-0.6, 0.0)
+    high = (-0.4, 0.0)
+    observation_space = _box(0.6, 0.07, low=(-1.2, -0.07))
+    action_space = spaces.Discrete(3)
+
+    def step(self, state: Tree, action: Tensor, key: Tensor) -> Step:
+        """``(state, observation, reward, terminated, truncated)`` after an action."""
+        (force,) = self.number(state, "force")
+        place, speed, terminated = self.roll(state, (action - 1).to(self.dtype) * force)
+        return self.next(state, place, speed, reward=-torch.ones_like(place), terminated=terminated)
+
+    def roll(self, state: Tree, push: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Place, speed, and whether the goal is reached, after a push."""
+        (gravity,) = self.number(state, "gravity")
+        place, speed = state["place"].unbind(-1)
+        speed = (speed + push - gravity * torch.cos(3 * place)).clamp(-0.07, 0.07)
+        place = (place + speed).clamp(-1.2, 0.6)
+        speed = torch.where((place == -1.2) & (speed < 0), 0.0, speed)
+        return place, speed, (place >= self.goal) & (speed >= 0)
+
+
+@dataclass(frozen=True)
+class MountainCarContinuous(MountainCar):
+    """Swing a car up a hill with a force in [-1, 1]: gymnasium's MountainCarContinuous-v0, 100 for the goal minus the work.
+
+    Args:
+        force: Of a push, as a change of speed.
+        gravity: As a change of speed.
+    """
+
+    force: PerModel = 0.0015
+    goal = 0.45
+    max_steps: int | None = field(default=999, kw_only=True)
+    action_space = _box(1.0)
+
+    def step(self, state: Tree, action: Tensor, key: Tensor) -> Step:
+        """``(state, observation, reward, terminated, truncated)`` after an action."""
+        (force,) = self.number(state, "force")
+        action = action[..., 0].to(self.dtype)
+        place, speed, terminated = self.roll(state, action.clamp(-1, 1) * force)
+        reward = 100.0 * terminated - 0.1 * action.square()
+        return self.next(state, place, speed, reward=reward, terminated=terminated)
+
+
+@dataclass(frozen=True)
 class Pendulum(Classic):
     """Swing a pendulum up and hold it there with little torque: gymnasium's Pendulum-v1.
 
