@@ -17,9 +17,9 @@ from hfta_func.rl.environment import Environment, spaces
 Step = tuple[Tree, Tensor, Tensor, Tensor, Tensor]
 
 
-def _box(*high: float) -> Any:
+def _box(*high: float, low: tuple[float, ...] | None = None) -> Any:
     bounds = np.array(high, np.float32)
-    return spaces.Box(-bounds, bounds, dtype=np.float32)
+    return spaces.Box(-bounds if low is None else np.array(low, np.float32), bounds, dtype=np.float32)
 
 
 @dataclass(frozen=True)
