@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import html
 import importlib
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,3 +158,22 @@ def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
     )
     return "\n".join(map(str.rstrip, lines))
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first one of headings, as a table for notebooks; pictures stay as they are."""
+    lines = []
+    for number, row in enumerate(rows):
+        kind = "td" if number else "th"
+        cells = (cell if cell.startswith("<svg ") else html.escape(cell) for cell in row)
+        lines.append(f"<tr>{''.join(f'<{kind}>{cell}</{kind}>' for cell in cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A small picture of a line through the values that are finite."""
+    points = [(at, value) for at, value in enumerate(values) if math.isfinite(value)] or [(0, 0.0)]
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    places = [(2 + 96 * x / max(1, len(values) - 1), 18 - 16 * (y - low) / ((high - low) or 1)) for x, y in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<svg width="100" height="20"><polyline fill="none" stroke="#0072B2" stroke-width="1.5" points="{line}"/></svg>'

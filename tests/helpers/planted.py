@@ -371,6 +371,11 @@ PLANTED = [
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(
+        "TensorBoard shows epochs of a study that was broken off twice",
+        *("tune/study.py", "shutil.rmtree(folder, ignore_errors=True)", "shutil.disk_usage('/')"),
+        "test_again.py::test_tensorboard_has_a_run_per_trial",
+    ),
+    Planted(
         "an object store without room ends the worker",
         *(
             "cluster/ray_actors.py",

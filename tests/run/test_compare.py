@@ -114,7 +114,7 @@ def test_table() -> None:
     assert (name, seeds, mean, deviation) == ("plain", "24", f"{PLAIN.mean():.4g}", f"{PLAIN.std(ddof=1):.2g}")
     t = stats.t.interval(0.95, 23, PLAIN.mean(), stats.sem(PLAIN))
     assert (float(low), float(high)) == pytest.approx(t, abs=0.002)
-    assert repr(found) == "Comparison(3 configurations, baseline 'better')"
+    assert repr(found) == "Comparison(3 configurations, baseline 'better')" and found._repr_html_().count("<tr>") == 7
     assert str(pickle.loads(pickle.dumps(found))) == str(found)
     assert list(found.frame()["name"]) == ["plain", "worse"]
     long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).split("\n\n")

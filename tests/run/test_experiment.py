@@ -55,7 +55,7 @@ def test_parts_are_those_made_by_hand():
     same(found.evaluate(DATA), {name: history[name][-1] for name in ("val_loss", "val_plain")})
     frame = history.last()
     assert frame.seed.tolist() == SEEDS and frame.lr.tolist() == LR and found.frame().p.tolist() == RATES * 2
-    assert repr(found) == "Experiment(4 members, step 9, 4 active)"
+    assert repr(found) == "Experiment(4 members, step 9, 4 active)" and "<svg" in found._repr_html_()
 
 
 def test_members_that_go_take_their_hyperparameters_with_them():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hfta_func._types import require, text_table
+from hfta_func._types import html_table, require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html_table, self._tables()))
 
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""

@@ -221,6 +221,9 @@ class Experiment:
     def __repr__(self) -> str:
         return repr(self.state).replace("TrainState", "Experiment", 1)
 
+    def _repr_html_(self) -> str:
+        return f"{self!r}<br>{self.history._repr_html_()}"
+
     def _shared(self) -> Params:
         return self.state.shared.params if isinstance(self.state.shared, Shared) else {}
 

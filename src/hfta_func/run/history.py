@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, direction_of, require, text_table
+from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline, text_table
 from hfta_func.errors import StateError
 from hfta_func.step.state import TrainState
 
@@ -210,6 +210,16 @@ class History:
     def __repr__(self) -> str:
         names = f": {', '.join(self.epochs[-1])}" if self.epochs else ""
         return f"History({len(self.seeds)} members, {len(self)} epochs{names})"
+
+    def _repr_html_(self) -> str:
+        rows = [["metric", "mean ± std in the last epoch", "mean by epoch"]]
+        for name, values in self.epochs[-1].items() if self.epochs else ():
+            if values.dim() == 1:
+                finite = values[values.isfinite()].double()
+                means = [metrics[name].double().nanmean().item() for metrics in self.epochs if name in metrics]
+                deviation = (finite - finite.mean()).square().mean().sqrt()
+                rows.append([name, f"{finite.mean():.4g} ± {deviation:.2g}", sparkline(means)])
+        return f"{self!r}{html_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:
         """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""

@@ -19,5 +19,6 @@ from hfta_func.tune.schedulers import median_stopping as median_stopping
 from hfta_func.tune.schedulers import population_based as population_based
 from hfta_func.tune.study import Study as Study
 from hfta_func.tune.study import Trial as Trial
+from hfta_func.tune.study import tensorboard as tensorboard
 
 population = Population
