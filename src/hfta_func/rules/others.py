@@ -60,30 +60,11 @@ def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offse
 @register("_prelu_kernel", "activation")
 def prelu(call: Call, x: Tensor, weight: Tensor) -> Result:
     """Elementwise; PyTorch passes the slopes as ``[1,C,1]``, shaped like the input."""
-    x, weight = _aligned(call, x, weight)
-    if x.device.type == "xla":
-        # XLA's kernel takes the second axis for the channels, whatever the shape of the slopes.
-        return torch.where(x > 0, x, weight * x), 0
-    return torch.ops.aten._prelu_kernel.default(x, weight), 0
-
-
-@register("_prelu_kernel_backward", "activation")
-def prelu_backward(call: Call, grad: Tensor, x: Tensor, weight: Tensor) -> Result:
-    """Gradients of the input and of the slopes, the latter not yet summed."""
-    grad, x, weight = _aligned(call, grad, x, weight)
-    if x.device.type == "xla":
-        return (torch.where(x > 0, grad, weight * grad), torch.where(x > 0, 0, x * grad)), (0, 0)
-    return torch.ops.aten._prelu_kernel_backward.default(grad, x, weight), (0, 0)
-
-
-def _aligned(call: Call, *tensors: Tensor) -> list[Tensor]:
-    rank = max(x.dim() - (dim is not None) for x, dim in zip(tensors, call.dims, strict=True))
-    first, *others = each(align, tensors, call.dims, rank)
-    # The kernel makes its output as large as the first tensor.
-    return [first.expand(call.num_models, *first.shape[1:]), *others]
-
-
-_DIRECT = 2  # PyTorch's number for a distance computed without a matrix product
+    if x.device.type != "xla" and call.dims[0] is not None:
+        return NotImplemented
+    # XLA's kernel takes the second axis for the channels, and PyTorch's output has the shape of the input.
+    x, weight = each(align, (x, weight), call.dims, x.dim() - (call.dims[0] is not None))
+    return torch.where(x > 0, x, weight * x), 0
 
 
 @register("cdist", "distance")
@@ -104,15 +85,7 @@ def cdist_backward(call: Call, grad: Tensor, first: Tensor, second: Tensor, p: f
     return torch.ops.aten._cdist_backward.default(grad, first, second, p, distances), 0
 
 
-@register("pdist", "distance")
-def pdist(call: Call, x: Tensor, p: float = 2.0) -> Result:
-    """Distances between all pairs of rows, ``[M,P,D] -> [M,P(P-1)/2]``."""
-    x = models_first(x, call.dims[0])
-    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
-    return torch.ops.aten.cdist.default(x, x, p, _DIRECT)[:, rows, columns], 0
-
-
-register_looped("distance", "_pdist_forward", "_pdist_backward")
+register_looped("distance", "pdist", "_pdist_forward", "_pdist_backward")
 
 
 _NAMES = [f"_upsample_nearest_exact{space}d" for space in (1, 2, 3)]
