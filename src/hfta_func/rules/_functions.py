@@ -58,22 +58,7 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         return _apply_generated(function, args, kwargs)
     bound = inspect.signature(function.forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    if function.generate_vmap_rule:
-        function = _writing(function)
     return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-
-
-@functools.cache
-def _writing(function: Any) -> Any:
-    """A function whose backward pass PyTorch calls for all members, which may write into tensors that it makes."""
-    if function.backward is Function.backward:
-        return function
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return making_for_each(lambda: function.backward(ctx, *grads), (grads, ctx.saved_tensors))
-
-    members = {"backward": staticmethod(backward), "__qualname__": function.__qualname__}
-    return type(function.__name__, (function,), members)
 
 
 def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

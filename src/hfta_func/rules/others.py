@@ -24,20 +24,6 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
     return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
 
 
-@register("reshape", "shape")
-def reshape(call: Call, x: Tensor, size: list[int]) -> Result:
-    """As ``view``: alone, most members would get a view."""
-    return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
-
-
-@register("flatten.using_ints", "shape")
-def flatten(call: Call, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Result:
-    """As ``view``: alone, most members would get a view."""
-    x, rank = models_first(x, call.dims[0]), x.dim() - 1
-    start, end = (dim + 1 if dim >= 0 else dim for dim in (start_dim, end_dim))
-    return (x.flatten(start, end) if rank else x.unsqueeze(1)), 0
-
-
 @register("contiguous", "shape")
 def contiguous(call: Call, x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Result:
     """The members themselves if they are contiguous, as most members alone are, else a copy."""
