@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -13,16 +14,12 @@ from hfta_func.rules import _measured
 from hfta_func.rules._lowering import FAMILIES, TABLE, Case, Row, candidates, known_lowerings, titles
 
 
+@dataclasses.dataclass(eq=False)
 class Override:
     """Forced lowerings, active until :meth:`remove` or the end of a ``with`` block; see :func:`override`."""
 
-    def __init__(self, lowerings: dict[str, str], modules: tuple[str, ...] | None):
-        self.lowerings = lowerings
-        self.modules = modules
-
-    def __repr__(self) -> str:
-        where = "everywhere" if self.modules is None else f"in {list(self.modules)}"
-        return f"{self.lowerings} {where}"
+    lowerings: dict[str, str]
+    modules: tuple[str, ...] | None
 
     def matches(self, path: str) -> bool:
         """Whether it applies to the module at ``path``."""

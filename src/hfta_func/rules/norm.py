@@ -124,14 +124,11 @@ def group_norm(
 @register("_weight_norm_interface", "norm")
 def weight_norm(call: Call, v: Tensor, g: Tensor, dim: int = 0) -> Result:
     """``v * g / norm(v)`` with M times the rows; also returns the norms."""
-    (v_dim, g_dim), num_models = call.dims[:2], call.num_models
-    if v_dim is None:
-        # [O,I], [M,O,1] -> [O,1], [M,O,1] -> [M,O,I]
-        norms = torch.norm_except_dim(v, 2, dim)
-        return (v * (models_first(g, g_dim) / norms), norms), (0, None)
     # [M,O,I], [M,O,1] -> [MO,I], [MO,1] -> [M,O,I]
+    num_models = call.num_models
+    v, g = each(expand, (v, g), call.dims, num_models)
     axis = dim % (v.dim() - 1)
-    tensors = (x.movedim(axis + 1, 1) for x in each(expand, (v, g), call.dims, num_models))
+    tensors = (x.movedim(axis + 1, 1) for x in (v, g))
     rows = (fold(x, 0, 0, num_models).contiguous() for x in tensors)
     outputs = torch.ops.aten._weight_norm_interface.default(*rows, 0)
     return tuple(split(x, 0, num_models).movedim(1, axis + 1) for x in outputs), (0, 0)
