@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func.errors import TraceError
-from hfta_func.rules._layout import align, each, expand, fold, models_first, split
+from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
@@ -74,21 +74,9 @@ def cdist_backward(call: Call, grad: Tensor, first: Tensor, second: Tensor, p: f
 register_looped("distance", "pdist", "_pdist_forward", "_pdist_backward")
 
 
-_NAMES = [f"_upsample_nearest_exact{space}d" for space in (1, 2, 3)]
-
-
-@register_each("resampling", *_NAMES, *(f"{name}.vec" for name in _NAMES))
-def resample(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
-    """Members join the batch."""
-    # [M,N,C,S] -> [MN,C,S]
-    return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
-
-
-@register_each("resampling", *(f"{name}_backward" for name in _NAMES))
-def resample_backward(operator: Any, call: Call, grad: Tensor, out: Any, size: Any, *scales: Any) -> Result:
-    """Gradient of an input of a ``size``; members join the batch."""
-    grad, size = fold(grad, call.dims[0], 0, call.num_models), [call.num_models * size[0], *size[1:]]
-    return split(operator(grad, out, size, *scales), 0, call.num_models), 0
+for _space in (1, 2, 3):
+    _exact = f"_upsample_nearest_exact{_space}d"
+    register_looped("resampling", _exact, f"{_exact}.vec", f"{_exact}_backward")
 
 
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:

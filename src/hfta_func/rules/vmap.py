@@ -91,7 +91,12 @@ def _vmap(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _traced(mapped, args, kwargs)
+            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                # An export that runs functions as they do eagerly: no end of a compilation will undo settings.
+                install()
+            else:
+                install_for_compiler(_choice.state)
+            return mapped(*args, **kwargs)
         install()
         given = [] if routed else [(x, writes(x)) for x in tensors_in((args, kwargs))]
         try:
@@ -131,16 +136,6 @@ def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Except
     except (RuntimeError, ValueError) as error:
         return error
     return None
-
-
-def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``mapped(*args, **kwargs)`` for a compiler, or for an export that runs functions as they do eagerly."""
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        # No end of a compilation will undo settings.
-        install()
-        return mapped(*args, **kwargs)
-    install_for_compiler(_choice.state)
-    return mapped(*args, **kwargs)
 
 
 def _mapped(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, is_alone: bool) -> Any:
