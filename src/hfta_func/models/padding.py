@@ -143,8 +143,6 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
         )
     """
     models = list(models)
-    if not models:
-        raise StackError("no models to pad; pass at least one of every size")
     for member, model in enumerate(models):
         check_module(model, f"model {member}: ")
     base = by_size.largest(models)
@@ -165,8 +163,6 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
     base = by_size.largest([size.model for size in padding.sizes])
-    for path, module in template.named_modules():
-        base.get_submodule(path).training = module.training
     aligned = by_size.aligned_modules(model, base, member, "the padded model")
     signature = by_size.signature_of(model, aligned)
     if signature not in padding.signatures:

@@ -58,7 +58,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
         A handle with ``remove()`` that is also a context manager. If several overrides match, the latest decides.
 
     Raises:
-        ValueError: if an operator, family or lowering does not exist, or no lowering is given.
+        ValueError: if an operator, family or lowering does not exist.
 
     Example:
         >>> with rules.override(conv="loop"):
@@ -78,8 +78,6 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
             )
         if lowering not in {*known, "table"}:
             raise ValueError(f"'{name}' has no lowering '{lowering}'; choose one of {sorted(known)}")
-    if not lowerings:
-        raise ValueError("override needs at least one lowering; pass for example conv='loop'")
     modules = [modules] if isinstance(modules, str) else modules
     added = Override(lowerings, None if modules is None else tuple(modules))
     _set((*_overrides, added))
