@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -146,14 +147,20 @@ def _mapped(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, 
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     dims = [in_dims] * len(leaves)
     if not isinstance(in_dims, int):
-        dims = optree.broadcast_prefix(in_dims, args, none_is_leaf=True)
+        with contextlib.suppress(ValueError):
+            dims = optree.broadcast_prefix(in_dims, args, none_is_leaf=True)
     count = _num_models(leaves, dims)
     if count is None:
         # PyTorch says what is wrong.
         return torch.func.vmap(func, in_dims, 0, randomness)(*args)
 
     def flat(leaves: list[Any]) -> tuple[list[Any], Any]:
-        return optree.tree_flatten(func(*optree.tree_unflatten(spec, leaves)), none_is_leaf=True)
+        outputs, spec_of_outputs = optree.tree_flatten(func(*optree.tree_unflatten(spec, leaves)), none_is_leaf=True)
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                kind = type(output).__qualname__
+                raise ValueError(f"a function under vmap must return tensors only, but one output is of type {kind}")
+        return outputs, spec_of_outputs
 
     pairs = [*zip(leaves, dims, strict=True)]
     if count == 1 and is_alone:
