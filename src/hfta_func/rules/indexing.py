@@ -13,15 +13,10 @@ from torch import Tensor
 from hfta_func.rules import _tables
 from hfta_func.rules._layout import align, each, expand, models_first, rows_of
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import Call, Result, register, register_each
+from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
-
-@register("select_scatter", "indexing")
-def select_scatter(call: Call, x: Tensor, source: Tensor, dim: int, index: int) -> Result:
-    """One selection in the tensor of all members; PyTorch's rule has a wrong gradient."""
-    # [M,*S], [M,*S without dim] -> [M,*S]
-    x, source = each(expand, (x, source), call.dims, call.num_models)
-    return torch.select_scatter(x, source, dim + (dim >= 0), index), 0
+# PyTorch's rule has a wrong gradient.
+register_looped("indexing", "select_scatter")
 
 
 @register("masked_fill.Tensor", "indexing")

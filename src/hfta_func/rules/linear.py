@@ -124,19 +124,8 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
 
 
-register_looped("linear", "_grouped_mm")
+register_looped("linear", "_grouped_mm", "_trilinear")
 
 
 # PyTorch's rule loses the model axis of an empty shared matrix, and XLA mixes up the tolerances of several matrices.
 register_looped("linalg", "linalg_pinv.atol_rtol_tensor")
-
-
-@register("_trilinear", "linear")
-def trilinear(call: Call, *args: Any) -> Result:
-    """A product of three tensors with axes inserted at ``expand``, summed over ``sumdim``, as ``bilinear`` needs it."""
-    tensors, expands, (sumdim, *unrolled) = args[:3], args[3:6], args[6:]
-    # The model axis comes first, so all other axes move up by one; in a shared tensor it is inserted like the expanded axes.
-    pairs = zip(expands, call.dims, strict=False)
-    expands = ([0] * (dim is None) + [axis + 1 for axis in axes] for axes, dim in pairs)
-    tensors, unroll_dim = each(models_first, tensors, call.dims), unrolled[0] if unrolled else 1
-    return torch.ops.aten._trilinear.default(*tensors, *expands, [axis + 1 for axis in sumdim], unroll_dim + 1), 0

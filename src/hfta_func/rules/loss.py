@@ -82,13 +82,8 @@ def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) ->
     None if PyTorch's operator is to be called.
     """
     is_known = logits.dim() == 2 and not target.is_floating_point() and logits.dtype in (torch.float32, torch.float64)
-    if (
-        recalls() is None
-        or not logits.requires_grad
-        or not is_known
-        or logits.device.type != "cpu"
-        or not logits.numel()
-    ):
+    is_kept = recalls() is not None and logits.requires_grad and logits.device.type == "cpu" and logits.numel() > 0
+    if not (is_known and is_kept):
         return None
     return _in_parts(logits.contiguous(), target, ignore_index)
 
