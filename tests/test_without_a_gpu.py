@@ -60,7 +60,7 @@ def implemented(op: str) -> set[str]:
     return IMPLEMENTED.get(op, {"folded", "loop"})
 
 
-CHOOSING = ("conv", "view after conv", "lstm", "multi_margin_loss", "multilabel_margin_loss", "pinv")
+CHOOSING = ("conv", "view after conv", "lstm")
 """How the names of cases begin whose operators have several lowerings to choose from."""
 
 

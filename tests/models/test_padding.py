@@ -467,7 +467,6 @@ BAD = {
         lambda: hfta.stack_params([nn.Linear(2, 2)], pad=nn.Linear(2, 2)),
         r"pad is a Linear that padded\(...\) has not made",
     ),
-    "no models": (lambda: hfta.padded([]), "no models to pad"),
     "classes": (
         lambda: hfta.padded([nn.Sequential(nn.Linear(2, w), act()) for w, act in ((2, nn.ReLU), (3, nn.Tanh))]),
         "model 1: '1' is a Tanh but in model 0 it is a ReLU",

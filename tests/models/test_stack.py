@@ -395,3 +395,12 @@ class Filled(nn.Module):
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_buffers_that_start_empty_are_filled(way):
     assert_as_alone(Filled, torch.randn(3, 5, 4).double(), way)
+
+
+def test_the_model_of_a_step_says_which_parts_train():
+    models = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    models[1].eval()
+    models[2][1].eval()
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), batch_dims=None)
+    state, _ = step(step.init(*hfta.stack_params(models), seeds=[0, 1, 2]), torch.randn(8, 4))
+    assert state.buffers["1.num_batches_tracked"].tolist() == [1, 1, 1]

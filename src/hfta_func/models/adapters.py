@@ -125,11 +125,6 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
     return Adapters(model, params, buffers, configs, base)
 
 
-def _over(model: nn.Module) -> Any:
-    """A copy of the model over the same tensors."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
 def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) -> list[Any]:
     if not adapters:
         raise StackError("no adapters to stack; pass at least one configuration or folder")
@@ -155,10 +150,11 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
             f"{title} has init_lora_weights={config.init_lora_weights!r}, which may write the weights of the base, and all "
             f"adapters share them; pass True, False, 'gaussian' or 'orthogonal'"
         )
+    over = copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=seed is not None or not draws):
         if seed is not None:
             torch.manual_seed(seed)
-        made = _peft().get_peft_model(_over(base), copy.deepcopy(config))
+        made = _peft().get_peft_model(over, copy.deepcopy(config))
     shared = {id(param) for param in base.parameters()}
     for module in made.modules():
         for name, param in [*module.named_parameters(recurse=False)]:

@@ -12,7 +12,7 @@ import functools
 import gc
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, Places, is_wrapped, pytree, writes
 from hfta_func.calls.body import Body, Reference, contents
 from hfta_func.errors import StateError
-from hfta_func.models.scalar_attributes import is_number
+from hfta_func.models.scalar_attributes import assign, is_number
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -181,7 +181,7 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         alone = []
         for numbers in (counted, {}):
             body = make()
-            count(body.model, numbers)
+            assign(body.model, numbers)
             alone.append(_copied(run(body, not altered, buffers)))
         if not _agree(results, alone[0]):
             names = ", ".join(map(repr, sorted((left.keys() | again.keys()) - counted.keys())))
@@ -194,13 +194,6 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         counters |= counted.keys()
         is_read |= not _agree(*alone)
     return counters, is_read
-
-
-def count(model: nn.Module, numbers: Mapping[str, Any]) -> None:
-    """Set the counters of a model."""
-    for path, number in numbers.items():
-        owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, number)
 
 
 def _copied(tree: Any) -> Any:

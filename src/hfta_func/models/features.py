@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hfta_func.models.structure import check_module
 
 
-def make_feature_extractor(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -> FeatureExtractor:
+def make_feature_extractor(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -> Any:
     """A function that runs a frozen network once and returns the outputs of some of its layers.
 
     It is called with the model's arguments, in eval mode and without gradients, as ``transform`` of an
@@ -39,61 +40,48 @@ def make_feature_extractor(model: nn.Module, layers: Sequence[str] | Mapping[str
         >>> extract(torch.randn(8, 4))["hidden"].shape
         torch.Size([8, 16])
     """
-    return FeatureExtractor(model, layers)
+    check_module(model)
+    names = dict(layers) if isinstance(layers, Mapping) else {path: path for path in layers}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if unknown := [path for path in names if path not in modules]:
+        similar = difflib.get_close_matches(unknown[0], modules, n=5, cutoff=0.4) or [*modules][1:6]
+        raise ValueError(f"the model has no layer '{unknown[0]}'; similar ones are {', '.join(map(repr, similar))}")
+    trained = [path for path, param in model.named_parameters() if param.requires_grad and ".lora_" in path]
+    if trained:
+        raise ValueError(
+            f"'{trained[0]}' of the model is trained, so that activations depend on the member; make the network part of "
+            "the array with share_frozen=True, or freeze the adapter"
+        )
+    return functools.partial(_extracted, model, names)
 
 
 class _AllComputedError(Exception):
     """Ends a call of the network."""
 
 
-class FeatureExtractor:
-    """``extractor(*args, **kwargs) -> dict[str, Tensor]``; made by :func:`make_feature_extractor`."""
+def _extracted(model: nn.Module, names: Mapping[str, str], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Run the network; raises a ValueError if a call of it does not reach one of the layers."""
+    outputs: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module, layers: Sequence[str] | Mapping[str, str]):
-        check_module(model)
-        self.model, self.layers = (
-            model,
-            dict(layers) if isinstance(layers, Mapping) else {path: path for path in layers},
-        )
-        modules = dict(model.named_modules(remove_duplicate=False))
-        if unknown := [path for path in self.layers if path not in modules]:
-            similar = difflib.get_close_matches(unknown[0], modules, n=5, cutoff=0.4) or [*modules][1:6]
-            raise ValueError(f"the model has no layer '{unknown[0]}'; similar ones are {', '.join(map(repr, similar))}")
-        trained = [path for path, param in model.named_parameters() if param.requires_grad and ".lora_" in path]
-        if trained:
-            raise ValueError(
-                f"'{trained[0]}' of the model is trained, so that activations depend on the member; make the network part of "
-                "the array with share_frozen=True, or freeze the adapter"
-            )
-        self._submodules = {path: modules[path] for path in self.layers}
+    def keep(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple | list) else output
+        # A copy, because a later layer may write it, as ReLU(inplace=True) does.
+        outputs.setdefault(path, output.clone())
+        if len(outputs) == len(names):
+            raise _AllComputedError
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Run the network; raises a ValueError if a call of it does not reach one of the layers."""
-        outputs: dict[str, Tensor] = {}
-
-        def keeper(path: str) -> Any:
-            def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-                output = output[0] if isinstance(output, tuple | list) else output
-                # A copy, because a later layer may write it, as ReLU(inplace=True) does.
-                outputs.setdefault(path, output.clone())
-                if len(outputs) == len(self.layers):
-                    raise _AllComputedError
-
-            return keep
-
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with contextlib.ExitStack() as hooks, torch.no_grad(), contextlib.suppress(_AllComputedError):
-                for path, module in self._submodules.items():
-                    hooks.callback(module.register_forward_hook(keeper(path)).remove)
-                self.model(*args, **kwargs)
-        finally:
-            for module in training:
-                module.training = True
-        if missing := [path for path in self.layers if path not in outputs]:
-            raise ValueError(
-                f"a call of the model does not call its layer '{missing[0]}'; leave it out, or name another"
-            )
-        return {name: outputs[path] for path, name in self.layers.items()}
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with contextlib.ExitStack() as hooks, torch.no_grad(), contextlib.suppress(_AllComputedError):
+            for path in names:
+                hook = functools.partial(keep, path)
+                hooks.callback(model.get_submodule(path).register_forward_hook(hook).remove)
+            model(*args, **kwargs)
+    finally:
+        for module in training:
+            module.training = True
+    if missing := [path for path in names if path not in outputs]:
+        raise ValueError(f"a call of the model does not call its layer '{missing[0]}'; leave it out, or name another")
+    return {name: outputs[path] for path, name in names.items()}

@@ -19,11 +19,11 @@ from hfta_func.calls.copies import copied_module
 from hfta_func.calls.padding import Padded
 from hfta_func.calls.recompute import routing
 from hfta_func.errors import StateError, TraceError
-from hfta_func.models.attributes import Snapshot, Undoing, aliases, count, examined, undo
+from hfta_func.models.attributes import Snapshot, Undoing, aliases, examined, undo
 from hfta_func.models.padded_calls import Events
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
-from hfta_func.models.scalar_attributes import changed, hold
+from hfta_func.models.scalar_attributes import assign, changed, hold
 from hfta_func.models.sharing import Base
 from hfta_func.models.sizes import SIZE, joined, tensors_by_path
 from hfta_func.models.skeleton import skeleton
@@ -154,7 +154,7 @@ class Bound:
         template = self._template() or self._skeleton
         # A first call may have made some, and set them only after those of all groups.
         self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
-        count(body.model, self.counts)
+        assign(body.model, self.counts)
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
@@ -188,7 +188,7 @@ class Bound:
     def end_call(self) -> None:
         """Let the counters of the model go on."""
         if self._left:
-            count(self._template() or self._skeleton, self._left)
+            assign(self._template() or self._skeleton, self._left)
             self._left.clear()
 
     def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:

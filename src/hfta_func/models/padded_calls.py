@@ -50,14 +50,9 @@ def _blocks_in_chains(module: Any, given: Any) -> Any:
     """The forward of a sequence some of whose blocks members may lack; a row of these is passed over at once."""
     for names in module.padded_chains:
         blocks = [getattr(module, name) for name in names]
-
-        run = functools.partial(functools.reduce, _called, blocks)
+        run = functools.partial(functools.reduce, lambda x, block: block(x), blocks)  # pyright: ignore
         given = _if_present(blocks, run, (given,), {}) if hasattr(blocks[0], "padded_present") else run(given)
     return given
-
-
-def _called(x: Any, block: Any) -> Any:
-    return block(x)
 
 
 def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

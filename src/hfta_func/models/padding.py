@@ -85,7 +85,7 @@ class Padding:
         leaves = {path: torch.zeros(shape, dtype=dtype, device=device) for path, (shape, dtype) in self.shapes.items()}
         for path, (alone, positions) in self.sizes[number].leaves.items():
             value = tensors[alone].detach()
-            leaves[path] = leaves[path].index_put(by_size.mesh(positions), value) if positions else value.clone()
+            leaves[path] = leaves[path].index_put(positions, value) if positions else value.clone()
         present = {f"{path}.{PRESENT}": path in self.sizes[number].modules for path in self.optional}
         return leaves | {path: torch.tensor(value, device=device) for path, value in ({SIZE: number} | present).items()}
 
@@ -95,7 +95,7 @@ class Padding:
         for path, leaf in leaves.items():
             if path in size.leaves:
                 alone, positions = size.leaves[path]
-                back[alone] = leaf[by_size.mesh(positions)] if positions else leaf
+                back[alone] = leaf[positions] if positions else leaf
             elif (owner := path.rpartition(".")[0]) in size.modules and path.rpartition(".")[2] not in (SIZE, PRESENT):
                 back[f"{size.modules[owner]}.{path.rpartition('.')[2]}".lstrip(".")] = leaf
         return back
@@ -143,8 +143,6 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
         )
     """
     models = list(models)
-    if not models:
-        raise StackError("no models to pad; pass at least one of every size")
     for member, model in enumerate(models):
         check_module(model, f"model {member}: ")
     base = by_size.largest(models)
@@ -165,8 +163,6 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
     base = by_size.largest([size.model for size in padding.sizes])
-    for path, module in template.named_modules():
-        base.get_submodule(path).training = module.training
     aligned = by_size.aligned_modules(model, base, member, "the padded model")
     signature = by_size.signature_of(model, aligned)
     if signature not in padding.signatures:
@@ -272,10 +268,10 @@ def _template(
 
 
 def _positions(alone: Parts, large: Parts) -> tuple[Tensor, ...]:
-    """Where the entries of a tensor lie along each axis of the padded one."""
+    """Where the entries of a tensor lie along each axis of the padded one: indices that broadcast."""
     return tuple(
-        torch.arange(math.prod(whole)).reshape(whole)[tuple(slice(length) for length in axis)].flatten()
-        for axis, whole in zip(alone, large, strict=True)
+        torch.arange(math.prod(whole)).reshape(whole)[tuple(map(slice, axis))].reshape(-1, *(1,) * (len(alone) - at))
+        for at, (axis, whole) in enumerate(zip(alone, large, strict=True), 1)
     )
 
 
@@ -285,7 +281,7 @@ def _mask(sizes: Sequence[Size], path: str, axis: int, length: int) -> Tensor:
     for number, size in enumerate(sizes):
         if path in size.leaves:
             positions = size.leaves[path][1]
-            mask[number, positions[axis] if positions else slice(None)] = True
+            mask[number, positions[axis].flatten() if positions else slice(None)] = True
     return unwritten(mask)
 
 

@@ -34,7 +34,7 @@ def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
             others = ", ".join(map(repr, blocks(model)))
             raise ValueError(f"checkpoint names '{path}', which the model does not call; its blocks are {others}")
     for part in {known[path] for path in paths}:
-        part.forward = _rematerialised(part)
+        part.forward = functools.partial(_checkpoint, part.forward)
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -58,19 +58,6 @@ def _is_block(module: nn.Module) -> bool:
 def _is_callable(module: nn.Module) -> bool:
     """Whether the module has a ``forward``; a ModuleList has none."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _rematerialised(part: nn.Module) -> Callable[..., Any]:
-    """The forward of a part that keeps only its inputs."""
-    forward = part.forward
-
-    def rematerialised(*args: Any, **kwargs: Any) -> Any:
-        # The compiler plans the memory of a graph, and the backward pass of torch.func.grad cannot run Python.
-        if torch.compiler.is_compiling() or not only_vmap():
-            return forward(*args, **kwargs)
-        return _run_twice(part, forward, args, kwargs, {})
-
-    return rematerialised
 
 
 Fixed = frozenset[tuple[int, str]]
@@ -122,10 +109,14 @@ def _traced(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The replacement of ``torch.utils.checkpoint.checkpoint``, inside and outside of models."""
+    if torch.compiler.is_compiling():
+        # The compiler plans the memory of a graph.
+        return function(*args, **kwargs)
     running = _running.get()
     if running is None:
         return _elsewhere()(function, *args, **kwargs)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    # The backward pass of torch.func.grad cannot run Python.
     if not only_vmap():
         return function(*args, **kwargs)
     # A reentrant checkpoint would run one backward pass for all members; the gradients are the same without.

@@ -95,12 +95,11 @@ def hold(model: nn.Module, paths: Iterable[str]) -> None:
         module.register_buffer(name, torch.empty((), dtype=torch.float64, device="meta"))
 
 
-def assign(model: nn.Module, numbers: Mapping[str, Tensor]) -> None:
-    """Set numbers of a model."""
-    owners = numbers_of(model)
+def assign(model: nn.Module, numbers: Mapping[str, Any]) -> None:
+    """Set numbers of a model by path."""
     for path, number in numbers.items():
-        module, name = owners[path]
-        setattr(module, name, number.item())
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, number)
 
 
 def placeholder_for(number: Tensor) -> Tensor:

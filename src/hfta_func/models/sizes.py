@@ -131,11 +131,6 @@ def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
     return parts
 
 
-def mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The indices of all entries at these positions along each axis."""
-    return torch.meshgrid(*positions, indexing="ij")
-
-
 def tensors_by_path(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a model."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

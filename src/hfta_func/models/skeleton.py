@@ -37,13 +37,8 @@ def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequenc
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
-    # Tensors of other classes, such as quantised ones, may not support empty_like on the meta device.
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return (
-        torch.empty_like(tensor, device="meta")
-        if plain
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    )
+    # Not empty_like, which quantised tensors may not support on the meta device.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def skeleton(model: nn.Module) -> nn.Module:

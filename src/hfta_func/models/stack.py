@@ -178,7 +178,7 @@ def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params
     named = dict(model.named_buffers())
     numbers = {path: leaf for path, leaf in buffers.items() if path not in named}
     for index, member in enumerate(members if numbers else ()):
-        assign(member, {path: leaf[index] for path, leaf in numbers.items()})
+        assign(member, {path: leaf[index].item() for path, leaf in numbers.items()})
     return members
 
 

@@ -1,4 +1,4 @@
-"""Compares models beyond the values of their parameters: classes, modes, ties and plain settings.
+"""Compares models beyond the values of their parameters: classes, ties and plain settings.
 
 An array runs the *first* model's code for every member. So plain values, such as a stride or the name of an activation,
 constant tensors, functions, and what forward hooks hold, must be equal in all of them. Other objects are those of the first.
@@ -80,18 +80,12 @@ def check_same_structure(
 
 
 def check_same_class(module: nn.Module, like: nn.Module, path: str, name: str, other: str) -> None:
-    """Raise a StackError unless two modules are of one class and in one mode."""
+    """Raise a StackError unless two modules are of one class."""
     where = f"'{path}'" if path else "the model"
     if _class_of(module) != _class_of(like):
         raise StackError(
             f"{name}: {where} is a {type(module).__qualname__} but in {other} it is a {type(like).__qualname__}; models in "
             f"one array must be of one class"
-        )
-    if module.training != like.training:
-        mode, others = ("train", "eval") if module.training else ("eval", "train")
-        raise StackError(
-            f"{name}: {where} is in {mode} mode but in {other} it is in {others} mode; call .train() or .eval() on all of "
-            f"them"
         )
 
 

@@ -53,7 +53,7 @@ def adagrad(
     hyperparams = Hyperparams(AdagradState, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
     check("initial_accumulator_value", initial_accumulator_value, Range.NONNEGATIVE)
 
-    def start(path: str, param: Tensor) -> Tensor:
+    def start(path: str, param: Tensor, slot: str) -> Tensor:
         values = vector("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
         values = torch.complex(values, values) if param.is_complex() else values
         return torch.zeros_like(param) + per_model(values, param)

@@ -150,29 +150,16 @@ class Kernel:
             *(f"after{i}_[i] = slot{i}_[i];" for i in slots),
         ]
         columns = [*inputs, "change", *(f"after{i}" for i in slots)]
-        return _program(dtype, columns, len(names), lines, same)
-
-
-def _program(
-    dtype: torch.dtype, columns: Sequence[str], num_numbers: int, body: Sequence[str], kept: Sequence[str]
-) -> str:
-    """A program that does the same to every element of all leaves.
-
-    Its arguments are ``columns``, all leaves of one after the other, ``numbers`` and ``keep``.
-
-    Element ``i`` of ``param`` is ``param_[i]``, and a member's numbers are ``number0``, ``number1`` and so on. ``body`` are
-    statements for element ``i``, and ``kept`` those of a member that stays as it is.
-    """
-    declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
-    declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(num_numbers)]
-    head = _HEAD.format(
-        type=native.TYPES[dtype],
-        declarations="\n".join(f"    {line}" for line in declarations),
-        body="\n".join(f"        {line}" for line in body),
-        kept=" ".join(kept),
-    )
-    arguments = "char **columns, const double *numbers, const char *keep"
-    return native.shared_out(head, arguments, _ROW)
+        declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
+        declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(len(names))]
+        head = _HEAD.format(
+            type=native.TYPES[dtype],
+            declarations="\n".join(f"    {line}" for line in declarations),
+            body="\n".join(f"        {line}" for line in lines),
+            kept=" ".join(same),
+        )
+        # The columns are all leaves of one after the other.
+        return native.shared_out(head, "char **columns, const double *numbers, const char *keep", _ROW)
 
 
 _NUMBERS = itertools.count()

@@ -63,7 +63,7 @@ def leafwise(
     *,
     unused: tuple[str, ...] = (),
     carried: tuple[str, ...] = (),
-    start: Callable[[str, Tensor], Tensor] = lambda path, param: torch.zeros_like(param),
+    start: Callable[[str, Tensor, str], Tensor] = lambda path, param, slot: torch.zeros_like(param),
     decoupled: bool = False,
     maximize: bool = False,
     elementwise: bool = True,
@@ -80,7 +80,7 @@ def leafwise(
             ``float64[M]`` by name; ``count`` numbers the update, from 1. ``step`` is ``-lr`` unless it is set here.
         unused: Slots that stay empty and are not passed to the rule.
         carried: Vectors ``float64[M]`` that are carried from update to update. They start at one.
-        start: ``start(path, param)`` is the initial value of a slot, zero by default.
+        start: ``start(path, param, slot)`` is the initial value of a slot, zero by default.
         decoupled: Subtract ``lr * weight_decay`` times the parameter instead of adding weight decay to the gradient.
         maximize: Maximize instead of minimize.
         elementwise: Whether the rule treats every element independently, so that one kernel may run it for all.
@@ -91,7 +91,7 @@ def leafwise(
     decays = knobs.decays()
 
     def init(params: Params) -> Any:
-        filled = {name: {path: start(path, param) for path, param in params.items()} for name in used}
+        filled = {name: {path: start(path, param, name) for path, param in params.items()} for name in used}
         count = zero_count(params)
         ones = {name: torch.ones_like(count, dtype=torch.float64) for name in carried}
         return state(step=count, hyperparams=knobs.init(params), **ones, **{name: {} for name in unused}, **filled)

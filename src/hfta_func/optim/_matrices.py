@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import Params, PerModel, recorded
+from hfta_func._types import PerModel, recorded
 from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check_choice, is_padded, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise, moments, pair_of
@@ -120,7 +120,7 @@ def muon(
     check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
     hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
-    def start(path: str, param: Tensor) -> Tensor:
+    def start(path: str, param: Tensor, slot: str) -> Tensor:
         if param.dim() != 3 or param.is_complex():
             kind = "complex " if param.is_complex() else ""
             raise HyperparameterError(
@@ -204,10 +204,14 @@ def adafactor(
     pair = {name: each for name, each in pair_of(eps, "eps").items() if each is not None}
     hyperparams = Hyperparams(AdafactorState, lr=lr, beta2_decay=beta2_decay, d=d, **pair, weight_decay=weight_decay)
 
-    def start(path: str, param: Tensor) -> Tensor:
+    def start(path: str, param: Tensor, slot: str) -> Tensor:
         if param.is_complex() or is_padded.get():
             raise HyperparameterError(f"adafactor needs real, unpadded parameters, not '{path}'; use another optimizer")
-        return param.new_zeros(param.shape[0], 0)
+        if param.dim() > 2:
+            slots = {"row_var": param[..., :1], "col_var": param[..., :1, :]}
+        else:
+            slots = {"variance": param}
+        return torch.zeros_like(slots[slot]) if slot in slots else param.new_zeros(len(param), 0)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["share"] = count ** at["beta2_decay"]
@@ -225,17 +229,7 @@ def adafactor(
         return direction * _rms(param).maximum(k["eps2"]) / (_rms(direction) / k["d"]).clamp_min(1.0)
 
     how: Any = {"decoupled": True, "maximize": maximize, "elementwise": False}
-    made = leafwise(AdafactorState, hyperparams, rule, prepare, start=start, **how)
-
-    def init(params: Params) -> Any:
-        state = made.init(params)
-        rows = {path: torch.zeros_like(param[..., :1]) for path, param in params.items() if param.dim() > 2}
-        cols = {path: torch.zeros_like(param[..., :1, :]) for path, param in params.items() if param.dim() > 2}
-        rest = {path: torch.zeros_like(param) for path, param in params.items() if path not in rows}
-        slots = [old | new for old, new in zip(state[len(FIELDS) :], (rows, cols, rest), strict=True)]
-        return type(state)(*state[: len(FIELDS)], *slots)
-
-    return made._replace(init=init)
+    return leafwise(AdafactorState, hyperparams, rule, prepare, start=start, **how)
 
 
 def _rms(leaf: Tensor) -> Tensor:

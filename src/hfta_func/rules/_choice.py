@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
@@ -13,16 +14,12 @@ from hfta_func.rules import _measured
 from hfta_func.rules._lowering import FAMILIES, TABLE, Case, Row, candidates, known_lowerings, titles
 
 
+@dataclasses.dataclass(eq=False)
 class Override:
     """Forced lowerings, active until :meth:`remove` or the end of a ``with`` block; see :func:`override`."""
 
-    def __init__(self, lowerings: dict[str, str], modules: tuple[str, ...] | None):
-        self.lowerings = lowerings
-        self.modules = modules
-
-    def __repr__(self) -> str:
-        where = "everywhere" if self.modules is None else f"in {list(self.modules)}"
-        return f"{self.lowerings} {where}"
+    lowerings: dict[str, str]
+    modules: tuple[str, ...] | None
 
     def matches(self, path: str) -> bool:
         """Whether it applies to the module at ``path``."""
@@ -61,7 +58,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
         A handle with ``remove()`` that is also a context manager. If several overrides match, the latest decides.
 
     Raises:
-        ValueError: if an operator, family or lowering does not exist, or no lowering is given.
+        ValueError: if an operator, family or lowering does not exist.
 
     Example:
         >>> with rules.override(conv="loop"):
@@ -81,8 +78,6 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
             )
         if lowering not in {*known, "table"}:
             raise ValueError(f"'{name}' has no lowering '{lowering}'; choose one of {sorted(known)}")
-    if not lowerings:
-        raise ValueError("override needs at least one lowering; pass for example conv='loop'")
     modules = [modules] if isinstance(modules, str) else modules
     added = Override(lowerings, None if modules is None else tuple(modules))
     _set((*_overrides, added))

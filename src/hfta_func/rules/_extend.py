@@ -83,15 +83,11 @@ def adopt(rules: Mapping[str, tuple[str, str, bytes]]) -> None:
     for op, (digest, family, code) in rules.items():
         if OUTSIDE.get(op) == digest:
             continue
-        rule = None
-        # A module that defines the operator registers its rule itself when it is imported.
-        with contextlib.suppress(ImportError, AttributeError):
+        # A module that defines the operator registers its rule itself when it is imported; without it there is no operator.
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
             rule = pickle.loads(code)
-        if not _exists(op):
-            OUTSIDE[op] = digest
-        elif rule is not None:
             register(op, family)(rule)
-            OUTSIDE[op] = digest
+        OUTSIDE[op] = digest
 
 
 def _digest(rule: Rule) -> str:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
-import pathlib
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,22 +55,7 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         return _apply_generated(function, args, kwargs)
     bound = inspect.signature(function.forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    if function.generate_vmap_rule:
-        function = _writing(function)
     return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-
-
-@functools.cache
-def _writing(function: Any) -> Any:
-    """A function whose backward pass PyTorch calls for all members, which may write into tensors that it makes."""
-    if function.backward is Function.backward:
-        return function
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return making_for_each(lambda: function.backward(ctx, *grads), (grads, ctx.saved_tensors))
-
-    members = {"backward": staticmethod(backward), "__qualname__": function.__qualname__}
-    return type(function.__name__, (function,), members)
 
 
 def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,17 +141,13 @@ def _with_rule(function: Any) -> Any:
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """A block in which the compiler puts the functions of members into graphs."""
-    marked: list[str] = []
 
     def call(before: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not _torch.inside_transform():
             return before(self, tx, args, kwargs)
-        node, version = _node(self.fn_cls), _version(self.fn_cls)
-        if version is not None:
-            marked.append(f"{__name__}.{node.__name__}")
-            _torch.mark_graphs(marked[-1], version)
         try:
-            return _torch.in_graph(self, tx, node, args, kwargs)
+            # PyTorch keeps no such graph on disk: code that a function calls may have changed.
+            return _torch.in_graph(self, tx, _node(self.fn_cls), args, kwargs)
         except Exception as error:
             raise TraceError(
                 f"the autograd function {self.fn_cls.__qualname__} cannot be compiled: in a compiled step a function takes "
@@ -179,8 +157,6 @@ def traced() -> Iterator[None]:
 
     with _torch.trace_functions(call):
         yield
-    for name in marked:
-        _torch.mark_graphs(name, None)
 
 
 @functools.cache
@@ -200,17 +176,3 @@ def _node(function: Any) -> Any:
     node.__qualname__ = node.__name__
     globals()[node.__name__] = node
     return node
-
-
-def _version(function: Any) -> str | None:
-    """A hash of the file of a function and the numbers that it reads there, for graphs on disk; None if they cannot tell."""
-    path = getattr(sys.modules.get(function.__module__), "__file__", None)
-    if path is None or "<locals>" in function.__qualname__:
-        return None
-    numbers = {
-        name: value
-        for method in (function.forward, function.setup_context, function.backward)
-        for name in method.__code__.co_names
-        if isinstance(value := method.__globals__.get(name), int | float | str)
-    }
-    return hashlib.sha256(pathlib.Path(path).read_bytes() + repr(numbers).encode()).hexdigest()

@@ -230,17 +230,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_on("cuda", lambda one: one.is_uneven(2**17)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, *_SMALL),
     ),
-    **dict.fromkeys(
-        ("multi_margin_loss", "multilabel_margin_loss"),
-        (
-            Row(lambda case: case.shapes[0] == (), "loop", "a number, which has no rows to fold"),
-            Row(always, "folded", "members join the rows"),
-        ),
-    ),
-    "linalg_pinv.atol_rtol_tensor": (
-        Row(lambda case: case.device == "xla", "loop", "XLA mixes up the tolerances of several matrices"),
-        Row(always, "folded", "a batch of matrices"),
-    ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm, "loop", "a fused kernel per member"),

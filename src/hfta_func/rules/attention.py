@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hfta_func._torch import current_interpreter, has_tangents
 from hfta_func.errors import RandomnessError
-from hfta_func.rules._layout import align, each, fold, split
+from hfta_func.rules._layout import align, each
+from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._registry import MODE, Call, Result, register, register_each
 
 
@@ -66,21 +67,11 @@ def attention(
     return output.squeeze(1) if ranks[0] == 2 and rank == 3 else output, 0
 
 
+# The CPU kernel that a gradient inside ``vmap`` calls.
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @register_each("attention", _CPU, f"{_CPU}_backward")
-def attention_cpu(
-    operator: Any, call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None
-) -> Result:
-    """The CPU kernel that a gradient inside ``vmap`` calls: members join the batch."""
-    # [M,N,...] -> [MN,...] -> [M,N,...]
-    num_models = call.num_models
-    folded = each(fold, args, call.dims, 0, num_models)
-    if attn_mask is not None:
-        # [M|1,1|N,1|H,L,T] -> [MN,1|H,L,T]
-        attn_mask = align(attn_mask, call.named_dims.get("attn_mask"), 4)
-        batch = folded[0].shape[0] // num_models
-        attn_mask = attn_mask.expand(num_models, batch, *attn_mask.shape[2:]).flatten(0, 1)
-    outputs = operator(*folded, attn_mask=attn_mask, scale=scale)
-    return tuple(split(output, 0, num_models) for output in outputs), (0,) * len(outputs)
+def attention_cpu(operator: Any, call: Call, *args: Any, **options: Any) -> Result:
+    """One member after another."""
+    return one_by_one(operator, call.num_models, args, call.dims, options, call.named_dims)

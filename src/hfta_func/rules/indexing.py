@@ -13,15 +13,10 @@ from torch import Tensor
 from hfta_func.rules import _tables
 from hfta_func.rules._layout import align, each, expand, models_first, rows_of
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import Call, Result, register, register_each
+from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
-
-@register("select_scatter", "indexing")
-def select_scatter(call: Call, x: Tensor, source: Tensor, dim: int, index: int) -> Result:
-    """One selection in the tensor of all members; PyTorch's rule has a wrong gradient."""
-    # [M,*S], [M,*S without dim] -> [M,*S]
-    x, source = each(expand, (x, source), call.dims, call.num_models)
-    return torch.select_scatter(x, source, dim + (dim >= 0), index), 0
+# PyTorch's rule has a wrong gradient.
+register_looped("indexing", "select_scatter")
 
 
 @register("masked_fill.Tensor", "indexing")
@@ -48,47 +43,23 @@ def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) ->
     return torch.where(mask.reshape(call.num_models, *ones), value, x), 0
 
 
-def _write_indexed(
-    num_models: int, x: Tensor, indices: Any, values: Tensor, accumulate: bool, dims: tuple[Any, ...]
-) -> None:
-    """``x[indices] = values`` with the indexed axes I in front of the others R, and the models as one more index before them.
-
-    PyTorch's rule confuses the axes of values where indices do not stand next to each other or behind a slice.
-    """
-    axes = [i for i, one in enumerate(indices) if one is not None]
-    ranks = [one.dim() - (dim is not None) for one, dim in zip(indices, dims[1], strict=False) if one is not None]
-    selected = range(1, 1 + max(ranks))
-    # [M,*S] -> [M,*I,*R]; K axes of indices, [M,*K]
-    x = models_first(x, dims[0])
-    front = x.movedim([1 + axis for axis in axes], [*range(1, 1 + len(axes))])
-    chosen = [align(indices[axis], dims[1][axis], len(selected)) for axis in axes]
-    models = torch.arange(num_models, device=x.device).reshape(-1, *(1,) * len(selected))
-    values = align(values, dims[2], x.dim() - 1 - len(axes) + len(selected))
-    if axes[-1] - axes[0] < len(axes):
-        # What adjacent indices select stands in their place: [M,*R,*K,*R] -> [M,*K,*R]
-        values = values.movedim([axes[0] + axis for axis in selected], [*selected])
-    front.index_put_((models, *chosen), values, accumulate)
-
-
 @register_each("indexing", "index_put", "index_put_")
 def index_put(operator: Any, call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
-    """One number where a mask is set is written elementwise; other indices by PyTorch's rule where it works."""
+    """One number where a mask is set is written elementwise; other indices by PyTorch's rule where it works.
+
+    That confuses the axes of values where indices do not stand next to each other or behind a slice.
+    """
     dims, in_place = call.first_dims(4), operator._schema.is_mutable
-    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
-    if not masks:
-        axes = [i for i, one in enumerate(indices) if one is not None]
-        gap = len(axes) <= axes[-1] - axes[0]
-        is_wrong = gap or (axes[0] > 0 and any(dim is not None for dim in dims[1]))
-        if not in_place or dims[0] is None or not is_wrong:
-            return NotImplemented
-        _write_indexed(call.num_models, x, indices, values, accumulate, dims)
-        return x, dims[0]
-    is_number = values.dim() - (dims[2] is not None) == 0
-    if accumulate or not is_number or len(masks) < sum(one is not None for one in indices) or len(masks) > 1:
+    axes = [i for i, one in enumerate(indices) if one is not None]
+    masks = [indices[axis] for axis in axes if indices[axis].dtype in (torch.bool, torch.uint8)]
+    is_wrong = len(axes) <= axes[-1] - axes[0] or (axes[0] > 0 and any(dim is not None for dim in dims[1]))
+    if not masks and (not in_place or dims[0] is None or not is_wrong):
+        return NotImplemented
+    if accumulate or values.dim() > (dims[2] is not None) or len(masks) != 1 or len(axes) > 1:
         return one_by_one(operator, call.num_models, (x, indices, values, accumulate), dims, {}, {})
     if in_place and dims[0] is None:
         raise RuntimeError("vmap: inplace arithmetic of index_put_ into a tensor that all members share")
-    axis = next(i for i, one in enumerate(indices) if one is not None)
+    axis = axes[0]
     mask = expand(masks[0].bool(), dims[1][axis], call.num_models)
     whole = expand(x, dims[0], call.num_models)
     mask = mask.reshape(call.num_models, *(1,) * axis, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - axis))

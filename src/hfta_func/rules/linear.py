@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, expand, fold, models_first, split
+from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import FRONT, Call, Result, register, register_looped
 
@@ -59,12 +59,10 @@ _FEW = 1 << 11
 def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     """One batched product; one wide product if members share the input, one tall product if they share the weights."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.first_dims(3)
-    vector = weight.dim() - (weight_dim is not None) == 1
-    if vector:
-        # Weights [I] make one feature, which is no axis of the output.
-        weight, weight_dim = models_first(weight, weight_dim).unsqueeze(-2), None if weight_dim is None else 0
+    if weight.dim() - (weight_dim is not None) == 1:
+        return NotImplemented
     # A bias [O] that is per member exactly when the weights are goes into the product; any other is added afterwards.
-    fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
+    fused = bias is not None and (bias_dim is None) == (weight_dim is None)
     inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
     if weight_dim is None:
         # [M,B,I], [O,I] -> [MB,I], [O,I] -> [MB,O] -> [M,B,O]; of rows that lie apart, the operator would repeat the weights.
@@ -83,8 +81,6 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         few = weight.shape[1] * weight.shape[2] < _FEW and not torch.compiler.is_compiling()
         y = (_product if few else _operator)(rows, weight, inner)
         y, dim = y if x.dim() == 3 else y.reshape(*x.shape[:-1], weight.shape[1]), 0
-    if vector:
-        y = y.squeeze(-1)
     if bias is None or inner is not None:
         return y, dim
     rank = y.dim() - (dim is not None)
@@ -128,29 +124,8 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
 
 
-register_looped("linear", "_grouped_mm")
+register_looped("linear", "_grouped_mm", "_trilinear")
 
 
-@register("linalg_pinv.atol_rtol_tensor", "linalg")
-def pinv(
-    call: Call, x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
-) -> Result:
-    """All members' matrices at once; PyTorch's rule loses the model axis of an empty shared matrix."""
-    # [M,*S,A,B], [M,*S] -> [M,*S,B,A]
-    x = expand(x, call.dims[0], call.num_models)
-    atol, rtol = (
-        value if value is None else align(value, call.named_dims[name], x.dim() - 3)
-        for name, value in (("atol", atol), ("rtol", rtol))
-    )
-    return torch.ops.aten.linalg_pinv.atol_rtol_tensor(x, atol=atol, rtol=rtol, hermitian=hermitian), 0
-
-
-@register("_trilinear", "linear")
-def trilinear(call: Call, *args: Any) -> Result:
-    """A product of three tensors with axes inserted at ``expand``, summed over ``sumdim``, as ``bilinear`` needs it."""
-    tensors, expands, (sumdim, *unrolled) = args[:3], args[3:6], args[6:]
-    # The model axis comes first, so all other axes move up by one; in a shared tensor it is inserted like the expanded axes.
-    pairs = zip(expands, call.dims, strict=False)
-    expands = ([0] * (dim is None) + [axis + 1 for axis in axes] for axes, dim in pairs)
-    tensors, unroll_dim = each(models_first, tensors, call.dims), unrolled[0] if unrolled else 1
-    return torch.ops.aten._trilinear.default(*tensors, *expands, [axis + 1 for axis in sumdim], unroll_dim + 1), 0
+# PyTorch's rule loses the model axis of an empty shared matrix, and XLA mixes up the tolerances of several matrices.
+register_looped("linalg", "linalg_pinv.atol_rtol_tensor")

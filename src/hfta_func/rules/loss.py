@@ -16,6 +16,7 @@ from hfta_func import _torch
 from hfta_func.calls.recompute import WRITTEN, recalls
 from hfta_func.errors import StateError
 from hfta_func.rules._layout import align, each, expand, models_first
+from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
@@ -81,13 +82,8 @@ def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) ->
     None if PyTorch's operator is to be called.
     """
     is_known = logits.dim() == 2 and not target.is_floating_point() and logits.dtype in (torch.float32, torch.float64)
-    if (
-        recalls() is None
-        or not logits.requires_grad
-        or not is_known
-        or logits.device.type != "cpu"
-        or not logits.numel()
-    ):
+    is_kept = recalls() is not None and logits.requires_grad and logits.device.type == "cpu" and logits.numel() > 0
+    if not (is_known and is_kept):
         return None
     return _in_parts(logits.contiguous(), target, ignore_index)
 
@@ -104,21 +100,17 @@ def cross_entropy_loss(
 ) -> Result:
     """Cross entropy ``[M,N,C,S]`` with classes ``[M,N,S]`` or probabilities ``[M,N,C,S]``, to ``[M]`` or ``[M,N,S]``."""
     # PyTorch's own operator makes one log_softmax and one nll_loss, so that autocast treats them as in a solo run.
-    rows = _Rows(call, input)
-    has_probabilities = member_shape(input, call.dims[0]) == member_shape(target, call.dims[1])
-    target = expand(target, call.dims[1], call.num_models)
-    weight_dim = None if weight is None else call.dims[2]
-    member_weights = None if weight is None or weight_dim is None else models_first(weight, weight_dim)
-    shared_weights = weight if member_weights is None else None
+    input_dim, target_dim, weight_dim = call.first_dims(3)
+    has_probabilities = member_shape(input, input_dim) == member_shape(target, target_dim)
+    if weight_dim is not None and (has_probabilities or label_smoothing):
+        args = input, target, weight, reduction, ignore_index, label_smoothing
+        return one_by_one(_cross_entropy, call.num_models, args, call.first_dims(6), {}, {})
+    rows, target = _Rows(call, input), expand(target, target_dim, call.num_models)
+    shared_weights = weight if weight_dim is None else None
     if has_probabilities:
-        if member_weights is not None:
-            # The loss is linear in the probabilities, so each member's class weights can be multiplied into them.
-            target = target * (1 - label_smoothing) + label_smoothing / member_weights.shape[1]
-            target, label_smoothing = target * rows.classwise(member_weights), 0.0
         losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
-    smoothed = 0.0 if member_weights is not None else label_smoothing
     is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
     many = rows.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
     if is_plain and many and on_cpu and torch.compiler.is_compiling():
@@ -126,15 +118,11 @@ def cross_entropy_loss(
     elif is_plain and (in_parts := cross_entropy_in_parts(rows.input, rows.of(target), ignore_index)) is not None:
         losses = rows.split(in_parts)
     else:
-        losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
+        options = shared_weights, _NONE, ignore_index, label_smoothing
+        losses = rows.split(_cross_entropy(rows.input, rows.of(target), *options))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
-    if member_weights is not None:
+    if weight_dim is not None:
         losses = losses * weights
-        if label_smoothing:
-            # Smoothing adds the loss of equally likely classes, each with its weight.
-            uniform = (rows.classwise(member_weights) / member_weights.shape[1]).expand(rows.shape)
-            smooth = rows.split(_cross_entropy(rows.input, rows.of(uniform), None, _NONE))
-            losses = (1 - label_smoothing) * losses + label_smoothing * torch.where(counted, smooth, 0)
     if reduction == _MEAN:
         return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
     return _reduce(losses, reduction), 0
@@ -161,34 +149,24 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> Result:
     """Negative log likelihood ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
-    (loss, _), _ = _nll(aten.nll_loss_nd.default, call, input, target, weight, reduction, ignore_index)
-    return loss, 0
-
-
-@register_each("loss", "nll_loss_forward", "nll_loss2d_forward")
-def _nll(
-    operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> Result:
-    """The losses, and the total weight of each member's targets if they are reduced."""
     rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    losses = operator(rows.input, rows.of(target), None, _NONE, ignore_index)
-    losses = rows.split(losses[0] if isinstance(losses, tuple) else losses)
+    losses = rows.split(aten.nll_loss_nd.default(rows.input, rows.of(target), None, _NONE, ignore_index))
     weights = target != ignore_index
     if weight is not None:
         weights = _weights(weight, call.dims[2], target, weights)
         losses = losses * weights
-    if reduction == _NONE:
-        return (losses, losses.new_zeros(call.num_models)), (0, 0)
-    total, divisor = _flat(losses).sum(1), _flat(weights).sum(1, dtype=losses.dtype)
-    return (total / divisor if reduction == _MEAN else total, divisor), (0, 0)
+    if reduction == _MEAN:
+        return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
+    return _reduce(losses, reduction), 0
 
 
-# The operators that a gradient inside ``vmap`` decomposes ``nll_loss`` into, for rows or for images.
+# What a gradient inside ``vmap`` calls, for rows or for images.
 @register_each("loss", "nll_loss_backward", "nll_loss2d_backward")
 def nll_loss_backward(operator: Any, call: Call, grad: Tensor, input: Tensor, *args: Any) -> Result:
     """Gradient of the log likelihoods ``[M,N,C,S]``."""
     target, weight, reduction, ignore_index, total_weight = args
-    rows, dims = _Rows(call, input, 1), call.dims
+    dims = call.dims
+    rows = _Rows(call._replace(dims=dims[1:]), input)
     tensors, tensor_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
     grad, target, total_weight = each(expand, tensors, tensor_dims, call.num_models)
     grad = grad / total_weight if reduction == _MEAN else grad
@@ -200,48 +178,10 @@ def nll_loss_backward(operator: Any, call: Call, grad: Tensor, input: Tensor, *a
     return rows.split(grad), 0
 
 
-@register("multi_margin_loss", "loss")
-def multi_margin_loss(
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-) -> Result:
-    """Hinge losses of the true class against all other classes, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
-    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    # A single sample [C] may have a target [] or [1].
-    losses = aten.multi_margin_loss.default(rows.input, rows.of(target).flatten(), p, margin, None, _NONE)
-    losses = rows.split(losses).reshape(target.shape)
-    if weight is not None:
-        losses = losses * _weights(weight, call.dims[4], target)
-    return _reduce(losses, reduction), 0
-
-
-@register("multilabel_margin_loss", "loss")
-def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
-    """Hinge losses of the true classes against the others, ``[M,N,C] -> [M]`` or ``[M,N]``."""
-    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    return _reduce(rows.split(aten.multilabel_margin_loss.default(rows.input, rows.of(target), _NONE)), reduction), 0
-
-
-@register("cosine_embedding_loss", "loss")
-def cosine_embedding_loss(
-    call: Call, first: Tensor, second: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
-) -> Result:
-    """Cosine losses of pairs ``[M,N,D]`` that are similar or not, ``[M,N]``."""
-    rows = _Rows(call, first)
-    others = map(rows.of, each(expand, (second, target), call.dims[1:], call.num_models))
-    losses = aten.cosine_embedding_loss.default(rows.input, *others, margin, _NONE)
-    return _reduce(rows.split(losses), reduction), 0
-
-
 register_looped(
     "loss",
-    *("multi_margin_loss_backward", "multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
-    "soft_margin_loss_backward",
+    *("multi_margin_loss", "multilabel_margin_loss", "multi_margin_loss_backward", "soft_margin_loss_backward"),
+    *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
 )
 
 
@@ -280,8 +220,8 @@ class _Rows:
     A shared input is repeated.
     """
 
-    def __init__(self, call: Call, input: Tensor, position: int = 0):
-        self.num_models, dim = call.num_models, call.dims[position]
+    def __init__(self, call: Call, input: Tensor):
+        self.num_models, dim = call.num_models, call.dims[0]
         self.members = expand(input, dim, call.num_models)
         self.shape = self.members.shape
         self.has_batch = self.members.dim() > 2
@@ -300,20 +240,16 @@ class _Rows:
         sizes = self.num_models, x.shape[0] // self.num_models
         return x.unflatten(0, sizes[::-1]).transpose(0, 1) if self.is_inner else x.unflatten(0, sizes)
 
-    def classwise(self, x: Tensor) -> Tensor:
-        """``[M,C] -> [M,1,C,1]``."""
-        return x.reshape(len(x), 1, -1, *(1,) * (len(self.shape) - 3)) if self.has_batch else x
 
-
-def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor | None = None) -> Tensor:
+def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor) -> Tensor:
     """The class weight of each target ``[M,N,S]``; zero for targets that are not counted."""
     # Ignored targets may be outside of the table.
-    index = target if counted is None else torch.where(counted, target, 0)
+    index = torch.where(counted, target, 0)
     if dim is None:
         weights = weight.index_select(0, index.flatten()).reshape(target.shape)
     else:
         weights = models_first(weight, dim).gather(1, _flat(index)).reshape(target.shape)
-    return weights if counted is None else torch.where(counted, weights, 0)
+    return torch.where(counted, weights, 0)
 
 
 def _flat(x: Tensor) -> Tensor:

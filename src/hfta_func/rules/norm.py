@@ -20,7 +20,6 @@ from hfta_func._torch import has_tangents
 from hfta_func.calls.recompute import cheap, recalls
 from hfta_func.errors import TraceError
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
-from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._operator import Operator, runs_programs
 from hfta_func.rules._registry import Call, Result, register
 
@@ -107,44 +106,29 @@ def group_norm(
 ) -> Result:
     """Group normalisation with M times the channels and groups."""
     num_models, (x_dim, _, *dims) = call.num_models, call.first_dims(4)
-    if x_dim is None or (x_dim == 0 and dims == [None, None]):
-
-        def kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor]:
-            return (torch.group_norm(x, groups, weight, bias, *options),)
-
-        return _group_samples(num_models, kernel, x, x_dim, (weight, bias), dims)[0], 0
+    if x_dim == 0 and dims == [None, None]:
+        # [M,N,C,S] -> [MN,C,S] -> [M,N,C,S]
+        y = torch.group_norm(fold(x, 0, 0, num_models), groups, weight, bias, *options)
+        return split(y, 0, num_models), 0
+    if x_dim is None:
+        # [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
+        inner, outer = parted((weight, bias), dims, x, x.shape[1:2])
+        y = torch.group_norm(x, groups, *inner, *options)
+        return affine(y, *each(align, outer, dims, x.dim(), x.dim() - 2)), 0
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S]
     vectors = each(fold, (weight, bias), dims, 0, num_models)
     y = torch.group_norm(fold(x, x_dim, 1, num_models), groups * num_models, *vectors, *options)
     return split(y, 1, num_models), 1
 
 
-def _group_samples(
-    num_models: int, kernel: Callable[..., Any], x: Tensor, x_dim: int | None, vectors: Vectors, dims: Any
-) -> tuple[Tensor, ...]:
-    """Normalise the samples of all members; outputs are contiguous per member, as the native operator promises."""
-    # [M,N,C,S] -> [MN,C,S] -> [M,N,C,S]; [M,N,C,S] or [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
-    shape = member_shape(x, x_dim)
-    assert shape is not None
-    inner, outer = parted(vectors, dims, x, shape[1:2])
-    if x_dim is None:
-        y, *stats = kernel(x, *inner)
-    else:
-        y, *stats = (split(output, 0, num_models) for output in kernel(fold(x, x_dim, 0, num_models), *inner))
-    return affine(y, *each(align, outer, dims, len(shape), len(shape) - 2)), *stats
-
-
 @register("_weight_norm_interface", "norm")
 def weight_norm(call: Call, v: Tensor, g: Tensor, dim: int = 0) -> Result:
     """``v * g / norm(v)`` with M times the rows; also returns the norms."""
-    (v_dim, g_dim), num_models = call.dims[:2], call.num_models
-    if v_dim is None:
-        # [O,I], [M,O,1] -> [O,1], [M,O,1] -> [M,O,I]
-        norms = torch.norm_except_dim(v, 2, dim)
-        return (v * (models_first(g, g_dim) / norms), norms), (0, None)
     # [M,O,I], [M,O,1] -> [MO,I], [MO,1] -> [M,O,I]
+    num_models = call.num_models
+    v, g = each(expand, (v, g), call.dims, num_models)
     axis = dim % (v.dim() - 1)
-    tensors = (x.movedim(axis + 1, 1) for x in each(expand, (v, g), call.dims, num_models))
+    tensors = (x.movedim(axis + 1, 1) for x in (v, g))
     rows = (fold(x, 0, 0, num_models).contiguous() for x in tensors)
     outputs = torch.ops.aten._weight_norm_interface.default(*rows, 0)
     return tuple(split(x, 0, num_models).movedim(1, axis + 1) for x in outputs), (0, 0)
@@ -199,25 +183,20 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
     num_models, (x_dim, *dims), stat_dims = call.num_models, call.dims[:3], call.dims[3:5]
     # Weight and bias; running mean and variance; all else.
     vectors, stats, options = args[:2], args[2:4], args[4:]
-    training, momentum, eps, *_ = options
+    training = options[0]
     if training and stats[0] is not None and x_dim is not None and None in stat_dims:
         raise TraceError(
             "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
             "as functional(model) does; in a model, make them buffers"
         )
-    rank = x.dim() - (x_dim is not None)
-    if rank < 2 and x.numel() == 0:
-        # Without a channel axis PyTorch accepts only an empty input, and there is nothing to normalise.
-        return (x.clone(), x.new_empty(0), x.new_empty(0)), (x_dim, None, None)
-    if x_dim is None:
+    if x_dim is None and (training or stat_dims == (None, None)):
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
-        if not training:
-            aligned = each(align, (*vectors, *stats), call.dims[1:], rank, rank - 2)
-            return (_frozen(x, eps, *aligned), x.new_empty(0), x.new_empty(0)), (0, None, None)
         inner, outer = parted(vectors, dims, x, (x.shape[1],))
-        y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, momentum, options)
-        y = affine(y, *each(align, outer, dims, rank, rank - 2))
+        y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, options)
+        y = affine(y, *each(align, outer, dims, x.dim(), x.dim() - 2))
         return (y, *saved), (None if dims == [None, None] else 0, *(None for _ in saved))
+    if x_dim is None:
+        x, x_dim = expand(x, None, num_models), 0
     if x_dim == 0 and not training and all(dim is None for dim in (*dims, *stat_dims)):
         # [M,N,C,S], [C] -> [MN,C,S], [C] -> [M,N,C,S]
         y, *saved = kernel(fold(x, 0, 0, num_models), *vectors, *stats, *options)
@@ -238,28 +217,18 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
 
 
 def _normalise_once(
-    kernel: Callable[..., Any], x: Tensor, inner: Vectors, stats: Any, stat_dims: Any, momentum: float, options: Any
+    kernel: Callable[..., Any], x: Tensor, inner: Vectors, stats: Any, stat_dims: Any, options: Any
 ) -> Any:
     """Normalise an input that all members share; the running statistics of all members move towards the same values."""
-    if all(dim is None for dim in stat_dims):
+    if stat_dims == (None, None):
         return kernel(x, *inner, *stats, *options)
     towards = [stat.new_zeros(x.shape[1]) for stat in stats]
     outputs = kernel(x, *inner, *towards, *options)
     # An empty batch leaves running statistics unchanged.
     if x.numel() > 0:
         for stat, dim, part in zip(stats, stat_dims, towards, strict=True):
-            models_first(stat, dim).mul_(1 - momentum).add_(part)
+            models_first(stat, dim).mul_(1 - options[1]).add_(part)
     return outputs
-
-
-def _frozen(x: Tensor, eps: float, weight: Any, bias: Any, mean: Any, var: Any) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` of an ``x`` that all members share, as one scale and shift."""
-    # Running statistics have no gradient; those in half precision are computed with in single precision.
-    mean, var = (stat.detach().to(torch.promote_types(stat.dtype, torch.float32)) for stat in (mean, var))
-    scale = (var + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    shift = -mean * scale if bias is None else bias - mean * scale
-    return affine(x, scale, shift)
 
 
 def parted(vectors: Vectors, dims: Any, x: Tensor, shape: Any) -> tuple[Vectors, Vectors]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func.errors import TraceError
-from hfta_func.rules._layout import align, each, expand, fold, models_first, split
+from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
@@ -22,20 +22,6 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
     """A view of all members if there is one, else a copy."""
     # [.., M, ..] -> [M, *size]
     return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
-
-
-@register("reshape", "shape")
-def reshape(call: Call, x: Tensor, size: list[int]) -> Result:
-    """As ``view``: alone, most members would get a view."""
-    return models_first(x, call.dims[0]).reshape(call.num_models, *size), 0
-
-
-@register("flatten.using_ints", "shape")
-def flatten(call: Call, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Result:
-    """As ``view``: alone, most members would get a view."""
-    x, rank = models_first(x, call.dims[0]), x.dim() - 1
-    start, end = (dim + 1 if dim >= 0 else dim for dim in (start_dim, end_dim))
-    return (x.flatten(start, end) if rank else x.unsqueeze(1)), 0
 
 
 @register("contiguous", "shape")
@@ -60,30 +46,11 @@ def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offse
 @register("_prelu_kernel", "activation")
 def prelu(call: Call, x: Tensor, weight: Tensor) -> Result:
     """Elementwise; PyTorch passes the slopes as ``[1,C,1]``, shaped like the input."""
-    x, weight = _aligned(call, x, weight)
-    if x.device.type == "xla":
-        # XLA's kernel takes the second axis for the channels, whatever the shape of the slopes.
-        return torch.where(x > 0, x, weight * x), 0
-    return torch.ops.aten._prelu_kernel.default(x, weight), 0
-
-
-@register("_prelu_kernel_backward", "activation")
-def prelu_backward(call: Call, grad: Tensor, x: Tensor, weight: Tensor) -> Result:
-    """Gradients of the input and of the slopes, the latter not yet summed."""
-    grad, x, weight = _aligned(call, grad, x, weight)
-    if x.device.type == "xla":
-        return (torch.where(x > 0, grad, weight * grad), torch.where(x > 0, 0, x * grad)), (0, 0)
-    return torch.ops.aten._prelu_kernel_backward.default(grad, x, weight), (0, 0)
-
-
-def _aligned(call: Call, *tensors: Tensor) -> list[Tensor]:
-    rank = max(x.dim() - (dim is not None) for x, dim in zip(tensors, call.dims, strict=True))
-    first, *others = each(align, tensors, call.dims, rank)
-    # The kernel makes its output as large as the first tensor.
-    return [first.expand(call.num_models, *first.shape[1:]), *others]
-
-
-_DIRECT = 2  # PyTorch's number for a distance computed without a matrix product
+    if x.device.type != "xla" and call.dims[0] is not None:
+        return NotImplemented
+    # XLA's kernel takes the second axis for the channels, and PyTorch's output has the shape of the input.
+    x, weight = each(align, (x, weight), call.dims, x.dim() - (call.dims[0] is not None))
+    return torch.where(x > 0, x, weight * x), 0
 
 
 @register("cdist", "distance")
@@ -104,32 +71,12 @@ def cdist_backward(call: Call, grad: Tensor, first: Tensor, second: Tensor, p: f
     return torch.ops.aten._cdist_backward.default(grad, first, second, p, distances), 0
 
 
-@register("pdist", "distance")
-def pdist(call: Call, x: Tensor, p: float = 2.0) -> Result:
-    """Distances between all pairs of rows, ``[M,P,D] -> [M,P(P-1)/2]``."""
-    x = models_first(x, call.dims[0])
-    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
-    return torch.ops.aten.cdist.default(x, x, p, _DIRECT)[:, rows, columns], 0
+register_looped("distance", "pdist", "_pdist_forward", "_pdist_backward")
 
 
-register_looped("distance", "_pdist_forward", "_pdist_backward")
-
-
-_NAMES = [f"_upsample_nearest_exact{space}d" for space in (1, 2, 3)]
-
-
-@register_each("resampling", *_NAMES, *(f"{name}.vec" for name in _NAMES))
-def resample(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
-    """Members join the batch."""
-    # [M,N,C,S] -> [MN,C,S]
-    return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
-
-
-@register_each("resampling", *(f"{name}_backward" for name in _NAMES))
-def resample_backward(operator: Any, call: Call, grad: Tensor, out: Any, size: Any, *scales: Any) -> Result:
-    """Gradient of an input of a ``size``; members join the batch."""
-    grad, size = fold(grad, call.dims[0], 0, call.num_models), [call.num_models * size[0], *size[1:]]
-    return split(operator(grad, out, size, *scales), 0, call.num_models), 0
+for _space in (1, 2, 3):
+    _exact = f"_upsample_nearest_exact{_space}d"
+    register_looped("resampling", _exact, f"{_exact}.vec", f"{_exact}_backward")
 
 
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:

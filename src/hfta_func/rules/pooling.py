@@ -28,7 +28,7 @@ def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
     """Each channel of an input ``[N,C,S]`` or ``[C,S]`` by itself; the members join the axis next to theirs in memory."""
     # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
     dim = call.dims[0]
-    into = 1 if dim == 1 and x.dim() == _space(operator) + 3 else 0
+    into = 1 if dim == 1 and x.dim() == (5 if "2d" in operator.name() else 6) else 0
     x = fold(x, dim, into, call.num_models)
     windows = _fast_windows(operator, x, options)
     return _split(operator(x, *options) if windows is None else _max_pool(x, *windows), into, call.num_models)
@@ -99,10 +99,6 @@ register_looped(
     *("fractional_max_pool2d", "fractional_max_pool3d"),
     *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
 )
-
-
-def _space(operator: Any) -> int:
-    return 2 if "2d" in operator.name() else 3
 
 
 def _split(outputs: Any, axis: int, num_models: int) -> Result:

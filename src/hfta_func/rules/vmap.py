@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,12 @@ def _vmap(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _traced(mapped, args, kwargs)
+            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                # An export that runs functions as they do eagerly: no end of a compilation will undo settings.
+                install()
+            else:
+                install_for_compiler(_choice.state)
+            return mapped(*args, **kwargs)
         install()
         given = [] if routed else [(x, writes(x)) for x in tensors_in((args, kwargs))]
         try:
@@ -133,16 +139,6 @@ def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Except
     return None
 
 
-def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``mapped(*args, **kwargs)`` for a compiler, or for an export that runs functions as they do eagerly."""
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        # No end of a compilation will undo settings.
-        install()
-        return mapped(*args, **kwargs)
-    install_for_compiler(_choice.state)
-    return mapped(*args, **kwargs)
-
-
 def _mapped(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, is_alone: bool) -> Any:
     """``torch.func.vmap`` on flat lists, because optree flattens trees much faster than torch's pytree in Python.
 
@@ -151,13 +147,8 @@ def _mapped(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, 
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     dims = [in_dims] * len(leaves)
     if not isinstance(in_dims, int):
-        try:
+        with contextlib.suppress(ValueError):
             dims = optree.broadcast_prefix(in_dims, args, none_is_leaf=True)
-        except ValueError:
-            raise ValueError(
-                f"in_dims is {in_dims!r}, which does not fit the {len(args)} arguments; give an int, None, or a tree of "
-                f"these in the structure of the arguments"
-            ) from None
     count = _num_models(leaves, dims)
     if count is None:
         # PyTorch says what is wrong.

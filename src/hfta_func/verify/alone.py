@@ -19,10 +19,11 @@ from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
 from hfta_func.errors import RandomnessError, StateError
-from hfta_func.models.attributes import Snapshot, count
+from hfta_func.models.attributes import Snapshot
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.padding import padding_of
 from hfta_func.models.remat import checkpoints_of
+from hfta_func.models.scalar_attributes import assign
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import with_zeros
 from hfta_func.models.stack import members_of
@@ -119,7 +120,7 @@ class Case(NamedTuple):
                 run_uncompiled(module)
             if isinstance(module, nn.TransformerEncoder):
                 module.forward = types.MethodType(with_zeros, module)
-        count(model, self.counts)
+        assign(model, self.counts)
         if self.training is not None:
             return model.train(self.training)
         for path, alone in self.paths(member).items():
