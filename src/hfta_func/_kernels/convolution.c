@@ -1,83 +1,18 @@
 // Convolutions of M members, with images as the lanes of vectors.
 //
 // A lane is a band of rows of one sample. Bands are copied into a buffer [channel][pixel][lane] with their padding, so that
-// every output is a sum over one list of places, of any channels, taps, strides and dilations, without a condition. REAL is
-// float or double, SIZE its bytes.
+// every output is a sum over one list of places, of any channels, taps, strides and dilations, without a condition.
 //
 // "Big" and "small" are the two sides of a convolution with a stride: a filter gathers pixels of the big image for each pixel
 // of the small one, or scatters the small one's onto the big one. Filters are [group, small channel][big channel][tap].
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-// Bytes of a vector, and what fits into the registers: accumulators of 1 to 6 channels by so many pixels each.
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-#if defined(__AVX512F__) || defined(__aarch64__)
+// How many pixels of 1 to 6 channels the registers can add up at a time.
+#if REGISTERS == 32
 #define EACH(DO) DO(1, 8) DO(2, 8) DO(3, 8) DO(4, 6) DO(5, 5) DO(6, 4)
 #else
 #define EACH(DO) DO(1, 8) DO(2, 5) DO(3, 4) DO(4, 3) DO(5, 2) DO(6, 2)
 #endif
 #define MOST 6
-// Compilers read a factor of several products from memory for each of them.
-#if defined(__AVX512F__)
-#define KEPT(x) __asm__("" : "+v"(x))
-#elif defined(__AVX__)
-#define KEPT(x) __asm__("" : "+x"(x))
-#else
-#define KEPT(x)
-#endif
-#define LANES (BYTES / SIZE)
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
-#define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
-
-typedef int64_t count;
-typedef REAL vec __attribute__((vector_size(BYTES), may_alias));
-typedef REAL loose __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
-#if SIZE == 4
-typedef int32_t indices __attribute__((vector_size(BYTES)));
-#else
-typedef int64_t indices __attribute__((vector_size(BYTES)));
-#endif
-
-#if defined(__clang__)
-#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIXED(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
-#endif
-#if LANES == 16
-#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif LANES == 8
-#define LOW 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
-#elif LANES == 4
-#define LOW 0, 4, 1, 5
-#define HIGH 2, 6, 3, 7
-#else
-#define LOW 0, 2
-#define HIGH 1, 3
-#endif
-
-INLINE void transpose(vec *rows)
-{
-    UNROLLED for (int stage = 1; stage < LANES; stage *= 2) {
-        vec mixed[LANES];
-        UNROLLED for (int i = 0; i < LANES / 2; i++) {
-            mixed[2 * i] = MIXED(rows[i], rows[i + LANES / 2], LOW);
-            mixed[2 * i + 1] = MIXED(rows[i], rows[i + LANES / 2], HIGH);
-        }
-        UNROLLED for (int i = 0; i < LANES; i++)
-            rows[i] = mixed[i];
-    }
-}
 
 typedef struct {
     count models, batch, groups, ins, outs;       // channels of one group that are read and written
