@@ -142,7 +142,9 @@ def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
 
     @functools.cache
     def gradient() -> Tensor:
-        return _forward(x, weight, None, *geometry, ["grouped"])
+        # In memory as the forward pass, which is timed first, leaves it.
+        measured = _measured.chosen(case)
+        return _forward(x, weight, None, *geometry, [measured.lowering if measured else "grouped"])
 
     runs: dict[str, Callable[[str], Any]] = {case.op: lambda name: _forward(x, weight, None, *geometry, [name])}
     for op, needs in zip(CONVOLUTION_GRADS, ((True, False), (False, True)), strict=True):
