@@ -94,7 +94,7 @@ def _of_one_model(
 ) -> Tensor:  # fmt: skip
     """PyTorch's function; in an array of one, which runs without ``vmap``, the lowerings that are faster than it."""
     names = "stride", "padding", *(("output_padding", "groups", "dilation") if transposed else ("dilation", "groups"))
-    given = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+    given: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
     given |= dict(zip(names, options, strict=False)) | named
     observed = torch.compiler.is_compiling() or _torch.inside_transform() or torch.is_autocast_enabled("cpu")
     is_known = len(given) == 5 and not isinstance(given["padding"], str) and weight.dim() == x.dim() > 2
