@@ -46,6 +46,10 @@ SIZES = [
     ((17, 2, 5, 4, 3), (3, 2, 4, 2, 2), {"dilation": (1, 2, 1)}),
     # Rows and columns of the input that no filter sees.
     *(((20, 2, 8, 8), (3, 2, 2, 2), {"stride": 5}), ((2, 1, 30, 30), (1, 1, 1, 1), {"stride": 4, "padding": 3})),
+    # Runs of rows as vectors: rows that fill them or nearly do, filters wider than the padding, neighbours apart.
+    *(((1, 5, 9, 32), (7, 5, 3, 3), {"padding": 1}), ((2, 8, 6, 48), (16, 1, 3, 3), {"padding": (0, 3), "groups": 8})),
+    *(((1, 4, 7, 62), (6, 2, 3, 5), {"stride": (1, 2), "groups": 2}), ((3, 3, 120), (8, 3, 5), {"dilation": 3})),
+    ((1, 2, 3, 4, 30), (3, 2, 2, 2, 3), {"stride": (2, 1, 3), "padding": 1}),
 ]
 
 
@@ -86,6 +90,8 @@ CASES = [
     ((40, 6, 9, 7), (10, 6, 3, 3), {"padding": 1}),
     ((2, 3, 33, 20), (5, 3, 5, 5), {"stride": 2}),
     ((150, 2, 5, 5), (3, 2, 2, 2), {}),
+    ((3, 8, 6, 32), (8, 1, 3, 3), {"padding": 1, "groups": 8}),
+    ((3, 2, 6, 30), (9, 2, 3, 3), {"padding": 1}),
 ]
 
 
@@ -144,6 +150,39 @@ def test_compiled_convolutions_are_operators_of_the_kernel() -> None:
             torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
 
 
+class Convolutions(torch.nn.Module):
+    """Calls of convolutions in all of their spellings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = (5, 3, 3, 3), (6, 5, 3, 3), (6, 7, 2, 2), (7, 1, 1, 3)
+        self.weights = torch.nn.ParameterList([torch.randn(shape, dtype=torch.float64) for shape in shapes])
+        self.bias = torch.nn.Parameter(torch.randn(7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three, four = self.weights
+        x = F.conv2d(F.conv2d(x, one, None, 1, (1, 0)).tanh(), two, padding="same", dilation=2).tanh()
+        x = F.conv_transpose2d(x, three, self.bias, 2, 0, (1, 0), dilation=[1, 1]).tanh()
+        return F.conv2d(x, four, self.bias, stride=(2, 1), groups=7).tanh() + F.conv2d(x[0], four, groups=7)[:, ::2]
+
+
+def test_an_array_of_one_runs_by_lowerings_too() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    model, x = Convolutions(), torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    step = hfta.make_train_step(model, loss, hfta.sgd(lr=1.0))
+    state = step.init(*hfta.stack_params([model]), seeds=[0])
+    grads = torch.autograd.grad(loss(model, x), [*model.parameters()])
+    with hfta.rules.override(conv="direct"):
+        after, _ = step(state, x.unsqueeze(0))
+        chosen = [(one.num_models, one.lowering) for one in hfta.rules.explain(step, state, x.unsqueeze(0))]
+    # Not the one whose padding has a name, and the one without samples.
+    assert chosen == [(1, "direct")] * 9
+    for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(param - after.params[name][0], grad, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("weight", "options"),
     [
@@ -194,6 +233,8 @@ for x, weight, stride, pad, dilation in (
     ((1, 5, 37, 6), (7, 5, 3, 3), 1, 1, 1), ((35, 2, 6, 5), (3, 2, 2, 3), 2, 0, 1), ((2, 4, 70, 70), (9, 4, 3, 3), 1, 2, 2),
     ((20, 2, 8, 8), (3, 2, 2, 2), 5, 0, 1), ((2, 1, 30, 30), (1, 1, 1, 1), 4, 3, 1), ((3, 3, 9, 40), (5, 3, 5, 2), 3, 4, 1),
     ((20, 3, 9, 8), (4, 3, 5, 5), 1, 0, 1),
+    ((1, 3, 5, 32), (4, 3, 3, 3), 1, 1, 1), ((1, 2, 6, 61), (7, 2, 3, 3), (1, 2), 1, 2),
+    ((2, 3, 4, 27), (8, 3, 1, 5), 1, (0, 1), 1),
     # Rows behind the last filter, more than buffers are longer than needed.
     ((16, 1, 3, 40, 40), (2, 1, 3, 3, 3), (1, 20, 1), 0, 1),
 ):

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import hfta_func as hfta
 from hfta_func import _torch
 from hfta_func._kernels import convolution, native
-from hfta_func.rules import _choice, _lowering, _measured, conv
+from hfta_func.rules import _choice, _direct, _lowering, _measured, conv
 from hfta_func.workers.process import settings, settle
 
 GROUPED, PRODUCT, LOOP = "grouped", "matmul", "loop"
@@ -29,7 +29,7 @@ class Machine:
         self.noise: Callable[[], float] = lambda: 1.0
         patch.setenv("HFTA_FUNC_CACHE", str(folder))
         # As without a compiler, for the same candidates on every machine.
-        for module in (_lowering, conv):
+        for module in (_direct, _lowering):
             patch.setattr(module, "program", lambda dtype: None)
         patch.delenv("HFTA_FUNC_MEASURE")
         for name in ("now", "seconds"):
@@ -111,7 +111,7 @@ def test_measuring_takes_a_small_share_of_the_time_and_no_case_twice(machine: Ma
 
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
 def test_the_kernel_in_c_is_a_candidate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_lowering, conv):
+    for module in (_direct, _lowering):
         monkeypatch.setattr(module, "program", convolution.program)
     machine.costs["direct"] = 0.25e-3
     assert machine.chosen(channels=16)[0] == machine.chosen(channels=5)[0] == "direct"

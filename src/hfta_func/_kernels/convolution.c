@@ -1,83 +1,22 @@
-// Convolutions of M members, with images as the lanes of vectors.
+// Convolutions of M members.
 //
-// A lane is a band of rows of one sample. Bands are copied into a buffer [channel][pixel][lane] with their padding, so that
-// every output is a sum over one list of places, of any channels, taps, strides and dilations, without a condition. REAL is
-// float or double, SIZE its bytes.
+// Images are copied into a buffer with their padding, so that every output is a sum over one list of places, of any channels,
+// taps, strides and dilations, without a condition. There are two layouts. Either a lane of vectors is a band of rows of one
+// sample: [channel][pixel][lane]. Or vectors are runs of neighbours in a row of one sample, which needs no transposition, but
+// rows that fill vectors: [channel][row][column], where a stride puts columns that are read together next to each other.
 //
 // "Big" and "small" are the two sides of a convolution with a stride: a filter gathers pixels of the big image for each pixel
 // of the small one, or scatters the small one's onto the big one. Filters are [group, small channel][big channel][tap].
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-// Bytes of a vector, and what fits into the registers: accumulators of 1 to 6 channels by so many pixels each.
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define EACH(DO) DO(1, 8) DO(2, 8) DO(3, 8) DO(4, 6) DO(5, 5) DO(6, 4)
+// How many pixels of 1 to 6 channels the registers can add up at a time.
+#if REGISTERS == 32
+#define EACH(DO) DO(1, 9) DO(2, 8) DO(3, 8) DO(4, 6) DO(5, 5) DO(6, 4)
 #else
 #define EACH(DO) DO(1, 8) DO(2, 5) DO(3, 4) DO(4, 3) DO(5, 2) DO(6, 2)
 #endif
 #define MOST 6
-// Compilers read a factor of several products from memory for each of them.
-#if defined(__AVX512F__)
-#define KEPT(x) __asm__("" : "+v"(x))
-#elif defined(__AVX__)
-#define KEPT(x) __asm__("" : "+x"(x))
-#else
-#define KEPT(x)
-#endif
-#define LANES (BYTES / SIZE)
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
-#define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
-
-typedef int64_t count;
-typedef REAL vec __attribute__((vector_size(BYTES), may_alias));
-typedef REAL loose __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
-#if SIZE == 4
-typedef int32_t indices __attribute__((vector_size(BYTES)));
-#else
-typedef int64_t indices __attribute__((vector_size(BYTES)));
-#endif
-
-#if defined(__clang__)
-#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIXED(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
-#endif
-#if LANES == 16
-#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif LANES == 8
-#define LOW 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
-#elif LANES == 4
-#define LOW 0, 4, 1, 5
-#define HIGH 2, 6, 3, 7
-#else
-#define LOW 0, 2
-#define HIGH 1, 3
-#endif
-
-INLINE void transpose(vec *rows)
-{
-    UNROLLED for (int stage = 1; stage < LANES; stage *= 2) {
-        vec mixed[LANES];
-        UNROLLED for (int i = 0; i < LANES / 2; i++) {
-            mixed[2 * i] = MIXED(rows[i], rows[i + LANES / 2], LOW);
-            mixed[2 * i + 1] = MIXED(rows[i], rows[i + LANES / 2], HIGH);
-        }
-        UNROLLED for (int i = 0; i < LANES; i++)
-            rows[i] = mixed[i];
-    }
-}
+// What is read again soon should still be in the first-level cache.
+#define PIXELS_AT_ONCE 48
 
 typedef struct {
     count models, batch, groups, ins, outs;       // channels of one group that are read and written
@@ -92,9 +31,10 @@ typedef struct {
     count outs, low, size, move;
 } window;
 
-// A band of all axes. Buffers have room for one more pixel of each image, where those outside of the window go.
+// A band of all axes. Buffers have room for one more pixel of each image, where those outside of the window go. If vectors are
+// runs of a row, "pixels" are vectors: so many a row, whose columns of the same remainder by the stride are `apart` numbers.
 typedef struct {
-    count bands, chunks, in_pixels, out_pixels;
+    count bands, chunks, in_pixels, out_pixels, vectors, apart;
     window axes[3];
 } layout;
 
@@ -113,7 +53,7 @@ INLINE int under(const geometry *g, int a, count q, count k, count *at)
 
 static layout laid_out(const geometry *g, count rows)
 {
-    layout l = {1, 0, 1, 1, {{0}}};
+    layout l = {1, 0, 1, 1, 0, 0, {{0}}};
     for (int a = 0; a < 3; a++) {
         window *w = &l.axes[a];
         count low = INT64_MAX, high = INT64_MIN, at;
@@ -138,16 +78,34 @@ static layout laid_out(const geometry *g, count rows)
     return l;
 }
 
+INLINE count stride_of_row(const geometry *g) { return g->scatters ? 1 : g->stride[2]; }
+// Whether the buffer of outputs is as a sample of theirs is.
+INLINE int is_tight(const geometry *g, const layout *l) { return l->vectors && g->out[2] % LANES == 0; }
+INLINE count pitch(const geometry *g, const layout *l) { return l->apart * stride_of_row(g); }
+
+// The layout whose vectors are runs of a row.
+static layout laid_in_rows(const geometry *g)
+{
+    layout l = laid_out(g, g->out[g->axis]);
+    const window *w = l.axes;
+    l.vectors = (w[2].outs + LANES - 1) / LANES;
+    l.apart = l.vectors * LANES + g->dilation[2] * (g->taps[2] - 1) / stride_of_row(g) + 1;
+    l.in_pixels = w[0].size * w[1].size * pitch(g, &l) / LANES + 1;
+    l.out_pixels = w[0].outs * w[1].outs * l.vectors;
+    l.chunks = g->batch;
+    return l;
+}
+
 // The bands by which the lanes are well filled and buffers stay in the second-level cache. Nothing else may matter, so that
 // sums are in the same order in every array.
-static layout best_layout(const geometry *g)
+static layout best_layout(const geometry *g, int adds_up)
 {
     const count rows = g->out[g->axis], step = g->scatters ? g->stride[g->axis] : 1;
     count taps = g->taps[0] * g->taps[1] * g->taps[2];
     if (g->scatters)
         taps = taps / (g->stride[0] * g->stride[1] * g->stride[2]) + 1;
     layout best = {0};
-    double least = 0;
+    double least = 0, copies = 0;
     for (count bands = 1; bands <= rows; bands++) {
         count each = (rows + bands - 1) / bands;
         each = bands == 1 ? rows : (each + step - 1) / step * step;
@@ -162,11 +120,20 @@ static layout best_layout(const geometry *g)
         if (!best.bands || cycles < 0.97 * least) {
             best = l;
             least = cycles;
+            copies = l.chunks * (in + out);
         }
         if (bands >= 64)
             break;
     }
-    return best;
+    if (g->scatters && g->stride[0] * g->stride[1] * g->stride[2] > 1)
+        return best;
+    const layout l = laid_in_rows(g);
+    const double in = (double)l.in_pixels * g->groups * g->ins, out = (double)l.out_pixels * g->groups * g->outs;
+    // Transpositions take twice as long where little is computed between them, and loads of vectors from anywhere longer than
+    // of aligned ones. Sums over pixels are read and written for every few of them.
+    const double each = adds_up ? 0.75 + 2.0 / AT_MOST(l.out_pixels, PIXELS_AT_ONCE) : 0.75;
+    const double cycles = l.chunks * (1.5 * (in * stride_of_row(g) + out) + each * out * g->ins * taps);
+    return cycles < least + 4 * copies ? l : best;
 }
 
 // Where lanes begin in a member's images, and which part of a run of pixels they have.
@@ -239,6 +206,44 @@ static void copy_out(const REAL *restrict from, const lanes *s, const copied *c,
         }
 }
 
+INLINE void copy_row(const REAL *restrict from, count length, REAL *restrict into)
+{
+    if (length < LANES)
+        for (count i = 0; i < length; i++)
+            into[i] = from[i];
+    else {
+        for (count i = 0; i + LANES < length; i += LANES)
+            *(loose *)(into + i) = *(const loose *)(from + i);
+        *(loose *)(into + length - LANES) = *(const loose *)(from + length - LANES);
+    }
+}
+
+// The windows of a sample, row by row.
+static void copy_rows_in(const REAL *restrict from, const geometry *g, const layout *l, REAL *restrict into)
+{
+    const window *w = l->axes;
+    const count first = AT_LEAST(0, -w[2].low), end = AT_MOST(w[2].size, g->in[2] - w[2].low), stride = stride_of_row(g);
+    for (count channel = 0; channel < g->groups * g->ins; channel++)
+        for (count i = AT_LEAST(0, -w[0].low); i < AT_MOST(w[0].size, g->in[0] - w[0].low); i++)
+            for (count j = AT_LEAST(0, -w[1].low); j < AT_MOST(w[1].size, g->in[1] - w[1].low); j++) {
+                const REAL *row = from + ((channel * g->in[0] + i + w[0].low) * g->in[1] + j + w[1].low) * g->in[2] + w[2].low;
+                REAL *to = into + channel * l->in_pixels * LANES + (i * w[1].size + j) * pitch(g, l);
+                if (stride == 1)
+                    copy_row(row + first, end - first, to + first);
+                else
+                    for (count k = first; k < end; k++)
+                        to[k % stride * l->apart + k / stride] = row[k];
+            }
+}
+
+// Outputs of a sample, between a tensor and a buffer.
+static void copy_rows(const geometry *g, const layout *l, const REAL *restrict from, count from_row, REAL *restrict into,
+                      count into_row)
+{
+    for (count row = 0; row < g->groups * g->outs * g->out[0] * g->out[1]; row++)
+        copy_row(from + row * from_row, g->out[2], into + row * into_row);
+}
+
 static count *numbers(count length)
 {
     return malloc(sizeof(count) * AT_LEAST(length, 1));
@@ -258,9 +263,9 @@ static copied copied_windows(const geometry *g, const layout *l)
     const int whole = l->bands == 1;
     copied c = {whole ? 1 : channels, 0, g->in[0] * slabs[0], slabs[g->axis], 0, 0, whole ? 0 : l->in_pixels * LANES};
     c.total = channels * c.image;
-    c.length = whole ? c.total : w[g->axis].size * c.slab;
+    c.length = l->vectors ? 0 : whole ? c.total : w[g->axis].size * c.slab;
     c.places = numbers(c.length);
-    if (!c.places)
+    if (!c.places || l->vectors)
         return c;
     count sizes[3], skipped[3];
     for (int a = 0; a < 3; a++) {
@@ -290,7 +295,7 @@ static copied copied_outputs(const geometry *g, const layout *l)
     const int whole = l->bands == 1;
     copied c = {whole ? 1 : channels, 0, g->out[0] * slabs[0], slabs[g->axis], 0, 0, l->out_pixels * LANES};
     c.total = channels * c.image;
-    c.length = whole ? c.total : l->out_pixels;
+    c.length = l->vectors ? 0 : whole ? c.total : l->out_pixels;
     c.places = numbers(c.length);
     for (count j = 0; j < c.length && c.places; j++)
         c.places[j] = j * LANES;
@@ -308,6 +313,27 @@ static lanes output_lanes(count chunk, const geometry *g, const layout *l, const
 {
     const count rows = l->axes[g->axis].outs;
     return lanes_of(chunk, l, g->batch, sample, g->groups * g->outs, c->image, c->slab, 0, rows, rows, g->out[g->axis]);
+}
+
+// A chunk of the inputs of a member, into a buffer; and of its results, out of one.
+static void take_in(const REAL *x, count chunk, const geometry *g, const layout *l, const copied *in, REAL *images)
+{
+    if (l->vectors) {
+        copy_rows_in(x + chunk * g->in_sample, g, l, images);
+        return;
+    }
+    const lanes from = input_lanes(chunk, g, l, in);
+    copy_in(x, &from, in, images);
+}
+
+static void give_out(const REAL *results, count chunk, const geometry *g, const layout *l, const copied *out, REAL *y)
+{
+    if (l->vectors) {
+        copy_rows(g, l, results, l->vectors * LANES, y + chunk * out->total, g->out[2]);
+        return;
+    }
+    const lanes to = output_lanes(chunk, g, l, out, out->total);
+    copy_out(results, &to, out, y);
 }
 
 // Outputs with the same taps: all, or if a strided filter scatters, every stride-th; of rows with the same taps inside the image,
@@ -336,7 +362,7 @@ static int skips_edges(const geometry *g, const layout *l)
         for (count k = 0; k < g->taps[g->axis]; k++)
             inside += is_inside(g, q, k);
     const int has_phases = g->scatters && g->stride[0] * g->stride[1] * g->stride[2] > 1;
-    return l->bands == 1 && g->axis < 2 && !has_phases && 4 * inside < 3 * g->out[g->axis] * g->taps[g->axis];
+    return !l->vectors && l->bands == 1 && g->axis < 2 && !has_phases && 4 * inside < 3 * g->out[g->axis] * g->taps[g->axis];
 }
 
 // The first row behind `row` with other taps.
@@ -363,6 +389,8 @@ static phase make_phase(const geometry *g, const layout *l, const count *first, 
             outs[a] = rows[1] - rows[0];
         }
     }
+    if (l->vectors)
+        outs[2] = l->vectors;
     p.pixels = outs[0] * outs[1] * outs[2];
     const count all = g->taps[0] * g->taps[1] * g->taps[2];
     p.from = numbers(all * g->ins);
@@ -376,10 +404,13 @@ static phase make_phase(const geometry *g, const layout *l, const count *first, 
         count place = 0, at = 0, exists = 1;
         for (int a = 0; a < 3; a++) {
             exists &= under(g, a, first[a], tap[a], &at);
-            place = place * w[a].size + at - w[a].low;
+            if (a == 2 && l->vectors)
+                place = place * pitch(g, l) + (at - w[a].low) % stride_of_row(g) * l->apart + (at - w[a].low) / stride_of_row(g);
+            else
+                place = place * w[a].size + at - w[a].low;
         }
         if (exists && (!rows || is_inside(g, rows[0], tap[g->axis]))) {
-            p.from[taps] = place * LANES;
+            p.from[taps] = place * (l->vectors ? 1 : LANES);
             p.weight[taps++] = k;
         }
     }
@@ -394,6 +425,11 @@ static phase make_phase(const geometry *g, const layout *l, const count *first, 
         for (count j = 0; j < outs[1]; j++)
             for (count k = 0; k < outs[2]; k++, q++) {
                 const count at[3] = {starts[0] + i, starts[1] + j, k};
+                if (l->vectors) {
+                    p.origin[q] = (i * jump[0] * w[1].size + j * jump[1]) * pitch(g, l) + k * LANES;
+                    p.target[q] = q * LANES;
+                    continue;
+                }
                 p.origin[q] = ((at[0] * jump[0] * w[1].size + at[1] * jump[1]) * w[2].size + at[2] * jump[2]) * LANES;
                 const count pixel = ((first[0] + at[0] * steps[0]) * w[1].outs + first[1] + at[1] * steps[1]) * w[2].outs;
                 p.target[q] = (pixel + first[2] + at[2] * steps[2]) * LANES;
@@ -422,7 +458,7 @@ static void free_phase(phase *p)
                 (vec){0} + (bias ? bias[o] : 0);                                                                               \
             for (count t = 0; t < p->terms; t++) {                                                                             \
                 vec x[PIXELS];                                                                                                 \
-                UNROLLED for (int i = 0; i < PIXELS; i++) x[i] = *(const vec *)(from[i] + p->from[t]);                         \
+                UNROLLED for (int i = 0; i < PIXELS; i++) x[i] = *(const loose *)(from[i] + p->from[t]);                         \
                 UNROLLED for (int o = 0; o < CHANNELS; o++)                                                                    \
                 {                                                                                                              \
                     vec w = (vec){0} + weight[t * CHANNELS + o];                                                               \
@@ -431,7 +467,7 @@ static void free_phase(phase *p)
                 }                                                                                                              \
             }                                                                                                                  \
             UNROLLED for (int i = 0; i < PIXELS; i++) UNROLLED for (int o = 0; o < CHANNELS; o++) *(                           \
-                vec *)(out + p->target[AT_MOST(q + i, high - 1)] + o * channel) = sum[o][i];                                   \
+                loose *)(out + p->target[AT_MOST(q + i, high - 1)] + o * channel) = sum[o][i];                                 \
         }                                                                                                                      \
     }
 EACH(SUMS)
@@ -449,10 +485,10 @@ EACH(SUMS)
                 *(vec *)(into + (o * p->terms + AT_MOST(t + i, p->terms - 1)) * LANES);                                        \
             for (count q = low; q < high; q++) {                                                                               \
                 vec x[TERMS];                                                                                                  \
-                UNROLLED for (int i = 0; i < TERMS; i++) x[i] = *(const vec *)(from[i] + p->origin[q]);                        \
+                UNROLLED for (int i = 0; i < TERMS; i++) x[i] = *(const loose *)(from[i] + p->origin[q]);                        \
                 UNROLLED for (int o = 0; o < CHANNELS; o++)                                                                    \
                 {                                                                                                              \
-                    vec y = *(const vec *)(out + p->target[q] + o * channel);                                                  \
+                    vec y = *(const loose *)(out + p->target[q] + o * channel);                                                \
                     KEPT(y);                                                                                                   \
                     UNROLLED for (int i = 0; i < TERMS; i++) sum[o][i] += y * x[i];                                            \
                 }                                                                                                              \
@@ -477,13 +513,10 @@ INLINE count block(count channels, count o)
     return o < larger * (each + 1) ? each + 1 : each;
 }
 
-// What is read again soon should still be in the first-level cache.
-#define PIXELS_AT_ONCE 48
-
 // Out of inputs [M,N,GI,in] and filters the outputs [M,N,GO,out], which are contiguous. Returns whether memory is missing.
 int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *bias, REAL *y, count threads)
 {
-    const layout l = best_layout(g);
+    const layout l = best_layout(g, 0);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
     const count *s = g->stride, strides = g->scatters ? s[0] * s[1] * s[2] : 1;
     const count filters = g->groups * g->ins * g->outs * g->taps[0] * g->taps[1] * g->taps[2];
@@ -515,9 +548,9 @@ int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *b
 #pragma omp for schedule(static)
         for (count item = 0; item < (missing ? 0 : g->models * l.chunks); item++) {
             const count model = item / l.chunks, chunk = item % l.chunks;
-            const lanes from = input_lanes(chunk, g, &l, &in), to = output_lanes(chunk, g, &l, &out, out.total);
-            copy_in(x + model * g->in_model, &from, &in, images);
-            REAL *next = packed;
+            take_in(x + model * g->in_model, chunk, g, &l, &in, images);
+            REAL *next = packed, *const into = y + model * g->batch * out.total;
+            REAL *const outputs = is_tight(g, &l) ? into + chunk * out.total : results;
             for (const phase *p = all; p < all + phases; p++)
                 for (count group = 0; group < g->groups; group++) {
                     const REAL *w = weight + model * filters + group * group_of_filters;
@@ -535,12 +568,13 @@ int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *b
                             size = block(g->outs, o);
                             sums[size - 1](p, q, AT_MOST(q + PIXELS_AT_ONCE, p->pixels), image, next + o * p->terms,
                                            bias ? bias + model * g->groups * g->outs + channel : 0,
-                                           results + channel * l.out_pixels * LANES, l.out_pixels * LANES);
+                                           outputs + channel * l.out_pixels * LANES, l.out_pixels * LANES);
                         }
                     next += g->outs * p->terms;
                 }
             last = model;
-            copy_out(results, &to, &out, y + model * g->batch * out.total);
+            if (outputs == results)
+                give_out(results, chunk, g, &l, &out, into);
         }
         free(images);
         free(results);
@@ -577,7 +611,7 @@ static void add_up(const REAL *images, count channels, count pixels, REAL *into)
         for (count q = 0; q < pixels; q += 8)
             UNROLLED for (int i = 0; i < 8; i++)
                 if (q + i < pixels)
-                    sum[i] += *(const vec *)(images + (q + i) * LANES);
+                    sum[i] += *(const loose *)(images + (q + i) * LANES);
         vec *all = (vec *)(into + channel * LANES);
         UNROLLED for (int i = 0; i < 8; i++)
             *all += sum[i];
@@ -592,7 +626,7 @@ static void add_up(const REAL *images, count channels, count pixels, REAL *into)
 int correlate(const geometry *g, const REAL *big, const REAL *small, count small_model, count small_sample, REAL *gradient,
               REAL *of_bias, count threads)
 {
-    const layout l = best_layout(g);
+    const layout l = best_layout(g, 1);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
     const count parts = AT_LEAST(1, AT_MOST(PARTS, l.chunks / 2)), biases = g->groups * g->outs;
     const count group_of_filters = g->outs * g->ins * g->taps[0] * g->taps[1] * g->taps[2], filters = g->groups * group_of_filters;
@@ -608,23 +642,30 @@ int correlate(const geometry *g, const REAL *big, const REAL *small, count small
             missing = 1;
         } else
             memset(images, 0, in_vectors * BYTES);
+        if (dense)
+            memset(dense, 0, biases * l.out_pixels * BYTES);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (count item = 0; item < (missing ? 0 : g->models * parts); item++) {
             const count model = item / parts, part = item % parts;
             memset(into, 0, (filters + biases) * BYTES);
             for (count chunk = l.chunks * part / parts; chunk < l.chunks * (part + 1) / parts; chunk++) {
-                const lanes of_big = input_lanes(chunk, g, &l, &in), of_small = output_lanes(chunk, g, &l, &out, small_sample);
-                copy_in(big + model * g->in_model, &of_big, &in, images);
-                copy_in(small + model * small_model, &of_small, &out, dense);
-                add_up(dense, biases, l.out_pixels, into + filters * LANES);
+                const REAL *const of_small = small + model * small_model, *const sample = of_small + chunk * small_sample;
+                const REAL *const given = is_tight(g, &l) ? sample : dense;
+                take_in(big + model * g->in_model, chunk, g, &l, &in, images);
+                if (!l.vectors) {
+                    const lanes at = output_lanes(chunk, g, &l, &out, small_sample);
+                    copy_in(of_small, &at, &out, dense);
+                } else if (given == dense)
+                    copy_rows(g, &l, sample, g->out[2], dense, l.vectors * LANES);
+                add_up(given, biases, l.out_pixels, into + filters * LANES);
                 for (count group = 0; group < g->groups; group++)
                     for (count q = 0; q < p.pixels; q += PIXELS_AT_ONCE)
                         for (count o = 0, size; o < g->outs; o += size) {
                             size = block(g->outs, o);
                             products[size - 1](&p, q, AT_MOST(q + PIXELS_AT_ONCE, p.pixels),
                                                images + group * g->ins * l.in_pixels * LANES,
-                                               dense + (group * g->outs + o) * l.out_pixels * LANES, l.out_pixels * LANES,
+                                               given + (group * g->outs + o) * l.out_pixels * LANES, l.out_pixels * LANES,
                                                into + (group * group_of_filters + o * p.terms) * LANES);
                         }
             }

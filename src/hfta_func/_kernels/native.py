@@ -166,8 +166,8 @@ def load_file(module: str, dtype: torch.dtype | None, functions: str, flags: tup
     """
     if dtype not in TYPES:
         return None
-    text = Path(module).with_suffix(".c").read_text()
-    library = load(f"#define REAL {TYPES[dtype]}\n#define SIZE {dtype.itemsize}\n{text}", flags)
+    head, text = (path.read_text() for path in (Path(__file__).with_name("vectors.h"), Path(module).with_suffix(".c")))
+    library = load(f"#define REAL {TYPES[dtype]}\n#define SIZE {dtype.itemsize}\n{head}{text}", flags)
     for function in functions.split() if library is not None else ():
         name, _, types = function.partition(":")
         getattr(library, name).argtypes = [_ARGUMENTS[letter] for letter in types]

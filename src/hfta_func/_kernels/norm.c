@@ -1,9 +1,5 @@
-// Layer normalisation of rows, with scale and shift of M members, and its gradients. REAL is float or double.
-#include <stdint.h>
-#include <string.h>
+// Layer normalisation of rows, with scale and shift of M members, and its gradients.
 #include <tgmath.h>
-
-typedef int64_t count;
 
 void layer_norm(count models, count rows, count width, const REAL *restrict x, const REAL *restrict scale,
                 const REAL *restrict shift, const double *eps, REAL *restrict y, REAL *restrict stats, count threads)

@@ -1,10 +1,4 @@
-// Maxima over windows of planes, where they are, and their gradient. REAL is float or double.
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-typedef int64_t count;
+// Maxima over windows of planes, where they are, and their gradient.
 
 typedef struct {
     count planes, in[2], out[2], taps[2], stride[2], pad[2], dilation[2];

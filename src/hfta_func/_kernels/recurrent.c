@@ -2,85 +2,20 @@
 //
 // Every product is `product`: rows of any strides times a matrix that is packed into panels. A member's samples are taken in a
 // number of parts that depends on shapes alone, and the gradients of weights are summed in their order, so that results are the
-// same on any number of threads. REAL is float or double, SIZE its bytes.
+// same on any number of threads.
 //
 // What is kept of a sample at a step: of an LSTM the gates i, f, g, o after their activations and the cell; of a GRU r, z, n and
 // the state's part of n; of others the state. The gradients of a step are those of the gates, and of a GRU's parts of n.
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-// Bytes of a vector, and rows of which two vectors each fit into the registers.
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-#if defined(__AVX512F__) || defined(__aarch64__)
+// Rows of two vectors that the registers can add up at a time.
+#if REGISTERS == 32
 #define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8)
 #define MOST 8
 #else
 #define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
 #define MOST 6
 #endif
-// Compilers read a factor of several products from memory for each of them.
-#if defined(__AVX512F__)
-#define KEPT(x) __asm__("" : "+v"(x))
-#elif defined(__AVX__)
-#define KEPT(x) __asm__("" : "+x"(x))
-#else
-#define KEPT(x)
-#endif
-#define LANES (BYTES / SIZE)
 #define PANEL (2 * LANES)
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
-#define AT_LEAST(a, b) ((a) > (b) ? (a) : (b))
-
-typedef int64_t count;
-typedef REAL vec __attribute__((vector_size(BYTES), aligned(SIZE), may_alias));
-#if SIZE == 4
-typedef int32_t indices __attribute__((vector_size(BYTES)));
-#else
-typedef int64_t indices __attribute__((vector_size(BYTES)));
-#endif
-
-// Rows of a block of as many rows as a vector has numbers become its columns.
-#if defined(__clang__)
-#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIXED(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
-#endif
-#if LANES == 16
-#define EVEN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define ODD 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif LANES == 8
-#define EVEN 0, 8, 1, 9, 2, 10, 3, 11
-#define ODD 4, 12, 5, 13, 6, 14, 7, 15
-#elif LANES == 4
-#define EVEN 0, 4, 1, 5
-#define ODD 2, 6, 3, 7
-#else
-#define EVEN 0, 2
-#define ODD 1, 3
-#endif
-
-INLINE void transpose(vec *rows)
-{
-    UNROLLED for (int stage = 1; stage < LANES; stage *= 2) {
-        vec mixed[LANES];
-        UNROLLED for (int i = 0; i < LANES / 2; i++) {
-            mixed[2 * i] = MIXED(rows[i], rows[i + LANES / 2], EVEN);
-            mixed[2 * i + 1] = MIXED(rows[i], rows[i + LANES / 2], ODD);
-        }
-        UNROLLED for (int i = 0; i < LANES; i++)
-            rows[i] = mixed[i];
-    }
-}
 
 #if SIZE == 4
 typedef uint32_t bits;
@@ -141,10 +76,10 @@ INLINE REAL hyperbolic(REAL x)
     {                                                                                                                          \
         vec sum[ROWS][2];                                                                                                      \
         UNROLLED for (int i = 0; i < ROWS; i++) UNROLLED for (int v = 0; v < vectors; v++) sum[i][v] =                         \
-            *(const vec *)(into + i * wide + v * LANES);                                                                       \
+            *(const loose *)(into + i * wide + v * LANES);                                                                       \
         for (count k = 0; k < depth; k++, a += next, b += vectors * LANES) {                                                   \
             vec y[2];                                                                                                          \
-            UNROLLED for (int v = 0; v < vectors; v++) y[v] = *(const vec *)(b + v * LANES);                                   \
+            UNROLLED for (int v = 0; v < vectors; v++) y[v] = *(const loose *)(b + v * LANES);                                   \
             UNROLLED for (int i = 0; i < ROWS; i++)                                                                            \
             {                                                                                                                  \
                 vec x = (vec){0} + a[i * row];                                                                                 \
@@ -153,7 +88,7 @@ INLINE REAL hyperbolic(REAL x)
             }                                                                                                                  \
         }                                                                                                                      \
         UNROLLED for (int i = 0; i < ROWS; i++) UNROLLED for (int v = 0; v < vectors; v++) *(                                  \
-            vec *)(into + i * wide + v * LANES) = sum[i][v];                                                                   \
+            loose *)(into + i * wide + v * LANES) = sum[i][v];                                                                   \
     }                                                                                                                          \
     static void narrow_##ROWS(count depth, const REAL *a, count row, count next, const REAL *b, REAL *into, count wide)        \
     {                                                                                                                          \
@@ -228,10 +163,10 @@ static void pack_transposed(const REAL *from, count columns, count depth, REAL *
             for (; at + v + LANES <= columns && first + LANES <= depth; first += LANES) {
                 vec rows[LANES];
                 UNROLLED for (int j = 0; j < LANES; j++)
-                    rows[j] = *(const vec *)(block + j * depth + first);
+                    rows[j] = *(const loose *)(block + j * depth + first);
                 transpose(rows);
                 UNROLLED for (int k = 0; k < LANES; k++)
-                    *(vec *)(into + (first + k) * size + v) = rows[k];
+                    *(loose *)(into + (first + k) * size + v) = rows[k];
             }
             for (count j = 0; j < LANES; j++)
                 for (count k = first; k < depth; k++)
@@ -292,17 +227,21 @@ static void activate(const layer *l, REAL *restrict kept, const REAL *restrict c
             next[j] = kept[j] = kept[j] < 0 ? 0 : kept[j];
 }
 
-// Pointers: inputs, both weights, both biases or none, state, cell or none; results: states, last state, last cell, what is kept.
-int forward(const layer *l, REAL *const *p, count threads)
+// Some samples of a member, and whether the thread comes to this member only now.
+typedef struct {
+    count model, item, low, rows, begin, is_new;
+} part;
+
+// `run` for every part of every member, each thread with buffers of its own. Returns whether memory is missing.
+typedef void work(const layer *, REAL *const *, const part *, REAL *buffers, REAL *sums);
+static int run_parts(work *run, const layer *l, REAL *const *p, count numbers, REAL *sums, count threads)
 {
-    const count H = l->size, G = GATES(l) * H, K = KEEPS(l) * H, parts = num_parts(l), of_state = l->batch * H;
-    // The state's part of a GRU's n is apart.
-    const count joint = l->kind == GRU ? 2 * H : G;
+    const count parts = num_parts(l);
     int missing = 0;
 #pragma omp parallel num_threads(threads) if (l->models * parts > 1)
     {
-        REAL *from_x = memory(PADDED(G) * l->ins), *from_h = memory((PADDED(joint) + PADDED(H)) * H), *bias = memory(K + H);
-        if (!from_x || !from_h || !bias) {
+        REAL *const buffers = memory(numbers);
+        if (!buffers) {
 #pragma omp atomic write
             missing = 1;
         }
@@ -310,51 +249,66 @@ int forward(const layer *l, REAL *const *p, count threads)
         count last = -1;
 #pragma omp for schedule(static)
         for (count item = 0; item < (missing ? 0 : l->models * parts); item++) {
-            const count m = item / parts, part = item % parts;
-            const count low = l->batch * part / parts, rows = l->batch * (part + 1) / parts - low;
-            REAL *const apart = from_h + PADDED(joint) * H;
-            if (m != last) {
-                const REAL *const weight = p[2] + m * G * H;
-                pack_transposed(p[1] + m * G * l->ins, G, l->ins, from_x);
-                pack_transposed(weight, joint, H, from_h);
-                if (l->kind == GRU)
-                    pack_transposed(weight + joint * H, H, H, apart);
-                memset(bias, 0, sizeof(REAL) * (K + H));
-                for (count j = 0; p[3] && j < G; j++) {
-                    bias[j] = p[3][m * G + j] + (j < joint ? p[4][m * G + j] : 0);
-                    if (j >= joint)
-                        bias[H + j] = p[4][m * G + j];
-                }
-                last = m;
-            }
-            const REAL *state = p[5] + m * of_state + low * H, *cell = p[6] ? p[6] + m * of_state + low * H : 0;
-            count of_cell = H;
-            for (count step = 0; step < l->steps; step++) {
-                const count t = time_of(l, step), row = (m * l->steps + t) * l->batch + low;
-                REAL *const kept = p[10] + row * K, *const next = p[7] + row * H;
-                const count filled = l->kind == GRU ? K : G;
-                for (count n = 0; n < rows; n++)
-                    memcpy(kept + n * K, bias, sizeof(REAL) * filled);
-                const REAL *const x = p[0] + m * l->of_x[0] + t * l->of_x[1] + low * l->of_x[2];
-                product(rows, G, l->ins, x, l->of_x[2], 1, from_x, kept, K);
-                product(rows, joint, H, state, H, 1, from_h, kept, K);
-                if (l->kind == GRU)
-                    product(rows, H, H, state, H, 1, apart, kept + G, K);
-                for (count n = 0; n < rows; n++)
-                    activate(l, kept + n * K, cell + (cell ? n * of_cell : 0), state + n * H, next + n * H);
-                state = next;
-                cell = kept + 4 * H;
-                of_cell = K;
-            }
-            memcpy(p[8] + m * of_state + low * H, state, sizeof(REAL) * rows * H);
-            for (count n = 0; l->kind == LSTM && n < rows; n++)
-                memcpy(p[9] + m * of_state + (low + n) * H, cell + n * K, sizeof(REAL) * H);
+            const count m = item / parts, low = l->batch * (item % parts) / parts, high = l->batch * (item % parts + 1) / parts;
+            run(l, p, &(part){m, item, low, high - low, (m * l->batch + low) * l->size, m != last}, buffers, sums);
+            last = m;
         }
-        free(from_x);
-        free(from_h);
-        free(bias);
+        free(buffers);
     }
     return missing;
+}
+
+INLINE count row_of(const layer *l, const part *s, count t) { return (s->model * l->steps + t) * l->batch + s->low; }
+
+// The state's part of a GRU's n is apart from its other gates.
+INLINE count joint_gates(const layer *l) { return (l->kind == GRU ? 2 : GATES(l)) * l->size; }
+
+static void forward_part(const layer *l, REAL *const *p, const part *s, REAL *buffers, REAL *unused)
+{
+    const count H = l->size, G = GATES(l) * H, K = KEEPS(l) * H, joint = joint_gates(l), m = s->model, rows = s->rows;
+    REAL *const from_x = buffers, *const from_h = from_x + PADDED(G) * l->ins, *const apart = from_h + PADDED(joint) * H;
+    REAL *const bias = apart + PADDED(H) * H;
+    if (s->is_new) {
+        const REAL *const weight = p[2] + m * G * H;
+        pack_transposed(p[1] + m * G * l->ins, G, l->ins, from_x);
+        pack_transposed(weight, joint, H, from_h);
+        if (l->kind == GRU)
+            pack_transposed(weight + joint * H, H, H, apart);
+        memset(bias, 0, sizeof(REAL) * (K + H));
+        for (count j = 0; p[3] && j < G; j++) {
+            bias[j] = p[3][m * G + j] + (j < joint ? p[4][m * G + j] : 0);
+            if (j >= joint)
+                bias[H + j] = p[4][m * G + j];
+        }
+    }
+    const REAL *state = p[5] + s->begin, *cell = p[6] ? p[6] + s->begin : 0;
+    count of_cell = H;
+    for (count step = 0; step < l->steps; step++) {
+        const count t = time_of(l, step), row = row_of(l, s, t), filled = l->kind == GRU ? K : G;
+        REAL *const kept = p[10] + row * K, *const next = p[7] + row * H;
+        for (count n = 0; n < rows; n++)
+            memcpy(kept + n * K, bias, sizeof(REAL) * filled);
+        const REAL *const x = p[0] + m * l->of_x[0] + t * l->of_x[1] + s->low * l->of_x[2];
+        product(rows, G, l->ins, x, l->of_x[2], 1, from_x, kept, K);
+        product(rows, joint, H, state, H, 1, from_h, kept, K);
+        if (l->kind == GRU)
+            product(rows, H, H, state, H, 1, apart, kept + G, K);
+        for (count n = 0; n < rows; n++)
+            activate(l, kept + n * K, cell + (cell ? n * of_cell : 0), state + n * H, next + n * H);
+        state = next;
+        cell = kept + 4 * H;
+        of_cell = K;
+    }
+    memcpy(p[8] + s->begin, state, sizeof(REAL) * rows * H);
+    for (count n = 0; l->kind == LSTM && n < rows; n++)
+        memcpy(p[9] + s->begin + n * H, cell + n * K, sizeof(REAL) * H);
+}
+
+// Pointers: inputs, both weights, both biases or none, state, cell or none; results: states, last state, last cell, what is kept.
+int forward(const layer *l, REAL *const *p, count threads)
+{
+    const count H = l->size, of_h = PADDED(joint_gates(l)) + PADDED(H);
+    return run_parts(forward_part, l, p, PADDED(GATES(l) * H) * l->ins + of_h * H + (KEEPS(l) + 1) * H, 0, threads);
 }
 
 // The gradients `slope` of what a step is made of, out of those of the state and the cell after it, which become those that a
@@ -393,103 +347,97 @@ static void differentiate(const layer *l, const REAL *restrict kept, const REAL 
 // About as many rows of gradients at once as the cache has room for.
 #define ROWS_AT_ONCE 128
 
+INLINE count most_rows(const layer *l) { return (l->batch + num_parts(l) - 1) / num_parts(l); }
+INLINE count steps_at_once(const layer *l) { return AT_LEAST(1, ROWS_AT_ONCE / AT_LEAST(most_rows(l), 1)); }
+// The gradients of weights and biases of a part.
+INLINE count num_sums(const layer *l) { return GATES(l) * l->size * (l->ins + l->size + 2); }
+
+static void backward_part(const layer *l, REAL *const *p, const part *s, REAL *buffers, REAL *sums)
+{
+    const count H = l->size, I = l->ins, G = GATES(l) * H, K = KEEPS(l) * H, S = SLOPES(l) * H, sizes[4] = {G * I, G * H, G, G};
+    const count m = s->model, rows = s->rows, joint = joint_gates(l), span = steps_at_once(l), most = span * most_rows(l);
+    REAL *const to_x = buffers, *const to_h = to_x + PADDED(I) * G, *const apart = to_h + PADDED(H) * joint;
+    REAL *const packed = to_h + PADDED(H) * G, *const slopes = packed + most * PADDED(AT_LEAST(I, H));
+    REAL *const dc = slopes + most * S, *const dh = p[15] + s->begin;
+    REAL *sum[4], *next = sums + s->item * num_sums(l);
+    for (int i = 0; i < 4; next += sizes[i++]) {
+        sum[i] = num_parts(l) == 1 && p[11 + i] ? p[11 + i] + m * sizes[i] : next;
+        memset(sum[i], 0, sizeof(REAL) * sizes[i]);
+    }
+    REAL *const dwx = sum[0], *const dwh = sum[1], *const dbx = sum[2], *const dbh = sum[3];
+    if (s->is_new) {
+        if (p[10])
+            pack(p[1] + m * G * I, I, G, I, to_x, 0, G);
+        pack(p[2] + m * G * H, H, joint, H, to_h, 0, joint);
+        if (l->kind == GRU)
+            pack(p[2] + (m * G + joint) * H, H, H, H, apart, 0, H);
+    }
+    for (count i = 0; i < rows * H; i++) {
+        dh[i] = p[8] ? p[8][s->begin + i] : 0;
+        dc[i] = p[9] ? p[9][s->begin + i] : 0;
+    }
+    for (count high = l->steps, first; high > 0; high = first) {
+        first = AT_LEAST(0, high - span);
+        const count depth = (high - first) * rows;
+        for (count step = high - 1; step >= first; step--) {
+            const count t = time_of(l, step), row = row_of(l, s, t);
+            const count before = step ? row + (l->reverse ? l->batch : -l->batch) : 0;
+            REAL *const slope = slopes + (step - first) * rows * S;
+            for (count n = 0; n < rows; n++) {
+                const REAL *old = 0;
+                if (l->kind == LSTM)
+                    old = step ? p[6] + (before + n) * K + 4 * H : p[4] + s->begin + n * H;
+                else
+                    old = step ? p[5] + (before + n) * H : p[3] + s->begin + n * H;
+                const REAL *const grad =
+                    p[7] ? p[7] + m * l->of_grad[0] + t * l->of_grad[1] + (s->low + n) * l->of_grad[2] : 0;
+                for (count j = 0; grad && j < H; j++)
+                    dh[n * H + j] += grad[j];
+                differentiate(l, p[6] + (row + n) * K, old, dh + n * H, dc + n * H, slope + n * S);
+            }
+            product(rows, H, joint, slope, S, 1, to_h, dh, H);
+            if (l->kind == GRU)
+                product(rows, H, H, slope + G, S, 1, apart, dh, H);
+            if (p[10]) {
+                REAL *const dx = p[10] + m * l->of_dx[0] + t * l->of_dx[1] + s->low * l->of_dx[2];
+                for (count n = 0; n < rows; n++)
+                    memset(dx + n * l->of_dx[2], 0, sizeof(REAL) * I);
+                product(rows, I, G, slope, S, 1, to_x, dx, l->of_dx[2]);
+            }
+            const REAL *const x = p[0] + m * l->of_x[0] + t * l->of_x[1] + s->low * l->of_x[2];
+            pack(x, l->of_x[2], rows, I, packed, (step - first) * rows, depth);
+        }
+        product(G, I, depth, slopes, 1, S, packed, dwx, I);
+        for (count step = first; step < high; step++) {
+            const REAL *const state = step ? p[5] + row_of(l, s, time_of(l, step - 1)) * H : p[3] + s->begin;
+            pack(state, H, rows, H, packed, (step - first) * rows, depth);
+        }
+        product(joint, H, depth, slopes, 1, S, packed, dwh, H);
+        if (l->kind == GRU)
+            product(H, H, depth, slopes + G, 1, S, packed, dwh + joint * H, H);
+        for (count k = 0; k < depth; k++)
+            for (count j = 0; j < G; j++) {
+                dbx[j] += slopes[k * S + j];
+                dbh[j] += slopes[k * S + (j < joint ? j : H + j)];
+            }
+    }
+    if (p[16])
+        memcpy(p[16] + s->begin, dc, sizeof(REAL) * rows * H);
+}
+
 // Pointers: inputs, both weights, state, cell or none, states, what is kept; gradients of states, of the last state and of the
 // last cell, each or none; results: gradients of inputs or none, of weights, biases, state, cell.
 int backward(const layer *l, REAL *const *p, count threads)
 {
-    const count H = l->size, I = l->ins, G = GATES(l) * H, K = KEEPS(l) * H, S = SLOPES(l) * H, of_state = l->batch * H;
-    const count parts = num_parts(l), joint = l->kind == GRU ? 2 * H : G, sizes[4] = {G * I, G * H, G, G};
-    const count total = G * (I + H + 2), most = (l->batch + parts - 1) / parts, span = AT_LEAST(1, ROWS_AT_ONCE / AT_LEAST(most, 1));
+    const count H = l->size, I = l->ins, G = GATES(l) * H, parts = num_parts(l), total = num_sums(l);
+    const count rows = steps_at_once(l) * most_rows(l), sizes[4] = {G * I, G * H, G, G};
+    const count of_rows = PADDED(AT_LEAST(I, H)) + SLOPES(l) * H;
     REAL *const sums = memory(l->models * parts * total);
-    int missing = !sums;
-#pragma omp parallel num_threads(threads) if (l->models * parts > 1)
-    {
-        REAL *to_x = memory(PADDED(I) * G), *to_h = memory(PADDED(H) * G), *packed = memory(span * most * PADDED(AT_LEAST(I, H)));
-        REAL *slopes = memory(span * most * S), *dc = memory(most * H);
-        if (!to_x || !to_h || !packed || !slopes || !dc) {
-#pragma omp atomic write
-            missing = 1;
-        }
-#pragma omp barrier
-        count last = -1;
-#pragma omp for schedule(static)
-        for (count item = 0; item < (missing ? 0 : l->models * parts); item++) {
-            const count m = item / parts, part = item % parts;
-            const count low = l->batch * part / parts, rows = l->batch * (part + 1) / parts - low, begin = m * of_state + low * H;
-            REAL *sum[4], *next = sums + item * total;
-            for (int i = 0; i < 4; next += sizes[i++]) {
-                sum[i] = parts == 1 && p[11 + i] ? p[11 + i] + m * sizes[i] : next;
-                memset(sum[i], 0, sizeof(REAL) * sizes[i]);
-            }
-            REAL *const dwx = sum[0], *const dwh = sum[1], *const dbx = sum[2], *const dbh = sum[3];
-            REAL *const dh = p[15] + begin, *const apart = to_h + PADDED(H) * joint;
-            if (m != last) {
-                if (p[10])
-                    pack(p[1] + m * G * I, I, G, I, to_x, 0, G);
-                pack(p[2] + m * G * H, H, joint, H, to_h, 0, joint);
-                if (l->kind == GRU)
-                    pack(p[2] + (m * G + joint) * H, H, H, H, apart, 0, H);
-                last = m;
-            }
-            for (count i = 0; i < rows * H; i++) {
-                dh[i] = p[8] ? p[8][begin + i] : 0;
-                dc[i] = p[9] ? p[9][begin + i] : 0;
-            }
-            for (count high = l->steps, first; high > 0; high = first) {
-                first = AT_LEAST(0, high - span);
-                const count depth = (high - first) * rows;
-                for (count step = high - 1; step >= first; step--) {
-                    const count t = time_of(l, step), row = (m * l->steps + t) * l->batch + low;
-                    const count before = step ? row + (l->reverse ? l->batch : -l->batch) : 0;
-                    REAL *const slope = slopes + (step - first) * rows * S;
-                    for (count n = 0; n < rows; n++) {
-                        const REAL *old = 0;
-                        if (l->kind == LSTM)
-                            old = step ? p[6] + (before + n) * K + 4 * H : p[4] + begin + n * H;
-                        else
-                            old = step ? p[5] + (before + n) * H : p[3] + begin + n * H;
-                        const REAL *const grad =
-                            p[7] ? p[7] + m * l->of_grad[0] + t * l->of_grad[1] + (low + n) * l->of_grad[2] : 0;
-                        for (count j = 0; grad && j < H; j++)
-                            dh[n * H + j] += grad[j];
-                        differentiate(l, p[6] + (row + n) * K, old, dh + n * H, dc + n * H, slope + n * S);
-                    }
-                    product(rows, H, joint, slope, S, 1, to_h, dh, H);
-                    if (l->kind == GRU)
-                        product(rows, H, H, slope + G, S, 1, apart, dh, H);
-                    if (p[10]) {
-                        REAL *const dx = p[10] + m * l->of_dx[0] + t * l->of_dx[1] + low * l->of_dx[2];
-                        for (count n = 0; n < rows; n++)
-                            memset(dx + n * l->of_dx[2], 0, sizeof(REAL) * I);
-                        product(rows, I, G, slope, S, 1, to_x, dx, l->of_dx[2]);
-                    }
-                    const REAL *const x = p[0] + m * l->of_x[0] + t * l->of_x[1] + low * l->of_x[2];
-                    pack(x, l->of_x[2], rows, I, packed, (step - first) * rows, depth);
-                }
-                product(G, I, depth, slopes, 1, S, packed, dwx, I);
-                for (count step = first; step < high; step++) {
-                    const count t = time_of(l, step - 1), row = (m * l->steps + t) * l->batch + low;
-                    pack(step ? p[5] + row * H : p[3] + begin, H, rows, H, packed, (step - first) * rows, depth);
-                }
-                product(joint, H, depth, slopes, 1, S, packed, dwh, H);
-                if (l->kind == GRU)
-                    product(H, H, depth, slopes + G, 1, S, packed, dwh + joint * H, H);
-                for (count k = 0; k < depth; k++)
-                    for (count j = 0; j < G; j++) {
-                        dbx[j] += slopes[k * S + j];
-                        dbh[j] += slopes[k * S + (j < joint ? j : H + j)];
-                    }
-            }
-            if (p[16])
-                memcpy(p[16] + begin, dc, sizeof(REAL) * rows * H);
-        }
-        free(to_x);
-        free(to_h);
-        free(packed);
-        free(slopes);
-        free(dc);
+    if (!sums || run_parts(backward_part, l, p, (PADDED(I) + PADDED(H)) * G + rows * (of_rows + H), sums, threads)) {
+        free(sums);
+        return 1;
     }
-    for (count m = 0; m < l->models && parts > 1 && !missing; m++)
+    for (count m = 0; m < l->models && parts > 1; m++)
         for (count part = 0; part < parts; part++) {
             const REAL *from = sums + (m * parts + part) * total;
             for (int i = 0; i < 4; from += sizes[i++])
@@ -497,5 +445,5 @@ int backward(const layer *l, REAL *const *p, count threads)
                     p[11 + i][m * sizes[i] + j] = from[j] + (part ? p[11 + i][m * sizes[i] + j] : 0);
         }
     free(sums);
-    return missing;
+    return 0;
 }

@@ -1,8 +1,4 @@
-// Rows of tables of M members, moved by their numbers. REAL is float or double.
-#include <stdint.h>
-#include <string.h>
-
-typedef int64_t count;
+// Rows of tables of M members, moved by their numbers.
 
 // Adds row from[k] of x, times weight[k], to row to[k] of y, for each k of each member; without `from` or `to` it is row k.
 // Rows of y that are written without `to` are new. What goes to row `padding` is left out. Returns whether a row is missing.

@@ -10,12 +10,31 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hfta_func._kernels import convolution
+from hfta_func._kernels.convolution import program
 from hfta_func._kernels.operators import members_in_front
+from hfta_func.rules._lowering import Case
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._products import Geometry, transposed_space
+
+
+def is_possible(case: Case, geometry: Geometry) -> bool:
+    """Whether there is a kernel in C, and the sizes are such that PyTorch runs them."""
+    (x, weight), exporting = case.shapes, torch.compiler.is_exporting()
+    assert x is not None and weight is not None
+    if case.device != "cpu" or exporting or len(x) != len(weight) or program(case.dtype) is None:
+        return False
+    sizes = [*x, *weight, *geometry.stride, *geometry.dilation]
+    fits = weight[0] == x[1] if geometry.transposed else weight[1] * geometry.groups == x[1]
+    if min(*sizes, *(pad + 1 for pad in geometry.padding)) < 1 or not fits or weight[0] % geometry.groups:
+        return False
+    if geometry.transposed:
+        return min(transposed_space(x[2:], weight[2:], geometry)) > 0
+    axes = zip(x[2:], weight[2:], geometry.padding, geometry.dilation, strict=True)
+    return all(size + 2 * pad > dilation * (taps - 1) for size, taps, pad, dilation in axes)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

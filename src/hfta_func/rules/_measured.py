@@ -241,8 +241,8 @@ def _kept(count: int) -> dict[str, Measured]:
 
 @functools.cache
 def fingerprint() -> str:
-    """A hash of the rules and lowerings of this installation of the package."""
-    digest = hashlib.sha256()
-    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    """A hash of the rules, lowerings and kernels of this installation of the package."""
+    digest, rules = hashlib.sha256(), pathlib.Path(__file__).parent
+    for source in sorted((*rules.glob("*.py"), *pathlib.Path(native.__file__).parent.glob("*.[ch]"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -16,6 +16,7 @@ K kernel.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -25,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._kernels.convolution import program
 from hfta_func._torch import has_tangents
+from hfta_func.calls.rewrites import LOWERED
 from hfta_func.rules import _direct, _measured, _products
 from hfta_func.rules._choice import choose, measure, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
@@ -45,19 +46,15 @@ class Plan(NamedTuple):
 
     crop: list[int] | None  # negative padding of the filters
     geometry: Geometry  # of the cropped filters
-    lowerings: tuple[
-        str, ...
-    ]  # of the forward pass and, if filters are per member, of the gradients of input and filters
+    # Of the forward pass and, if filters are per member, of the gradients of input and filters.
+    lowerings: tuple[str, ...]
 
 
 @register("convolution", "conv", chooses=True)
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
-    unmeasured = _measured.unmeasured(case, (x, weight))
-    if unmeasured is not None and _measure(case, x, weight, call.dims):
-        _measured.closed.add(unmeasured)
+    case = _case(num_models, x, weight, x_dim, weight_dim, *options)
     crop, geometry, lowerings = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and (weight_dim is None) != (bias_dim is None)
@@ -90,6 +87,29 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
         y, dim = models_first(y, dim) + align(bias, bias_dim, rank, rank - 2), 0
     return y, dim
 
+
+def _of_one_model(
+    func: Callable[..., Tensor], transposed: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any,
+    **named: Any,
+) -> Tensor:  # fmt: skip
+    """PyTorch's function; in an array of one, which runs without ``vmap``, the lowerings that are faster than it."""
+    names = "stride", "padding", *(("output_padding", "groups", "dilation") if transposed else ("dilation", "groups"))
+    given: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+    given |= dict(zip(names, options, strict=False)) | named
+    observed = torch.compiler.is_compiling() or _torch.inside_transform() or torch.is_autocast_enabled("cpu")
+    is_known = len(given) == 5 and not isinstance(given["padding"], str) and weight.dim() == x.dim() > 2
+    if is_known and not observed and x.is_cpu and x.dtype == weight.dtype:
+        sizes = [[n] * (x.dim() - 2) if isinstance(n, int) else [*n] for n in given.values()]
+        alone = x.unsqueeze(0), weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0)
+        crop, geometry, lowerings = _plan(_case(1, *alone[:2], 0, 0, *sizes[:3], transposed, sizes[3], given["groups"]))
+        if crop is None and not {*lowerings} <= {"grouped", "loop"}:
+            return _stacked(*alone, *geometry, list(lowerings)).squeeze(0)
+    return func(x, weight, bias, *options, **named)
+
+
+for _axes, _prefix in itertools.product((1, 2, 3), ("conv", "conv_transpose")):
+    _func = getattr(torch, f"{_prefix}{_axes}d")
+    LOWERED[_func] = functools.partial(_of_one_model, _func, _prefix != "conv")
 
 _ALL_GROUPED = ("grouped",) * 3
 _PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "direct": _direct}
@@ -124,25 +144,30 @@ _opaque = Operator(
 )
 
 
-def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
-    """Time the lowerings of a convolution, and of the gradients that are needed, on some of the samples.
+def _case(num_models: int, x: Tensor, weight: Tensor, x_dim: int | None, weight_dim: int | None, *options: Any) -> Case:
+    """The case of a call, after its lowerings have been timed if there is time for that."""
+    case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
+    unmeasured = _measured.unmeasured(case, (x, weight))
+    if unmeasured is not None and _measure(case, x, weight, (x_dim, weight_dim)):
+        _measured.closed.add(unmeasured)
+    return case
 
-    Returns:
-        Whether there is nothing left to time.
-    """
+
+def _measure(case: Case, x: Tensor, weight: Tensor, dims: Any) -> bool:
+    """Time the lowerings of a convolution, and of the gradients that are needed, on some samples; whether that was all."""
     case, crop, geometry = _cropped(case)
     if any(case.shared) or crop is not None:
         return True
     one, impossible = convolution_of(case), _impossible(case, geometry)
     products = max(1, case.num_models * one.fewer_pixels * math.prod(one.weight))
-    x, weight = (
-        models_first(x, dims[0]).narrow(1, 0, min(one.x[0], max(4, 2**24 // products))),
-        models_first(weight, dims[1]),
-    )
+    x = models_first(x, dims[0]).narrow(1, 0, min(one.x[0], max(4, 2**24 // products)))
+    weight = models_first(weight, dims[1])
 
     @functools.cache
     def gradient() -> Tensor:
-        return _forward(x, weight, None, *geometry, ["grouped"])
+        # In memory as the forward pass, which is timed first, leaves it.
+        measured = _measured.chosen(case)
+        return _forward(x, weight, None, *geometry, [measured.lowering if measured else "grouped"])
 
     runs: dict[str, Callable[[str], Any]] = {case.op: lambda name: _forward(x, weight, None, *geometry, [name])}
     for op, needs in zip(CONVOLUTION_GRADS, ((True, False), (False, True)), strict=True):
@@ -194,25 +219,9 @@ def _impossible(case: Case, geometry: Geometry) -> set[str]:
     possible = {
         "matmul": is_exact and len(weight) <= 4,
         "sample_matmul": is_linear,
-        "direct": is_exact and _is_direct(case, geometry),
+        "direct": is_exact and _direct.is_possible(case, geometry),
     }
     return {name for name, is_possible in possible.items() if not is_possible}
-
-
-def _is_direct(case: Case, geometry: Geometry) -> bool:
-    """Whether there is a kernel in C, and the sizes are such that PyTorch runs them."""
-    (x, weight), exporting = case.shapes, torch.compiler.is_exporting()
-    assert x is not None and weight is not None
-    if case.device != "cpu" or exporting or len(x) != len(weight) or program(case.dtype) is None:
-        return False
-    sizes = [*x, *weight, *geometry.stride, *geometry.dilation]
-    fits = weight[0] == x[1] if geometry.transposed else weight[1] * geometry.groups == x[1]
-    if min(*sizes, *(pad + 1 for pad in geometry.padding)) < 1 or not fits or weight[0] % geometry.groups:
-        return False
-    if geometry.transposed:
-        return min(_products.transposed_space(x[2:], weight[2:], geometry)) > 0
-    axes = zip(x[2:], weight[2:], geometry.padding, geometry.dilation, strict=True)
-    return all(size + 2 * pad > dilation * (taps - 1) for size, taps, pad, dilation in axes)
 
 
 def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

@@ -23,6 +23,7 @@ from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import Shapes, check_state
+from hfta_func.rules import _measured
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import (
     check_batch,
@@ -236,7 +237,8 @@ class ArrayFunction(Rehearsed):
             members, held = Tensors(part.keys, *cast(part[1:])), (cast(base) if judged else {}) | cast(common)
             members = members._replace(trained={k: x.detach().requires_grad_() for k, x in members.trained.items()})
             run = functools.partial(self._run, rows, common=held, judged=judged)
-            with contextlib.nullcontext() if watch is None else self._bound.observed(watch):
+            # By the same lowerings as the call, whatever else could be timed by now.
+            with _measured.lending(0), contextlib.nullcontext() if watch is None else self._bound.observed(watch):
                 size, self._bound.assigned = watch and len(part.keys), []
                 outputs = self.chunks(run, members, cast(plain(rows)), self.dims_of(batch), size=size)
                 return self._results(outputs, members, held) | self._assigned(part)
