@@ -216,8 +216,8 @@ class TrainStep(Compiled):
         check(state, batch, self._shapes, self.batch_dims)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
-        self._gradients.check(trial, state, batch, outputs)
         watch(outputs, verdict)
+        self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
 
     def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
