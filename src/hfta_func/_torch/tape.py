@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
+from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, mapped, simplified, slots_in
 
 _tree: Any = optree
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
@@ -56,10 +56,15 @@ class Tape:
         values: dict[Any, Any] = {**self.constants, **self.numbers, **dict(zip(self.inputs, inputs, strict=True))}
         over = self._over()
         self._functions, self._run = [], None
+
+        def value(leaf: Any) -> Any:
+            return values[leaf] if isinstance(leaf, Slot) else leaf
+
         with torch.no_grad(), _below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
-                args, kwargs = _tree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+                args = mapped(value, call.args)
+                kwargs = {name: mapped(value, leaf) for name, leaf in call.kwargs.items()}
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
                 _assign(values, call.result, result)

@@ -83,6 +83,7 @@ def recorded(
     numbers = [number for number, leaf in enumerate(leaves(arguments)) if any(leaf is one for one in fixed)]
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
+    given = dict(zip(map(id, inputs), leaves(arguments), strict=True))
     recorder = Recorder(inputs, compiling, numbers)
     try:
         with recorder, _Unread(recorder):
@@ -91,7 +92,8 @@ def recorded(
         raise
     except Exception as error:
         raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
-    return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
+    tape = Tape(recorder, len(inputs), optree.tree_leaves(results))
+    return tape, tree_map(lambda leaf: given.get(id(leaf), leaf), results)
 
 
 def reached_by(step: Any) -> Reached:
@@ -138,17 +140,16 @@ class Record:
             self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
         self._decision: Any = optree.tree_structure(decision)
         self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
-        closed = is_of_package(step.optimizer, closed=True)
+        closed, all_kept = is_of_package(step.optimizer, closed=True), False
         if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
             with contextlib.suppress(NotReplayableError):
                 writes = functools.partial(_written, step)
                 self._second, result = recorded(writes, state, decision, fixed=fixed)
                 self._result: Any = optree.tree_structure(result)
+                all_kept = not self._looks or bool(leaves(decision)[self._keep].all())
         self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
-        # What the update starts from are the state's own tensors.
-        (params, *others), verdict = decision
-        outputs = StepOutputs({path: state.params[path] for path in params}, *others)
-        self.first_result: Any = step.finish(state, outputs, verdict)
+        outputs, verdict = decision
+        self.first_result: Any = result if all_kept else step.finish(state, StepOutputs(*outputs), verdict)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Any:
         """What the step returns."""
