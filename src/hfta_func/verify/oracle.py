@@ -158,6 +158,8 @@ class Trial:
         finally:
             # After an error, generators are as before the call.
             left.restore()
+            # The next call may be recorded, which asks nobody whether it is compared.
+            self._oracle.is_comparing = False
 
     def _compare(self, case: Case, results: Results, member: int) -> None:
         eps = 0.0 if case.autocast is None else torch.finfo(case.autocast).eps
@@ -219,8 +221,10 @@ class Trial:
         def start(model: Any) -> None:
             models.append(model)
             # With generators of the model's own.
-            its_own = Reached(model, device=case.keys.device).held.generators
-            held.append(Held(generators=[x for x in its_own if all(x[1] is not y[1] for y in self.before.generators)]))
+            generators = Reached(model, device=case.keys.device).held.generators
+            held.append(
+                Held(generators=[x for x in generators if all(x[1] is not y[1] for y in self.before.generators)])
+            )
             if watch is not None:
                 watch(model)
 
