@@ -140,16 +140,16 @@ class Record:
             self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
         self._decision: Any = optree.tree_structure(decision)
         self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
-        closed, all_kept = is_of_package(step.optimizer, closed=True), False
+        closed, result = is_of_package(step.optimizer, closed=True), None
         if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
             with contextlib.suppress(NotReplayableError):
                 writes = functools.partial(_written, step)
-                self._second, result = recorded(writes, state, decision, fixed=fixed)
-                self._result: Any = optree.tree_structure(result)
-                all_kept = not self._looks or bool(leaves(decision)[self._keep].all())
+                self._second, written = recorded(writes, state, decision, fixed=fixed)
+                self._result: Any = optree.tree_structure(written)
+                result = written if not self._looks or leaves(decision)[self._keep].all() else None
         self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
         outputs, verdict = decision
-        self.first_result: Any = result if all_kept else step.finish(state, StepOutputs(*outputs), verdict)
+        self.first_result: Any = result or step.finish(state, StepOutputs(*outputs), verdict)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Any:
         """What the step returns."""
