@@ -659,6 +659,24 @@ def test_values_that_are_read_past_operators(name: str) -> None:
     assert step.status == "eager: it reads the values of a tensor"
 
 
+@pytest.mark.parametrize("rows", [(4, 4, 4, 4, 4, 4), (4, 2, 4, 2, 4, 2)])
+@pytest.mark.parametrize("memory", ["its own", "the same"])
+def test_records_are_checked_against_calls_of_their_kind(rows: tuple[int, ...], memory: str) -> None:
+    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    whole, replayed = torch.zeros(M, 4, 3), []
+    for count in rows:
+        # A loader may fill one buffer again and again: then the call before cannot be repeated.
+        x = whole[:, :count] if memory == "the same" else torch.zeros(M, count, 3)
+        x.copy_(torch.randn(M, count, 3))
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected))
+        replayed.append(step.status.startswith("replayed"))
+    # One call more where the record is compared with the next one.
+    first = 3 if memory == "the same" else 2
+    assert replayed == [call >= (first if rows[1] == 4 else 6) for call in range(6)]
+
+
 def test_what_gives_other_values_at_each_call_is_noticed() -> None:
     step = hfta.make_train_step(
         nn.Linear(3, 2),

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hfta_func as hfta
 from hfta_func.errors import VerifyError
 from hfta_func.verify import Oracle
+from hfta_func.verify.alone import Case
 from test_faults import Call, M, batch, loss_fn, model_with, operator, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,6 +76,19 @@ def test_nothing_of_a_run_changes(name: str) -> None:
         # Which size is fastest, and so the last bits, is chosen by time.
         return
     assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_later_calls_are_compared_with_one_member_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, alone = [], Case.alone
+
+    def noting(case: Case, member: int, *args: Any) -> Any:
+        compared.append((step.oracle.calls, member))
+        return alone(case, member, *args)
+
+    monkeypatch.setattr(Case, "alone", noting)
+    step, state = start(Noisy)
+    train(step, state, 100)
+    assert compared == [(1, 0), (1, M - 1), (10, M - 1), (100, 0)]
 
 
 def test_each_kind_of_call_is_compared() -> None:

@@ -103,6 +103,13 @@ def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
+def mapped(func: Callable[[Any], Any], arguments: Any) -> Any:
+    """A function of all leaves among arguments, or results, of an operator."""
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)([mapped(func, one) for one in arguments])
+    return func(arguments)
+
+
 def slots_in(tree: Any) -> list[Slot]:
     return [leaf for leaf in _tree.tree_leaves(tree) if isinstance(leaf, Slot)]
 
@@ -191,7 +198,7 @@ class Recorder(Mode):
             self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
             self._note_fixed(result, made, func, ())
             return result
-        given, named = _tree.tree_map(self.slot, (args, kwargs))
+        given, named = mapped(self.slot, args), {name: mapped(self.slot, one) for name, one in kwargs.items()}
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
         if self._compiling:
             set_compiling(False)
@@ -208,7 +215,7 @@ class Recorder(Mode):
             # The tensor is another view from now on.
             func, made, writes = twin, self._new(result), False
         else:
-            made = _tree.tree_map(self._slot_of_result, result)
+            made = mapped(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             arguments = (leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))

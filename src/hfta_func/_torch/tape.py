@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
+from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, mapped, simplified, slots_in
 
 _tree: Any = optree
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
@@ -54,18 +54,24 @@ class Tape:
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
         values: dict[Any, Any] = {**self.constants, **self.numbers, **dict(zip(self.inputs, inputs, strict=True))}
-        self._functions, self._run, over = [], None, self._over()
+        over = self._over()
+        self._functions, self._run = [], None
+
+        def value(leaf: Any) -> Any:
+            return values[leaf] if isinstance(leaf, Slot) else leaf
+
         with torch.no_grad(), _below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
-                args, kwargs = _tree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+                args = mapped(value, call.args)
+                kwargs = {name: mapped(value, leaf) for name, leaf in call.kwargs.items()}
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
                 _assign(values, call.result, result)
                 del args, kwargs, result
                 for slot in over[len(self._functions) - 1]:
                     values.pop(slot, None)
-        self._run = self._compiled()
+        self._run = self._compiled(over)
         return [values[slot] for slot in self.outputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -81,12 +87,11 @@ class Tape:
         held = {*self.outputs, *self.constants, *self.numbers}
         return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
 
-    def _compiled(self) -> Callable[..., Any]:
+    def _compiled(self, over: Sequence[Sequence[Slot]]) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
         names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in (self.constants | self.numbers).items()}
         names["set_grad_mode"], grad_mode = _set_grad_mode, None
         lines = [f"def run({', '.join(f't{slot}' for slot in self.inputs)}):"]
-        over = self._over()
         for number, (call, function) in enumerate(zip(self.calls, self._functions, strict=True)):
             if call.grad_mode != grad_mode:
                 grad_mode = call.grad_mode

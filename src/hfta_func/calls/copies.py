@@ -6,6 +6,7 @@ model that it was made for. In a copy it would go on to read and fill that one.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
@@ -29,19 +30,23 @@ _lock = threading.RLock()
 def copied_module(model: M, memo: dict[int, Any]) -> M:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
-    parts = pytree.tree_leaves(held)
-    for tensor in parts:
+    reached = _reached(held, through_functions=False)
+    # Modules have a dozen empty containers, of which Python would make a description first.
+    empty = (each for each in reached.values() if type(each) in (collections.OrderedDict, set) and not each)
+    memo |= {id(each): type(each)() for each in empty if id(each) not in memo}
+    for tensor in reached.values():
         # PyTorch copies neither compressed sparse tensors nor results of earlier calls, and jagged ones not for gradients.
         if isinstance(tensor, Tensor) and (tensor.layout in _UNCOPIED or tensor.grad_fn is not None):
             memo.setdefault(id(tensor), tensor.detach())
     given = dict(memo)
     # Under vmap, a tensor that requires grad cannot be made.
     outside = contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms()
-    with outside, _copying_functions(_reached(held, through_functions=False)):
+    with outside, _copying_functions(reached):
         try:
             return copy.deepcopy(model, memo)
         except (TypeError, RuntimeError):
             # What Python cannot copy, such as a lock or an open file, is used as it is.
+            parts = pytree.tree_leaves(held)
             uncopied = (part for part in parts if not isinstance(part, nn.Module) and not _is_copied(part))
             return copy.deepcopy(model, {id(part): part for part in uncopied} | given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class Running:
                 total, weight = torch.where(mask, total, 0), torch.where(present, weight, 0)
             self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value))
             self.counts[name] = self.counts.get(name, 0) + weight
-            self.dtypes[name] = str(_mean_in(value)).removeprefix("torch.")
+            self.dtypes[name] = _mean_in(value.dtype)
 
     def part(self, members: Tensor | slice) -> dict[str, Any]:
         """The sums so far of some members, as a ``state_dict``."""
@@ -143,5 +144,7 @@ def _double(value: Tensor) -> torch.dtype:
     return torch.float32 if value.device.type == "mps" else torch.float64
 
 
-def _mean_in(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float32
+@functools.cache
+def _mean_in(dtype: torch.dtype) -> str:
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float32
+    return str(wide).removeprefix("torch.")

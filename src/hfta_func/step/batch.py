@@ -174,6 +174,8 @@ def over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
 
 def _parts(tree: Any) -> Mapping[Any, Any] | None:
     """The parts of a container by name or position; None for a leaf."""
+    if isinstance(tree, Tensor):
+        return None
     if isinstance(tree, Mapping):
         return tree
     if isinstance(tree, (tuple, list)):

@@ -83,6 +83,7 @@ def recorded(
     numbers = [number for number, leaf in enumerate(leaves(arguments)) if any(leaf is one for one in fixed)]
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
+    given = dict(zip(map(id, inputs), leaves(arguments), strict=True))
     recorder = Recorder(inputs, compiling, numbers)
     try:
         with recorder, _Unread(recorder):
@@ -91,7 +92,8 @@ def recorded(
         raise
     except Exception as error:
         raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
-    return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
+    tape = Tape(recorder, len(inputs), optree.tree_leaves(results))
+    return tape, tree_map(lambda leaf: given.get(id(leaf), leaf), results)
 
 
 def reached_by(step: Any) -> Reached:
@@ -138,17 +140,16 @@ class Record:
             self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
         self._decision: Any = optree.tree_structure(decision)
         self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
-        closed = is_of_package(step.optimizer, closed=True)
+        closed, result = is_of_package(step.optimizer, closed=True), None
         if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
             with contextlib.suppress(NotReplayableError):
                 writes = functools.partial(_written, step)
-                self._second, result = recorded(writes, state, decision, fixed=fixed)
-                self._result: Any = optree.tree_structure(result)
+                self._second, written = recorded(writes, state, decision, fixed=fixed)
+                self._result: Any = optree.tree_structure(written)
+                result = written if not self._looks or leaves(decision)[self._keep].all() else None
         self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
-        # What the update starts from are the state's own tensors.
-        (params, *others), verdict = decision
-        outputs = StepOutputs({path: state.params[path] for path in params}, *others)
-        self.first_result: Any = step.finish(state, outputs, verdict)
+        outputs, verdict = decision
+        self.first_result: Any = result or step.finish(state, StepOutputs(*outputs), verdict)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Any:
         """What the step returns."""
@@ -232,6 +233,8 @@ class Replay:
         self.status = "eager: not called yet"
         self._shapes: dict[Any, _Shape] = {}
         self._latest: _Shape | None = None
+        # What the call before this one decided from what, if this one is to be recorded.
+        self._decided: tuple[Any, ...] = ()
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
@@ -239,6 +242,7 @@ class Replay:
         """The next state and the metrics."""
         if self.left is not None:
             self.left -= 1
+        decided, self._decided = self._decided, ()
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
         shape = why_not_now(self._step, state, batch) or self._shape(inputs, layout, state)
         if isinstance(shape, str):
@@ -252,7 +256,7 @@ class Replay:
         if not self._recording.acquire(blocking=False):
             return self._step.eagerly(state, batch)
         try:
-            return self._learn(shape, record, state, batch)
+            return self._learn(shape, record, state, batch, decided)
         finally:
             self._recording.release()
 
@@ -273,7 +277,9 @@ class Replay:
             self._shapes[key] = _Shape(settings, likeness(inputs))
         return self._shapes[key]
 
-    def _learn(self, shape: _Shape, record: Record | None, state: TrainState, batch: Tree) -> Any:
+    def _learn(
+        self, shape: _Shape, record: Record | None, state: TrainState, batch: Tree, decided: tuple[Any, ...]
+    ) -> Any:
         """An eager call, in which a record is checked, made, or found to pay."""
         step = self._step
         if record is not None:
@@ -292,15 +298,24 @@ class Replay:
                 # Instead of the oldest one, if there are many.
                 shape.records, shape.calls = [*shape.records[1 - _RECORDS :], record], 0
                 step.oracle.calls += 1
+                if decided[:1] == (shape,):
+                    record.check(*decided[1:])
+                    # If values in Python have changed since, or the batch's memory, the next call says more.
+                    record.why_not = None
                 # The record would hold a second state as long as the step lives.
                 result, record.first_result = record.first_result, None
                 return result
         elif shape.calls and self.left is not None and shape.why_not is None:
             self.status = "eager: a record does not pay for the calls that are left"
         start = time.perf_counter()
-        result = step.eagerly(state, batch)
-        shape.calls, shape.least = shape.calls + 1, min(shape.least, time.perf_counter() - start)
-        return result
+
+        def note(*decision: Any) -> None:
+            shape.calls, shape.least = shape.calls + 1, min(shape.least, time.perf_counter() - start)
+            # A step that donates overwrites what it was given.
+            if not step.options.donate and shape.pays(self.left):
+                self._decided = shape, state, batch, *decision
+
+        return step.eagerly(state, batch, note)
 
 
 def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:

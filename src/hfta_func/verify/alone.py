@@ -97,7 +97,8 @@ class Case(NamedTuple):
             now = dict(model.named_parameters())
             for path, leaf in before.items():
                 # Some are restored, to rounding.
-                if not torch.allclose(now[path].detach().to(leaf.dtype), leaf, 1e-4, equal_nan=True):
+                after = now[path].detach().to(leaf.dtype)
+                if not (torch.equal(after, leaf) or torch.allclose(after, leaf, 1e-4, equal_nan=True)):
                     raise StateError(WRITES.format(path))
             if self.trained:
                 results["outside"] = _outside(model, value)
@@ -114,7 +115,9 @@ class Case(NamedTuple):
         # Copies of frozen ones could take much memory.
         shared = {path: cast(x) if judged or trained.get(path) else x.detach() for path, x in self.shared.items()}
         shared |= {path: nn.Parameter(shared[path], trained[path]) for path in shared.keys() & trained.keys()}
-        (model,) = members_of(self.model, cast(params), cast(buffers), shared)
+        if judged:
+            params, buffers = cast(params), cast(buffers)
+        (model,) = members_of(self.model, params, buffers, shared)
         for module in [*model.modules()]:
             if is_compiled(module):
                 run_uncompiled(module)

@@ -195,6 +195,8 @@ def _state(holder: Any, *new: Any) -> Any:
 
 
 def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
     try:
         return bool(state == other)
     except (ValueError, RuntimeError):  # There are arrays in it.
