@@ -102,9 +102,8 @@ def make_train_step(
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
         collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop` and
             :func:`fit`: what members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
-        verify: Whether to compare the array with its first and last member alone in ordinary PyTorch at the first call of
-            each kind, and with one of these by turns at calls 10, 100, 1,000, ...; ``"first"`` leaves out the latter. Each
-            takes a step of one model.
+        verify: Whether to compare the array with its first and last member alone in ordinary PyTorch, at the first call of
+            each kind and at calls 10, 100, 1,000, ...; ``"first"`` leaves out the latter. Each takes two steps of one model.
         carry: What a model passes from batch to batch, such as the hidden state of an LSTM: a tensor or a tree of tensors of
             ONE model, with which each epoch of :func:`fit` begins. The loss is then ``loss_fn(model, batch, carry)``, or
             ``loss_fn(model, batch, hparams, carry)``, and returns ``(loss, carry)`` or ``(loss, carry, metrics)``. No

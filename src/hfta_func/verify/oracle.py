@@ -32,7 +32,7 @@ _MOST = 16
 
 
 class Oracle:
-    """Compares calls with members that run alone: the first of each kind with two, calls 10, 100, 1,000, ... with one.
+    """Compares calls with members that run alone: the first of each kind, and calls 10, 100, 1,000, ...
 
     Args:
         verify: True; "first" for the first calls only; False for none.
@@ -70,7 +70,7 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, self._reached(keys.device), batch is _KNOWN, not is_new)
+        trial = Trial(self, self._reached(keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
 
@@ -113,9 +113,9 @@ def _can_compare(keys: Tensor) -> bool:
 class Trial:
     """A call that is compared; made before it, and called behind it with its results."""
 
-    def __init__(self, oracle: Oracle, reached: Reached, is_replayed: bool, is_known: bool):
+    def __init__(self, oracle: Oracle, reached: Reached, is_replayed: bool):
         self._oracle, self._reached, self.before = oracle, reached, reached.held
-        self._is_replayed, self._is_known = is_replayed, is_known
+        self._is_replayed = is_replayed
         # Attributes that are other in each run of one member.
         self._clocks: set[str] = set()
 
@@ -137,11 +137,7 @@ class Trial:
         self.before.restore()
         left = self.before
         try:
-            chosen = _chosen(case)
-            if self._is_known:
-                # In which members differ, the first call of its kind has told: what changes with time is left.
-                chosen = [chosen[len(self._oracle.verified) % len(chosen)]]
-            for member in chosen if members is None else members:
+            for member in _chosen(case) if members is None else members:
                 self._compare(case, results, member)
             self._oracle.verified.append(self._oracle.calls)
             left = after
