@@ -272,8 +272,6 @@ def test_predictions_are_one_tensor():
             "an Ensemble",
         ):
             call()
-    with refused(hfta.errors.BatchError, "there is no batch to predict"):
-        hfta.predict(nn.Linear(4, 2), hfta.stack_params([nn.Linear(4, 2)]), [])
 
 
 def test_nothing_to_train():
@@ -389,12 +387,6 @@ def test_state_of_another_model():
             step(other, batch)
         with refused(hfta.errors.StateError, difference, cure, spared=other):
             step.init(other.params, other.buffers, seeds=[2, 0, 1])
-
-
-def test_chunk_size():
-    for size in (0, -1, True, 1.0):
-        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must be at least 1, 'auto', or None"):
-            hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd(), chunk_size=size)
 
 
 def _loss(model, batch):

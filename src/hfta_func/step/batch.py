@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
-from hfta_func.errors import BatchError, LossError
+from hfta_func.errors import BatchError
 
 
 def plain(batch: Tree) -> Tree:
@@ -45,9 +45,6 @@ def as_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in made.items():
         if isinstance(value, numbers.Number):
             made[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        elif not isinstance(value, Tensor):
-            kind = type(value).__qualname__
-            raise LossError(f"metric '{name}' of one model is a {kind}; return each metric as one tensor or number")
     return made
 
 
@@ -148,12 +145,8 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 
     def rows(dim: int | None, leaf: Any) -> Any:
-        axis, is_tensor = int(dim is not None), isinstance(leaf, Tensor)
-        if is_tensor and (leaf.dim() <= axis or leaf.shape[axis] % count):
-            raise BatchError(
-                f"axis {axis} of {[*leaf.shape]} has no {count} equal parts; pass a multiple of {count} rows"
-            )
-        return leaf.chunk(count, axis)[part] if is_tensor else leaf
+        axis = int(dim is not None)
+        return leaf.unflatten(axis, (count, -1)).select(axis, part) if isinstance(leaf, Tensor) else leaf
 
     return batch if count == 1 else restored(over(rows, dims, plain(batch)), batch)
 
