@@ -66,10 +66,9 @@ def install() -> None:
             raise
         _installed = True
         early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
-        # Distributions check values, which differ between members; operators of functions would compile these.
+        # Distributions check values, which differ between members.
         for change in (
             _torch.leaving_out_validation(_functions.inside_array),
-            _torch.run_operators_eagerly(_functions.inside_array),
             _functions.applied(),
             _autocast.casting(_replace, early),
         ):

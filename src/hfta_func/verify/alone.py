@@ -15,7 +15,6 @@ from hfta_func import _torch
 from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
-from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import _ENTERED as ENTERED
 from hfta_func.calls.routing import HANDLERS, routed
 from hfta_func.errors import RandomnessError, StateError
@@ -192,8 +191,6 @@ class keyed(routed):
         return keyed(key, site)
 
     def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if func in OPERATORS:
-            return OPERATORS[func](*args, **kwargs)
         if func in HANDLERS:
             return HANDLERS[func](self, func, *args, **kwargs)
         if func in ENTERED:
