@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
+from hfta_func._torch.dispatcher import below_autograd
 from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, simplified, slots_in
 
 _tree: Any = optree
-_below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
 
@@ -55,7 +55,7 @@ class Tape:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
         values: dict[Any, Any] = {**self.constants, **self.numbers, **dict(zip(self.inputs, inputs, strict=True))}
         self._functions, self._run, over = [], None, self._over()
-        with torch.no_grad(), _below_autograd():
+        with torch.no_grad(), below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
                 args, kwargs = _tree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
@@ -71,7 +71,7 @@ class Tape:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for these inputs."""
         assert self._run is not None
-        with torch.no_grad(), _below_autograd():
+        with torch.no_grad(), below_autograd():
             return self._run(*inputs)
 
     def _over(self) -> list[list[Slot]]:
