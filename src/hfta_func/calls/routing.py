@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class routed(Mode):
 
     # Whether noise is drawn again in the backward pass, also where it is faster to keep it.
     redraws = False
+    # What replaces functions that draw nothing.
+    replacements: Mapping[Any, Callable[..., Any]] = LOWERED
 
     def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         if torch.compiler.is_compiling():
@@ -205,7 +207,7 @@ class routed(Mode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = HANDLERS.get(func), LOWERED.get(func, func)
+        handler, func = HANDLERS.get(func), self.replacements.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
         if self.key is not None and handler is not None:
