@@ -91,8 +91,6 @@ _CHOICES = {
     "replay": (None, True, False),
     "save": ("all", "less"),
     "verify": ("first", True, False),
-    "donate": (True, False),
-    "share_frozen": (True, False),
 }
 
 
