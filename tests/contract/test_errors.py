@@ -389,6 +389,12 @@ def test_state_of_another_model():
             step.init(other.params, other.buffers, seeds=[2, 0, 1])
 
 
+def test_chunk_size():
+    for size in (0, -1, True, 1.0):
+        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must be at least 1, 'auto', or None"):
+            hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd(), chunk_size=size)
+
+
 def _loss(model, batch):
     return model(batch).mean()
 

@@ -518,6 +518,10 @@ def test_metrics_that_are_numbers(members):
         (lambda loss: None, "the loss function returned NoneType; return the loss, or the loss and a dict of metrics"),
         (lambda loss: (loss, loss), "the loss function returned Tensor, Tensor; return"),
         (lambda loss: (loss, {}, {}), "the loss function returned Tensor, dict, dict; return"),
+        (
+            lambda loss: (loss, {"name": "a"}),
+            "metric 'name' of one model is a str; return each metric as one tensor or number",
+        ),
     ],
 )
 def test_what_a_loss_may_not_return(result, message):

@@ -180,6 +180,32 @@ checkpoint = private("torch.utils.checkpoint", "checkpoint.__wrapped__")
 # A loop in a graph, whose operator is public only as ``torch.ops.higher_order.scan``, with arguments in lists.
 operator_scan = private("torch._higher_order_ops.scan", "scan")
 
+# FlexAttention as plain operators, and what makes PyTorch ready to compile the functions that operators are given.
+math_attention = private("torch._higher_order_ops.flex_attention", "math_attention")
+_compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")
+
+
+@contextlib.contextmanager
+def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """A block in which operators of functions, such as FlexAttention, do not compile these where ``is_inside()`` holds.
+
+    The code is replaced, because other modules hold the function.
+    """
+    code = _compiling.__code__
+    original = types.FunctionType(code, _compiling.__globals__)
+
+    def replacement(*, _is_inside: Any, _original: Any) -> Any:
+        if not _is_inside():
+            yield from _original()
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+    _compiling.__kwdefaults__ = {"_is_inside": is_inside, "_original": original}
+    _compiling.__code__ = replacement.__code__
+    yield
+    _compiling.__code__, _compiling.__kwdefaults__ = code, None
+
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:
     """Call ``handler`` for ``checkpoint``, by whatever name a model has imported it: PyTorch reads this attribute first."""

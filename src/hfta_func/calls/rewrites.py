@@ -19,7 +19,7 @@ from torch import Tensor
 # As they are now, whatever has their names later.
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from hfta_func._torch import is_nestable
+from hfta_func._torch import is_nestable, is_wrapped, math_attention, pytree
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.body import Mode
 from hfta_func.calls.control_flow import BRANCHES
@@ -110,6 +110,14 @@ def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
     return dense
 
 
+def _cond(pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
+    """Computes both sides where members differ; PyTorch would compile them."""
+    if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or is_wrapped(pred)):
+        return (true_func if pred else false_func)(*operands)
+    sides = [func(*operands) for func in (true_func, false_func)]
+    return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
+
+
 def _spoiled(outputs: Any, bad: Tensor) -> Any:
     """The outputs, NaN if ``bad``, except integers: pivots and ranks."""
     if isinstance(outputs, Tensor):
@@ -174,6 +182,12 @@ GUARDED: dict[Any, Callable[..., Any]] = {
 
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
 
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    torch.ops.higher_order.cond: _cond,
+    torch.ops.higher_order.flex_attention: math_attention,
+}
+"""Replacements for operators of functions, which PyTorch compiles, also those of a model alone in a mode."""
+
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
     **BRANCHES,
@@ -188,6 +202,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.embedding: _dense(F.embedding, 6),
     F.embedding_bag: _dense(F.embedding_bag, 7),
     F.one_hot: _one_hot,
+    **OPERATORS,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
     is_nestable: lambda *args, **kwargs: False,
 }

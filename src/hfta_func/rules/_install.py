@@ -66,9 +66,10 @@ def install() -> None:
             raise
         _installed = True
         early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
-        # Distributions check values, which differ between members.
+        # Distributions check values, which differ between members; operators of functions would compile these.
         for change in (
             _torch.leaving_out_validation(_functions.inside_array),
+            _torch.run_operators_eagerly(_functions.inside_array),
             _functions.applied(),
             _autocast.casting(_replace, early),
         ):

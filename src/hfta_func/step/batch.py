@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
-from hfta_func.errors import BatchError
+from hfta_func.errors import BatchError, LossError
 
 
 def plain(batch: Tree) -> Tree:
@@ -45,6 +45,9 @@ def as_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in made.items():
         if isinstance(value, numbers.Number):
             made[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        elif not isinstance(value, Tensor):
+            kind = type(value).__qualname__
+            raise LossError(f"metric '{name}' of one model is a {kind}; return each metric as one tensor or number")
     return made
 
 

@@ -105,6 +105,7 @@ class EvalStep(ArrayFunction, Compiled):
             StateError: if the state does not belong to this model, has no ``hparams`` where the metrics take them, or members
                 write a buffer in eval mode from which a second call would compute something else.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
+            LossError: if a metric is neither a tensor nor a number.
             VerifyError: if a member alone computes something else.
         """
         return self.with_buffers(state, batch)[0]

@@ -124,6 +124,9 @@ class Options:
         for dim in optree.tree_leaves(self.batch_dims, none_is_leaf=True):
             if dim is not None and (type(dim) is not int or dim != 0):
                 raise ValueError(f"batch_dims has {dim!r}; it must be 0, None, or a tree of these like the batch")
+        size: Any = self.chunk_size
+        if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1 and size is not True)):
+            raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 *others, last = map(repr, choices)

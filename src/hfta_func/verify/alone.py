@@ -15,6 +15,7 @@ from hfta_func import _torch
 from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
+from hfta_func.calls.rewrites import OPERATORS
 from hfta_func.calls.routing import routed
 from hfta_func.errors import RandomnessError, StateError
 from hfta_func.models.attributes import Snapshot, count
@@ -186,7 +187,7 @@ def _outside(model: nn.Module, value: Tensor) -> Params:
 class keyed(routed):
     """Routes noise by key and replaces nothing else."""
 
-    replacements: Mapping[Any, Callable[..., Any]] = {}
+    replacements: Mapping[Any, Callable[..., Any]] = OPERATORS
 
     def again(self, key: Tensor | None, site: int, numbers: Any = ()) -> routed:
         """See :class:`routed`."""
