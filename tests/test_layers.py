@@ -35,7 +35,7 @@ FILES_IN = {
         "_recurrence _direction _autocast _functions _install _extend _advice vmap",
         "models": "scalar_attributes structure sharing sizes padding stack remat padded_calls attributes "
         "skeleton functional adapters",
-        "step": "state allocator batch options chunks members gradients replay commit many searching train indexed joint "
+        "step": "state allocator batch options chunks members gradients replay commit many train indexed joint "
         "evaluate prediction layers ensemble exchange",
         "verify": "held reached alone compare oracle",
         "testing": "_laws",

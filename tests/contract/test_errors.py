@@ -272,8 +272,6 @@ def test_predictions_are_one_tensor():
             "an Ensemble",
         ):
             call()
-    with refused(hfta.errors.BatchError, "there is no batch to predict"):
-        hfta.predict(nn.Linear(4, 2), hfta.stack_params([nn.Linear(4, 2)]), [])
 
 
 def test_nothing_to_train():

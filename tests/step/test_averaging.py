@@ -102,7 +102,6 @@ def test_numbers_of_eight_bits_are_averaged_in_float32(dtype: torch.dtype):
 def test_bad_input():
     values = torch.randn(M, 2)
     for callback, match in (
-        (hfta.callbacks.averaging(weights=[1.0] * 5), r"weights is \[5\] for 6 models in groups"),
         (hfta.callbacks.averaging(weights=[[1.0] * 5] * 5), r"weights is \[5, 5\] for 6 models"),
         (
             hfta.callbacks.averaging([0] * M, weights=torch.eye(M)),

@@ -376,10 +376,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "model 0: its scheduler follows another",
     ),
     (lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ExponentialLR, 0.9)), "steps is 0 and every is 1; give"),
-    (
-        lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
-        "goes on from 3 models; stack these, not 2",
-    ),
 ]
 
 

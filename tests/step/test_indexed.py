@@ -162,11 +162,9 @@ def test_what_is_no_batch_of_rows_is_refused():
     refused(r"^index\[5\] is 4, but the array has 4 models; give numbers from 0 to 3$", batch, index)
     index[5], index[2] = 0, -1
     refused(r"^index\[2\] is -1, but the array has 4 models; give numbers from 0 to 3$", batch, index)
-    refused(r"^index is torch.float64 \[7\], weights are \[7\]; give the number", batch, index.double())
     refused(r"^a part of the batch is \[7, 4\], but the index is of 6 rows$", batch, index[:2].repeat(3).abs())
     for given in ([batch], [batch["x"], batch["y"], index]):
         refused(r"^a batch of a step by_index is \(rows, index\), such as \(\(inputs, targets\), index\)$", *given)
-    refused(r"weights are \[6\]; give", batch, (index.abs(), torch.ones(6)))
 
 
 def test_what_rows_cannot_have_is_refused():

@@ -18,8 +18,6 @@ from hfta_func._torch.levels import TransformType, current_interpreter, inside_v
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
 decompositions = private("torch._decomp", "decomposition_table")
-# Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
-num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 # Whether a profiler is recording.
 is_profiled = private("torch._C._autograd", "_profiler_enabled")
 # A context in which no TorchFunctionMode sees what is called.

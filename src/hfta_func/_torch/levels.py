@@ -43,7 +43,8 @@ batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
 peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
 interpreters = private(_FUNCTORCH, "get_interpreter_stack")
-_num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
+# Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
+num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpreter")
 VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
 TransformType = private(_FUNCTORCH, "TransformType")
@@ -120,7 +121,7 @@ def can_look(flags: Tensor) -> bool:
 
 def is_captured(tensors: Sequence[Tensor]) -> bool:
     """Whether operators on these tensors are being captured for a graph, so that they have no values."""
-    for tensor in tensors if _num_dispatch_modes() else ():
+    for tensor in tensors if num_dispatch_modes() else ():
         while is_wrapped(tensor):
             tensor = get_unwrapped(tensor)
         if type(tensor) not in (Tensor, torch.nn.Parameter):

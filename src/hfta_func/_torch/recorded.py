@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private, replaced
 from hfta_func._torch.compiler import set_compiling
-from hfta_func._torch.dispatcher import with_generator
+from hfta_func._torch.dispatcher import operator, out_of_place, with_generator
 from hfta_func._torch.levels import storage_number
 
 _tree: Any = optree
@@ -328,13 +328,8 @@ def _view_of(func: Any) -> Any:
     """For an operator that changes what a tensor is a view of, such as ``transpose_``, the one that makes the view."""
     if torch.Tag.inplace_view not in getattr(func, "tags", ()):
         return None
-    packet = getattr(_aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    twins = (getattr(packet, name) for name in packet.overloads()) if packet is not None else ()
-    return next((twin for twin in twins if _arguments(twin) == _arguments(func)), None)
-
-
-def _arguments(func: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    twin = out_of_place(func.name())
+    return None if twin is None else operator(twin)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
+from hfta_func._torch.dispatcher import below_autograd
 from hfta_func._torch.recorded import Mode, NotReplayableError, Recorder, Slot, mapped, simplified, slots_in
 
 _tree: Any = optree
-_below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
 
@@ -60,7 +60,7 @@ class Tape:
         def value(leaf: Any) -> Any:
             return values[leaf] if isinstance(leaf, Slot) else leaf
 
-        with torch.no_grad(), _below_autograd():
+        with torch.no_grad(), below_autograd():
             for call in self.calls:
                 _set_grad_mode(call.grad_mode)
                 args = mapped(value, call.args)
@@ -77,7 +77,7 @@ class Tape:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for these inputs."""
         assert self._run is not None
-        with torch.no_grad(), _below_autograd():
+        with torch.no_grad(), below_autograd():
             return self._run(*inputs)
 
     def _over(self) -> list[list[Slot]]:

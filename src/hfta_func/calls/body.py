@@ -6,7 +6,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -120,26 +120,27 @@ def module_path() -> str:
         names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
         outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(Body.__name__)), paths[0])
         return paths[-1].removeprefix(outer).removeprefix(".model").lstrip(".")
-    frame, inner = sys._getframe(1), None
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            inner = inner or owner
-            if isinstance(owner, Body):
-                return path_in(owner, inner)
-        frame = frame.f_back
+    inner = None
+    for owner in _running():
+        inner = owner if inner is None else inner
+        if isinstance(owner, Body):
+            return path_in(owner, inner)
     return ""
 
 
 def running_body() -> Body | None:
     """The body of the model whose code is running."""
+    return next((owner for owner in _running() if isinstance(owner, Body)), None)
+
+
+def _running() -> Iterator[nn.Module]:
+    """The modules whose methods are running, innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Body):
-            return owner
+        if isinstance(owner, nn.Module):
+            yield owner
         frame = frame.f_back
-    return None
 
 
 def path_in(body: nn.Module, module: nn.Module) -> str:

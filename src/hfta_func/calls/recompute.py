@@ -17,7 +17,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -38,7 +38,7 @@ _SMALL = 8
 
 
 class Kept:
-    """What a derivative keeps for a tensor: the tensor itself, or its recipe."""
+    """What a derivative, or a recipe, keeps for a tensor: the tensor itself, or its recipe."""
 
     __slots__ = ("__weakref__", "_layout", "recipe", "tensor")
 
@@ -73,46 +73,29 @@ class Recipe:
         self._autocast = autocast_now(made.device.type)
         self._cached: Tensor | None = None
         self.wanted = 0
-        """Number of derivatives that still need the result."""
+        """Number of derivatives, and of other recipes, that still need the result."""
 
     def take(self) -> Tensor:
-        """The result for one derivative; it is computed once for all of them."""
-        made = self.make()
+        """The result for one of those that need it; it is computed once for all of them."""
+        made = self._make() if self._cached is None else self._cached
         self.wanted -= 1
-        return self._keep(made)
+        # For the others, which usually follow soon.
+        self._cached = made if self.wanted > 0 else None
+        return made
 
-    def make(self) -> Tensor:
+    def _make(self) -> Tensor:
         """The result, with the layout that the first one had in its storage."""
-        if self._cached is not None:
-            return self._cached
         for leaf, written in zip(self._leaves, self._written, strict=True):
             if isinstance(leaf, Tensor) and _torch.writes(leaf) != written:
                 raise StateError(WRITTEN)
-        leaves = [leaf.make() if isinstance(leaf, _View) else leaf for leaf in self._leaves]
+        leaves = [leaf.get() if isinstance(leaf, Kept) else leaf for leaf in self._leaves]
         with torch.no_grad(), self._autocast():
             made = self._call(*leaves)
         size, stride, offset, dtype, device = self._made
         if (made.size(), made.stride(), made.storage_offset()) == (size, stride, offset):
-            return self._keep(made)
+            return made
         length = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-        return self._keep(torch.empty(length, dtype=dtype, device=device).as_strided(size, stride, offset).copy_(made))
-
-    def _keep(self, made: Tensor) -> Tensor:
-        # For the other derivatives, which usually follow soon.
-        self._cached = made if self.wanted > 0 else None
-        return made
-
-
-class _View(NamedTuple):
-    """An argument that is computed again: a view of the result of a recipe."""
-
-    recipe: Recipe
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-    def make(self) -> Tensor:
-        return self.recipe.make().as_strided(self.size, self.stride, self.offset)
+        return torch.empty(length, dtype=dtype, device=device).as_strided(size, stride, offset).copy_(made)
 
 
 class Recalls:
@@ -159,7 +142,7 @@ class Recalls:
                 if leaf.nbytes * _SMALL <= result.nbytes or self._is_there(leaf, argument):
                     leaf = leaf.detach()
                 elif (recipe := self._recipe(leaf, argument)) is not None:
-                    leaf = _View(recipe, leaf.size(), leaf.stride(), leaf.storage_offset())
+                    leaf = Kept(leaf, recipe)
                 else:
                     return
             arguments.append(leaf)

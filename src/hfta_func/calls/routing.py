@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class routed(Mode):
 
     # Whether noise is drawn again in the backward pass, also where it is faster to keep it.
     redraws = False
+    # What replaces functions that draw nothing.
+    replacements: Mapping[Any, Callable[..., Any]] = LOWERED
 
     def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         if torch.compiler.is_compiling():
@@ -61,9 +63,8 @@ class routed(Mode):
         # Those given, and results computed from these alone. Other tensors without axes are the model's.
         self.numbers = [*numbers]
         self._rate: Tensor | None = None
-        # Modes around this one, and whether a mode inside this one is replacing a call.
-        self._around: list[routed] = []
-        self._is_quiet = False
+        # Whether a part of the block runs, in a mode of its own.
+        self.is_quiet = False
         self.depth = _torch.depth()
         # Call sites before this one at which a member has drawn nothing, because the rate was 0.
         self.skipped: Tensor | None = None
@@ -125,13 +126,11 @@ class routed(Mode):
     def _call(self, site: int, part: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An iteration of the loop at a call site, which has streams of its own."""
         if self.key is None:
-            with self:
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)
         before = self.key, self.site, self.skipped, self._blocks
         self.key = random.fold_in(random.fold_in(self.key, site if self.skipped is None else site - self.skipped), part)
         self.site, self.skipped, self._blocks = 0, None, {}
-        with self:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self.key, self.site, self.skipped, self._blocks = before
         return result
 
@@ -140,28 +139,10 @@ class routed(Mode):
         self.site += 1
         return functools.partial(self._call, self.site)
 
-    def __enter__(self) -> Any:
-        if self.key is not None and not torch.compiler.is_compiling():
-            self._around = [mode for mode in _torch.function_modes() if isinstance(mode, routed)]
-        return super().__enter__()
-
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
-        if self._is_quiet:
+        if self.is_quiet:
             return func(*args, **kwargs)
-        if not self._around:
-            return self._call_of_member(func, args, kwargs)
-        # A mode around this one would replace what a replacement calls, but not where a part runs again by itself.
-        before = [mode._is_quiet for mode in self._around]
-        for mode in self._around:
-            mode._is_quiet = True
-        try:
-            return self._call_of_member(func, args, kwargs)
-        finally:
-            for mode, is_quiet in zip(self._around, before, strict=True):
-                mode._is_quiet = is_quiet
-
-    def _call_of_member(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.padding is not None:
             return self.padding(func, args, kwargs, functools.partial(self._replaced, func))
         if not self.numbers:
@@ -205,7 +186,7 @@ class routed(Mode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = HANDLERS.get(func), LOWERED.get(func, func)
+        handler, func = HANDLERS.get(func), self.replacements.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
         if self.key is not None and handler is not None:

@@ -71,7 +71,7 @@ def looped(iteration: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs
     if torch.compiler.is_dynamo_compiling() and not modes and not inside_transform():
         return _in_graph(iteration, carry, xs, count)
     around = next((mode for mode in reversed(modes) if isinstance(mode, routed)), None)
-    call, ys = (_plainly if around is None else around.next_loop()), []
+    call, ys = (lambda index, func, *args: func(*args)) if around is None else around.next_loop(), []
     check = alike(carry)
     check(carry)
     for index in range(count):
@@ -83,10 +83,6 @@ def looped(iteration: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs
     for y in ys:
         check(y)
     return carry, tree_map(lambda *parts: torch.stack(parts), *ys)
-
-
-def _plainly(part: int, func: Callable[..., Any], *args: Any) -> Any:
-    return func(*args)
 
 
 def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, count: int) -> tuple[Any, Any]:

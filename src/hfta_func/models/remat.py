@@ -214,12 +214,12 @@ def run_apart(
         skipped = torch.tensor(passed) + (0 if mode.skipped is None else mode.skipped) if passed else mode.skipped
         return [*pytree.tree_leaves(args[0]), *(tensors[path] for path in reached[1]), skipped]
 
-    # Functions that the mode of the part passes on reach this mode, too.
-    mode.padding = None
+    # What the mode of the part calls reaches this mode, too, but not where the part runs again.
+    mode.is_quiet = True
     try:
         outputs = around(run, tuple(leaves), before)
     finally:
-        mode.padding = padding
+        mode.is_quiet = False
     out_spec, _, mode.site, next_position = reached
     output, after, mode.skipped = pytree.tree_unflatten([*outputs], out_spec)
     if padding is not None:

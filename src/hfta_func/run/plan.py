@@ -16,7 +16,6 @@ from hfta_func._types import Tree, text_table
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
-from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
 T = TypeVar("T")
@@ -185,7 +184,6 @@ class _Arrays:
     """Arrays of any size, of members taken repeatedly from a given array, that train on one batch."""
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, free: int | None):
-        require_training(step)
         self.step, self._state, self._batch = step, state, batch
         self._dims, count = getattr(inspect.unwrap(step), "batch_dims", 0), num_models(state)
         check_batch(self._dims, plain(batch), count)

@@ -24,7 +24,6 @@ from hfta_func.run.memory import profiler
 from hfta_func.run.recording import ITERATION, STEP, Line, Timeline, iterations_of, mark, marking, of_device
 from hfta_func.step import replay
 from hfta_func.step.chunks import now
-from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
 _ROWS = 24
@@ -126,7 +125,6 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
         >>> [line.lowering for line in result.lines if line.phase == "forward" and line.operator == "linear"]
         ['folded', 'folded']
     """
-    require_training(step)
     check_counts(steps=1 if steps is None else steps)
     if getattr(getattr(original(step), "options", None), "donate", False):
         state = tree_map(torch.clone, state)

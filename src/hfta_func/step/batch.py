@@ -148,12 +148,8 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 
     def rows(dim: int | None, leaf: Any) -> Any:
-        axis, is_tensor = int(dim is not None), isinstance(leaf, Tensor)
-        if is_tensor and (leaf.dim() <= axis or leaf.shape[axis] % count):
-            raise BatchError(
-                f"axis {axis} of {[*leaf.shape]} has no {count} equal parts; pass a multiple of {count} rows"
-            )
-        return leaf.chunk(count, axis)[part] if is_tensor else leaf
+        axis = int(dim is not None)
+        return leaf.unflatten(axis, (count, -1)).select(axis, part) if isinstance(leaf, Tensor) else leaf
 
     return batch if count == 1 else restored(over(rows, dims, plain(batch)), batch)
 

@@ -246,11 +246,8 @@ class Commit:
 
     def renewed(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> tuple[Params, Tree]:
         """Parameters and the optimizer's state, new for members where ``keep`` is True."""
-        with (
-            routed_by_member(random.fold_in(state.keys, state.step + NOISE))
-            if self._draws
-            else contextlib.nullcontext()
-        ):
+        drawing = self._draws and routed_by_member(random.fold_in(state.keys, state.step + NOISE))
+        with drawing or contextlib.nullcontext():
             given = self._optimizer, outputs.grads, state.opt_state, outputs.params, keep
             params, opt_state = renew(*given, donate=self._in_place)
         old = {path: state.params[path] for path in outputs.params}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import Compiled, original
+from hfta_func._torch import Compiled
 from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
@@ -153,9 +153,3 @@ class EvalStep(ArrayFunction, Compiled):
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
         return {"metric": outputs[0], "buffer": outputs[1]}
-
-
-def require_training(step: Callable[..., Any]) -> None:
-    """Refuse a step that evaluates, which has no state to go on with."""
-    if isinstance(original(step), EvalStep):
-        raise ValueError("the step evaluates, and returns no state to go on with; pass one of make_train_step")

@@ -52,8 +52,6 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
         state = optimizer.init(params)
         if state.step.is_meta:
             return state
-        if len(counts) != len(state.step):
-            raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
             values = [states[path].get(_KEYS.get(name, name)) for states in members]

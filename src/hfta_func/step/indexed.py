@@ -73,12 +73,8 @@ def _mixed(batch: Any) -> _Mixed:
     return _Mixed(rows, index, weights)
 
 
-def _check_index(index: Tensor, weights: Tensor, count: int) -> None:
+def _check_index(index: Tensor, count: int) -> None:
     """Raise a BatchError unless each row has the number of a member."""
-    kind = index.dtype == torch.bool or index.is_floating_point()
-    if index.dim() != 1 or not len(index) or kind or weights.shape != index.shape:
-        text = f"index is {index.dtype} {[*index.shape]}, weights are {[*weights.shape]}"
-        raise BatchError(f"{text}; give the number of each row's member, int64[rows], and a weight for each")
     if can_look(index) and bool((wrong := (index < 0) | (index >= count)).any()):
         row = int(wrong.nonzero()[0])
         raise BatchError(
@@ -165,7 +161,7 @@ class IndexedStep(TrainStep):
     def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member that has a row; raises a BatchError if an index is none of a member."""
         (rows, index, weights), count = _mixed(batch), len(state.keys)
-        _check_index(index, weights, count)
+        _check_index(index, count)
         index = index.long()
         mixed = rows, (index, weights)
         number = _sums(torch.ones_like(index), index, count)

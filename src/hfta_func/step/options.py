@@ -91,8 +91,6 @@ _CHOICES = {
     "replay": (None, True, False),
     "save": ("all", "less"),
     "verify": ("first", True, False),
-    "donate": (True, False),
-    "share_frozen": (True, False),
 }
 
 
@@ -133,10 +131,6 @@ class Options:
             if (value := getattr(self, name)) not in choices:
                 *others, last = map(repr, choices)
                 raise ValueError(f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
-        if self.collect is not None and optree.tree_leaves(self.carry):
-            raise ValueError(
-                "collect makes batches out of what members carry, and carry belongs to the loss; pass one of both"
-            )
         scale = self.loss_scale
         if scale is not None and not isinstance(scale, LossScale):
             scale = LossScale(scale, backoff_factor=1.0, growth_factor=1.0)

@@ -165,8 +165,6 @@ def gather(run: Callable[..., Any], batches: Any, inputs: Callable[[Any], Any] |
                 raise
             cure = "of a loader for training, which has targets, too, pass inputs=lambda batch: batch[0]"
             raise BatchError(f"the model does not take a batch: {error}; {cure}") from error
-    if not parts:
-        raise BatchError("there is no batch to predict; pass a tensor, or an iterable that gives batches")
     return Prediction(torch.cat(parts, dim=1))
 
 

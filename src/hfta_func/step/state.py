@@ -193,8 +193,6 @@ def mixing(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | N
     """
     labels = torch.as_tensor(groups)
     weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
-    if weight.shape != labels.shape:
-        raise HyperparameterError(f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one each")
     together = (labels[:, None] == labels) & (labels >= 0)
     shares = torch.where(together, weight.double(), 0.0)
     # Of itself alone, a member keeps what it has.

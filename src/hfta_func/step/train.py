@@ -31,11 +31,10 @@ from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
 from hfta_func.step.commit import Commit, Verdict, judge, looked_at
 from hfta_func.step.gradients import Gradients, StepOutputs
-from hfta_func.step.many import Loop, ManySteps
+from hfta_func.step.many import Loop, ManySteps, Searching
 from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
-from hfta_func.step.searching import Searching
 from hfta_func.step.state import Carried, TrainState
 from hfta_func.verify import Verify
 

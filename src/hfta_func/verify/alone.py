@@ -16,8 +16,7 @@ from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, 
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
 from hfta_func.calls.rewrites import OPERATORS
-from hfta_func.calls.routing import _ENTERED as ENTERED
-from hfta_func.calls.routing import HANDLERS, routed
+from hfta_func.calls.routing import routed
 from hfta_func.errors import RandomnessError, StateError
 from hfta_func.models.attributes import Snapshot
 from hfta_func.models.functional import tables_with_max_norm
@@ -27,6 +26,7 @@ from hfta_func.models.scalar_attributes import assign
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import with_zeros
 from hfta_func.models.stack import members_of
+from hfta_func.verify.held import as_tensor
 
 Results = dict[str, Params]
 """Tensors by kind, such as "gradient", and path; those of an array are ``[M, ...]``."""
@@ -191,19 +191,11 @@ def _outside(model: nn.Module, value: Tensor) -> Params:
 class keyed(routed):
     """Routes noise by key and replaces nothing else."""
 
+    replacements: Mapping[Any, Callable[..., Any]] = OPERATORS
+
     def again(self, key: Tensor | None, site: int, numbers: Any = ()) -> routed:
         """See :class:`routed`."""
         return keyed(key, site)
-
-    def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if func in OPERATORS:
-            return OPERATORS[func](*args, **kwargs)
-        if func in HANDLERS:
-            return HANDLERS[func](self, func, *args, **kwargs)
-        if func in ENTERED:
-            with self:
-                return ENTERED[func](*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def autocasting(
@@ -251,13 +243,9 @@ def _unwrapped(leaf: Tensor, count: int | None) -> tuple[Tensor, Callable[[Tenso
 def assigned(changes: Mapping[str, Any], count: int | None) -> Params:
     """The tensors and numbers among what a call has assigned to attributes; of ``count`` members at once as ``[M, ...]``."""
     with out_of_sight():
-        named = {path: _tensor(x) for path, x in changes.items() if isinstance(x, Tensor | int | float)}
+        named = {path: as_tensor(x) for path, x in changes.items() if isinstance(x, Tensor | int | float)}
         pairs = {path: _unwrapped(x, count) for path, x in named.items()}
         return {path: whole(x) for path, (x, whole) in pairs.items() if not is_wrapped(x)}
-
-
-def _tensor(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
 
 
 def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Module], None]:

@@ -159,20 +159,21 @@ def _whole(leaf: Any) -> Any:
     return values.detach().movedim(_torch.batch_dim(leaf), 0).as_subclass(MemberValues)
 
 
-def _tensor(x: Any) -> Tensor:
-    return torch.as_tensor(x, dtype=torch.float64 if isinstance(x, float) else None).detach()
+def as_tensor(x: Any) -> Tensor:
+    """A tensor as it is, or a number as one."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
 
 
 def _joined(sizes: list[int], *parts: Any) -> Any:
     if len(parts) == 1 or not all(isinstance(x, Tensor | float | int) for x in parts):
         return parts[-1]
     # Of one member alone, tensors have no model axis.
-    rows = [x if isinstance(x, MemberValues) else _tensor(x)[None] for x in parts]
+    rows = [x if isinstance(x, MemberValues) else as_tensor(x)[None] for x in parts]
     is_same = all(torch.equal(x, rows[0]) for x in rows) and not any(isinstance(x, MemberValues) for x in parts)
     if is_same or len({x.shape[1:] for x in rows}) > 1:
         return parts[-1] if is_same else parts
     rows = [x.expand(size, *x.shape[1:]) for size, x in zip(sizes, rows, strict=True)]
-    return torch.cat(rows).as_subclass(MemberValues)
+    return torch.cat(rows).detach().as_subclass(MemberValues)
 
 
 def is_generator(value: Any) -> bool:
