@@ -68,7 +68,7 @@ def lacking(module, name, monkeypatch):
     [
         ("levels", "torch._C._functorch", "_add_batch_dim"),
         ("levels", "torch._functorch.vmap", "restore_vmap"),
-        ("dispatcher", "torch._C", "_len_torch_dispatch_stack"),
+        ("levels", "torch._C", "_len_torch_dispatch_stack"),
         ("modules", "torch.nn.utils.stateless", "_reparametrize_module"),
         ("compiler", "torch.utils.checkpoint", "checkpoint.__wrapped__"),
     ],

@@ -441,7 +441,7 @@ PLANTED = [
     ),
     Planted(
         "the observation after an end is the final one",
-        *("rl/environment.py", "observation=_where(done, new_observation, final)", "observation=final"),
+        *("rl/environment.py", "observation=chosen(done, new_observation, final)", "observation=final"),
         "test_environments.py::test_episodes_end_and_begin_anew",
     ),
     Planted(

@@ -59,10 +59,12 @@ _FEW = 1 << 11
 def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     """One batched product; one wide product if members share the input, one tall product if they share the weights."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.first_dims(3)
-    if weight.dim() - (weight_dim is not None) == 1:
-        return NotImplemented
+    vector = weight.dim() - (weight_dim is not None) == 1
+    if vector:
+        # Weights [I] make one feature, which is no axis of the output.
+        weight, weight_dim = models_first(weight, weight_dim).unsqueeze(-2), None if weight_dim is None else 0
     # A bias [O] that is per member exactly when the weights are goes into the product; any other is added afterwards.
-    fused = bias is not None and (bias_dim is None) == (weight_dim is None)
+    fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
     inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
     if weight_dim is None:
         # [M,B,I], [O,I] -> [MB,I], [O,I] -> [MB,O] -> [M,B,O]; of rows that lie apart, the operator would repeat the weights.
@@ -81,6 +83,8 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         few = weight.shape[1] * weight.shape[2] < _FEW and not torch.compiler.is_compiling()
         y = (_product if few else _operator)(rows, weight, inner)
         y, dim = y if x.dim() == 3 else y.reshape(*x.shape[:-1], weight.shape[1]), 0
+    if vector:
+        y = y.squeeze(-1)
     if bias is None or inner is not None:
         return y, dim
     rank = y.dim() - (dim is not None)
