@@ -228,7 +228,6 @@ def optimize_in_turn(self):
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
-        ({"training_step": reads_the_kind}, "'kind' is no number, and members differ in it"),
         ({"training_step": logs_a_sum}, "'train_loss' is logged with reduce_fx='sum'"),
         ({"on_train_epoch_end": writes}, "after an epoch writes 'body.3.bias'"),
         ({"configure_optimizers": optimize_in_turn}, "model 0: 2 optimizers and 0 schedulers; several networks"),
@@ -238,6 +237,12 @@ def optimize_in_turn(self):
 def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
     with pytest.raises(hfta.HFTAError, match=message):
         array = hfta.integrations.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
+        array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
+
+
+def test_a_step_has_no_hparams_that_differ_and_are_no_numbers():
+    array = hfta.integrations.lightning(changed(training_step=reads_the_kind), seeds=2, kind=["a", "b"])
+    with pytest.raises(AttributeError, match="hparams has no 'kind' in a step, or it is no number and members differ"):
         array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
 
 

@@ -42,13 +42,8 @@ class _NoBatchIndex:
     def _refuse(self, *_: Any) -> Any:
         raise TraceError("the step computes with batch_idx, but it is one program for all batches; leave that out")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __sub__ = __truediv__ = _refuse
-    __mod__ = __floordiv__ = __radd__ = __rmul__ = __rsub__ = __rmod__ = __bool__ = __index__ = __int__ = _refuse
-    __float__ = __format__ = _refuse
-    __hash__ = None  # pyright: ignore
-
-
-_DIFFERENT = "different in each member"
+    # Python itself refuses other operators.
+    __eq__ = __mod__ = __bool__ = __index__ = __format__ = _refuse
 
 
 class _Hparams(dict[str, Any]):
@@ -56,21 +51,15 @@ class _Hparams(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(name)
+            raise AttributeError(f"hparams has no '{name}' in a step, or it is no number and members differ in it")
         return self[name]
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if value is _DIFFERENT:
-            raise StackError(f"'{name}' is no number, and members differ in it, so no step can read it")
-        return value
 
 
 def share_hparams(members: list[Any]) -> dict[str, list[float]]:
     """Give all members one ``hparams`` with their common values; returns the numbers in which they differ."""
     columns = {name: [member.hparams.get(name) for member in members] for name in members[0].hparams}
     differing = {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
-    common = _Hparams({name: _DIFFERENT if name in differing else values[0] for name, values in columns.items()})
+    common = _Hparams({name: values[0] for name, values in columns.items() if name not in differing})
     for member in members:
         vars(member).update(_hparams=common, _hparams_initial=common)
     return {name: values for name, values in differing.items() if all(map(is_number, values))}
