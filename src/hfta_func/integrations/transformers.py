@@ -255,22 +255,17 @@ class _Batches:
 
     def _joined(self, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The batches of all members, padded to the longest texts."""
-        joined: dict[str, Tensor] = {}
-        for name in batches[0]:
-            leaves = [batch[name] for batch in batches]
-            if len({leaf.shape for leaf in leaves}) > 1:
-                # Others do not stack, as PyTorch says.
-                leaves = self._padded(name, leaves) if "attention_mask" in batches[0] else leaves
-            joined[name] = torch.stack(leaves)
-        return joined
-
-    def _padded(self, name: str, leaves: list[Tensor]) -> list[Tensor]:
         values = {**_PADDING, "input_ids": getattr(self._trainers[0].model.config, "pad_token_id", None) or 0}
         side = getattr(self._trainers[0].processing_class, "padding_side", "right")
-        if name not in values or side != "right" or leaves[0].dim() != 2:
-            return leaves
-        width = max(leaf.shape[1] for leaf in leaves)
-        return [nn.functional.pad(leaf, (0, width - leaf.shape[1]), value=values[name]) for leaf in leaves]
+        joined: dict[str, Tensor] = {}
+        for name, first in batches[0].items():
+            leaves = [batch[name] for batch in batches]
+            # Others do not stack, as PyTorch says.
+            if name in values and side == "right" and "attention_mask" in batches[0] and first.dim() == 2:
+                joined[name] = nn.utils.rnn.pad_sequence([leaf.T for leaf in leaves], True, values[name]).mT
+            else:
+                joined[name] = torch.stack(leaves)
+        return joined
 
 
 class _Evaluation:

@@ -143,7 +143,7 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
     from a file.
 
     Args:
-        executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
+        executor: The executor, without pending calls.
         restarts: Whether the executor replaces a worker process that dies. If so, a worker is made to die: its call must be
             answered with a :class:`WorkerError`, and later calls must be answered.
 
@@ -179,8 +179,6 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
         with law("a run goes on from its file"):
             _run(1, **resumed)
             _assert_same_run(_run(3, **resumed), _run(3))
-    if (close := getattr(executor, "close", None)) is not None:
-        close()
 
 
 class _Divide:
