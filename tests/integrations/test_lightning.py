@@ -66,11 +66,11 @@ class ByEpoch(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
 
 
-class EverySoManyBatches(Classifier):
+class ByUpdate(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [{"scheduler": decay, "interval": "step", "frequency": 5}]
+        return [optimizer], [{"scheduler": decay, "interval": "step", "frequency": 1}]
 
 
 class OnPlateau(Classifier):
@@ -104,9 +104,9 @@ def solo(kind, seed, arguments, callbacks=(), **options):
         (OnPlateau, {"max_epochs": 6}),
         (ByEpoch, {"max_epochs": 3, "gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
         (ByEpoch, {"max_epochs": 2, "accumulate_grad_batches": 5, "gradient_clip_val": 0.05}),
-        (EverySoManyBatches, {"max_epochs": 2, "accumulate_grad_batches": 5}),
+        (ByUpdate, {"max_epochs": 2, "accumulate_grad_batches": 5}),
     ],
-    ids=["by_step", "on_plateau", "by_value", "accumulated", "by_batches"],
+    ids=["by_step", "on_plateau", "by_value", "accumulated", "by_update"],
 )
 @pytest.mark.exhaustive(ids="by_value|accumulated|on_plateau")
 def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
@@ -218,6 +218,11 @@ def optimize_in_turn(self):
     return [torch.optim.SGD(self.body[number].parameters(), lr=0.1) for number in (0, 3)]
 
 
+def every_other_epoch(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "frequency": 2}]
+
+
 @pytest.mark.parametrize(
     ("overridden", "message"),
     [
@@ -228,9 +233,9 @@ def optimize_in_turn(self):
         ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
         ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
         ({"training_step": reads_batch_number}, "computes with batch_idx"),
-        ({"training_step": reads_the_kind}, "'kind' is no number, and members differ in it"),
         ({"training_step": logs_a_sum}, "'train_loss' is logged with reduce_fx='sum'"),
         ({"on_train_epoch_end": writes}, "after an epoch writes 'body.3.bias'"),
+        ({"configure_optimizers": every_other_epoch}, "a scheduler has interval='epoch', frequency=2; use 1"),
         ({"configure_optimizers": optimize_in_turn}, "model 0: 2 optimizers and 0 schedulers; several networks"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -238,6 +243,12 @@ def optimize_in_turn(self):
 def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
     with pytest.raises(hfta.HFTAError, match=message):
         array = hfta.integrations.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
+        array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
+
+
+def test_a_step_has_no_hparams_that_differ_and_are_no_numbers():
+    array = hfta.integrations.lightning(changed(training_step=reads_the_kind), seeds=2, kind=["a", "b"])
+    with pytest.raises(AttributeError, match="hparams has no 'kind' in a step, or it is no number and members differ"):
         array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
 
 

@@ -207,7 +207,7 @@ class Callback(transformers.TrainerCallback):
         ([{"optim": "adafactor"}] * 2, "Adafactor has no counterpart"),
         ([{"num_train_epochs": 1}, {"num_train_epochs": 2}], "model 1: num_train_epochs is 2 but that of model 0 is 1"),
         ([{"kind": Logging}] * 2, "Logging overrides training_step"),
-        ([{"kind": ByHand}, {}], "model 1: it has a Trainer, but model 0 another class"),
+        ([{"kind": ByHand}, {}], "model 1: its __class__ is another one than that of model 0"),
         ([{"callbacks": [Callback()]}] * 2, "Callback is a callback for one Trainer"),
         ([{"rows": ROWS[:9]}, {}], "batches in an epoch; give all datasets one length"),
     ],

@@ -26,11 +26,6 @@ def _ray() -> Any:
     return require("ray", "cluster")
 
 
-def _versions() -> str:
-    """Versions that must be equal, because functions and states pass between processes; Ray compares those of Python."""
-    return f"hfta_func {importlib.import_module('hfta_func').__version__} and torch {torch.__version__}"
-
-
 class Actor(FunctionServer):
     """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
@@ -39,9 +34,9 @@ class Actor(FunctionServer):
             torch.set_num_threads(threads)
         super().__init__(settings)
 
-    def about(self) -> tuple[str, int, str]:
-        """Its versions, process id and node."""
-        return _versions(), os.getpid(), os.uname().nodename
+    def about(self) -> tuple[int, str]:
+        """Its process id and node."""
+        return os.getpid(), os.uname().nodename
 
 
 class _Remote(Worker):
@@ -55,7 +50,7 @@ class _Remote(Worker):
         self._closed = False
 
     def start(self) -> None:
-        ray, about = _ray(), ("", 0, "")
+        ray = _ray()
         for trial in range(_STARTS):
             if self._actor is not None:
                 # It may live on out of reach, and would occupy what the next one needs.
@@ -64,8 +59,9 @@ class _Remote(Worker):
             if self._closed:
                 self.kill()
             try:
-                about = ray.get(self._actor.about.remote())
-                break
+                self.pid, node = ray.get(self._actor.about.remote())
+                self.name = f"worker {self._number} on {node}"
+                return
             except Exception as error:
                 if self._closed:
                     return
@@ -73,10 +69,6 @@ class _Remote(Worker):
                 if "No module named" in str(error) or trial == _STARTS - 1:
                     cure = "install hfta_func on all nodes, or pass a runtime_env to ray.init that has what it imports"
                     raise WorkerError(f"{self.name} cannot be started ({_line(error)}); {cure}") from error
-        versions, self.pid, node = about
-        self.name = f"worker {self._number} on {node}"
-        if versions != _versions():
-            raise WorkerError(f"{self.name} has {versions}, but this process {_versions()}; install the same on both")
 
     def call(self, *message: Any) -> bytes:
         (number, live, function, arguments), ray = message, _ray()
@@ -139,8 +131,7 @@ def ray(
 
     Raises:
         ImportError: if Ray is not installed.
-        WorkerError: if the cluster cannot be reached, has no room at all or none in time, or its workers have no or another
-            version of this package.
+        WorkerError: if the cluster cannot be reached, has no room at all or none in time, or its workers lack this package.
         ValueError: if ``workers`` is no number of workers.
     """
     module = _ray()

@@ -7,19 +7,16 @@ moment, and several may write at once. Locks are the kernel's, which releases th
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import secrets
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from typing import BinaryIO, TypeAlias
 
 from hfta_func.errors import CheckpointError
-
-if sys.platform != "win32":
-    import fcntl
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -40,13 +37,10 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
-        if os.name == "posix":
-            # A rename is durable once its directory is synchronised.
-            directory = os.open(os.path.dirname(name), os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+        # A rename is durable once its directory is synchronised.
+        directory = os.open(os.path.dirname(name), os.O_RDONLY)
+        stack.callback(os.close, directory)
+        os.fsync(directory)
 
 
 @contextlib.contextmanager
@@ -58,9 +52,8 @@ def holding(path: PathLike) -> Iterator[None]:
     with _writing(path) as target:
         file = _locked(name := f"{target}.hfta-lock", path)
         _remove_temporary(target, 0.0)
-    if hasattr(os, "register_at_fork"):
-        # A lock lasts as long as any process has the file open, and workers of a loader may outlive a killed run.
-        os.register_at_fork(after_in_child=file.close)
+    # A lock lasts as long as any process has the file open, and workers of a loader may outlive a killed run.
+    os.register_at_fork(after_in_child=file.close)
     with file:
         try:
             yield
@@ -75,8 +68,7 @@ def _locked(name: str, path: PathLike) -> BinaryIO:
     while True:
         file = open(name, "ab")
         try:
-            if sys.platform != "win32":
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise CheckpointError(

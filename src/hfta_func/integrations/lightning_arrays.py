@@ -161,12 +161,10 @@ class LightningArray:
         is_dealt = isinstance(train, ArrayLoader) and not train.shared
         batches = train.lengths if is_dealt else [operator.length_hint(train)] * len(members)
         updates = [each // accumulate_grad_batches for each in batches]
+        if accumulate_grad_batches > 1 and not all(each and each % accumulate_grad_batches == 0 for each in batches):
+            cure = "choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
+            raise StackError(f"accumulate_grad_batches={accumulate_grad_batches}, epochs of {batches} batches; {cure}")
         for member, each, count in zip(members, batches, updates, strict=False):
-            if each % accumulate_grad_batches or (accumulate_grad_batches > 1 and not each):
-                cure = "choose a batch size or a Subset of rows that gives a multiple of it, or give the data a __len__"
-                raise StackError(
-                    f"accumulate_grad_batches={accumulate_grad_batches}, epochs of {batches} batches; {cure}"
-                )
             if each:
                 known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
                 vars(member.trainer).update(known)

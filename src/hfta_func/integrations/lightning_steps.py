@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +41,8 @@ class _NoBatchIndex:
     def _refuse(self, *_: Any) -> Any:
         raise TraceError("the step computes with batch_idx, but it is one program for all batches; leave that out")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __sub__ = __truediv__ = _refuse
-    __mod__ = __floordiv__ = __radd__ = __rmul__ = __rsub__ = __rmod__ = __bool__ = __index__ = __int__ = _refuse
-    __float__ = __format__ = _refuse
-    __hash__ = None  # pyright: ignore
-
-
-_DIFFERENT = "different in each member"
+    # Python itself refuses other operators.
+    __eq__ = __mod__ = __bool__ = __index__ = __format__ = _refuse
 
 
 class _Hparams(dict[str, Any]):
@@ -56,21 +50,15 @@ class _Hparams(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(name)
+            raise AttributeError(f"hparams has no '{name}' in a step, or it is no number and members differ in it")
         return self[name]
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if value is _DIFFERENT:
-            raise StackError(f"'{name}' is no number, and members differ in it, so no step can read it")
-        return value
 
 
 def share_hparams(members: list[Any]) -> dict[str, list[float]]:
     """Give all members one ``hparams`` with their common values; returns the numbers in which they differ."""
     columns = {name: [member.hparams.get(name) for member in members] for name in members[0].hparams}
     differing = {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
-    common = _Hparams({name: _DIFFERENT if name in differing else values[0] for name, values in columns.items()})
+    common = _Hparams({name: values[0] for name, values in columns.items() if name not in differing})
     for member in members:
         vars(member).update(_hparams=common, _hparams_initial=common)
     return {name: values for name, values in differing.items() if all(map(is_number, values))}
@@ -165,19 +153,15 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
     if len(configs) < len(members) or len({*kinds}) > 1:
         raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
     (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
+    if frequency != 1 or (on_plateau and interval != "epoch"):
+        cure = "use 1, a scheduler that changes less often, and 'epoch' for ReduceLROnPlateau"
+        raise StackError(f"a scheduler has interval={interval!r}, frequency={frequency}; {cure}")
     if on_plateau:
-        if (interval, frequency) != ("epoch", 1):
-            raise StackError(f"ReduceLROnPlateau has interval={interval!r}, frequency={frequency}; use 'epoch', 1")
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
-    # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
-    batches = members[0].trainer.accumulate_grad_batches if interval == "step" else 1
-    frequency = math.lcm(frequency, batches) // batches
-    if interval == "step" and any(each % frequency for each in updates):
-        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
-    stages = [max(1, (epochs if interval == "epoch" else epochs * each) // frequency) for each in updates]
-    every = [frequency * (each if interval == "epoch" else 1) for each in updates]
+    stages = [epochs if interval == "epoch" else epochs * each for each in updates]
+    every = [each if interval == "epoch" else 1 for each in updates]
     return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
 
 

@@ -39,10 +39,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "eval_delay": (None, 0),
 }
 """Arguments that only have an effect on one Trainer, and the values that an array takes."""
-_OVERRIDDEN = (
-    *("train", "training_step", "evaluate", "evaluation_loop", "_inner_training_loop", "_run_epoch", "_clip_grad_norm"),
-    *("log", "get_batch_samples", "_maybe_log_save_evaluate"),
-)
+_OVERRIDDEN = "train", "training_step", "_inner_training_loop", "evaluate", "evaluation_loop", "log"
 _PADDING = {"labels": -100, "attention_mask": 0, "token_type_ids": 0}
 
 
@@ -111,13 +108,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     step = make_train_step(models[0], loss_fn, optimizer, batch_dims=dims, autocast=autocast, **step_options)
     share: dict[str, Any] = {"share_frozen": step.options.share_frozen}
     seeds = [trainer.args.seed for trainer in trainers]
-    generation = [vars(model).get("generation_config") for model in models]
-    for model in models:
-        # No step reads it, and a Trainer changes the configuration that it is made from in later models.
-        vars(model).update(generation_config=generation[0])
     state = step.init(*stack_params(models, **share), seeds=seeds, hparams=hparams)
-    for model, config in zip(models, generation, strict=True):
-        model.generation_config = config
     if args.eval_strategy != "no":
         options["evaluate"] = _Evaluation(trainers, {**share, "autocast": autocast})
     if args.load_best_model_at_end:
@@ -158,9 +149,7 @@ def _check(trainers: Sequence[Any]) -> None:
     if len({id(trainer.model) for trainer in trainers}) < len(trainers):
         raise StackError("several Trainers hold one model; give each its own, such as copy.deepcopy(model)")
     for member, trainer in enumerate(trainers):
-        if type(trainer) is not type(trainers[0]):
-            raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
-        for field in ("eval_dataset", "compute_loss_func"):
+        for field in ("__class__", "eval_dataset", "compute_loss_func"):
             value, expected = getattr(trainer, field), getattr(trainers[0], field)
             if value is not expected and value != expected:
                 raise StackError(f"model {member}: its {field} is another one than that of model 0; give all the same")
@@ -266,22 +255,17 @@ class _Batches:
 
     def _joined(self, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The batches of all members, padded to the longest texts."""
-        joined: dict[str, Tensor] = {}
-        for name in batches[0]:
-            leaves = [batch[name] for batch in batches]
-            if len({leaf.shape for leaf in leaves}) > 1:
-                # Others do not stack, as PyTorch says.
-                leaves = self._padded(name, leaves) if "attention_mask" in batches[0] else leaves
-            joined[name] = torch.stack(leaves)
-        return joined
-
-    def _padded(self, name: str, leaves: list[Tensor]) -> list[Tensor]:
         values = {**_PADDING, "input_ids": getattr(self._trainers[0].model.config, "pad_token_id", None) or 0}
         side = getattr(self._trainers[0].processing_class, "padding_side", "right")
-        if name not in values or side != "right" or leaves[0].dim() != 2:
-            return leaves
-        width = max(leaf.shape[1] for leaf in leaves)
-        return [nn.functional.pad(leaf, (0, width - leaf.shape[1]), value=values[name]) for leaf in leaves]
+        joined: dict[str, Tensor] = {}
+        for name, first in batches[0].items():
+            leaves = [batch[name] for batch in batches]
+            # Others do not stack, as PyTorch says.
+            if name in values and side == "right" and "attention_mask" in batches[0] and first.dim() == 2:
+                joined[name] = nn.utils.rnn.pad_sequence([leaf.T for leaf in leaves], True, values[name]).mT
+            else:
+                joined[name] = torch.stack(leaves)
+        return joined
 
 
 class _Evaluation:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import os
 import pathlib
-import queue
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -146,7 +143,7 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
     from a file.
 
     Args:
-        executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
+        executor: The executor, without pending calls.
         restarts: Whether the executor replaces a worker process that dies. If so, a worker is made to die: its call must be
             answered with a :class:`WorkerError`, and later calls must be answered.
 
@@ -182,8 +179,6 @@ def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
         with law("a run goes on from its file"):
             _run(1, **resumed)
             _assert_same_run(_run(3, **resumed), _run(3))
-    if (close := getattr(executor, "close", None)) is not None:
-        close()
 
 
 class _Divide:
@@ -194,7 +189,6 @@ class _Divide:
 
 
 def _die() -> None:
-    time.sleep(0.3)
     os._exit(7)
 
 
@@ -207,11 +201,9 @@ def _check_answer(executor: Executor, **arguments: Any) -> None:
 
 
 def _check_death(executor: Executor) -> None:
-    before, call, answer = executor.deaths, executor.submit(_die), None
-    while answer is None:
-        with contextlib.suppress(queue.Empty):
-            number, answer = executor.wait(0.05)
-            assert number == call, f"call {call} is answered as call {number}"
+    before, call = executor.deaths, executor.submit(_die)
+    number, answer = executor.wait()
+    assert number == call, f"call {call} is answered as call {number}"
     assert isinstance(answer, WorkerError), f"the call whose worker dies is answered with {answer!r}, not a WorkerError"
     assert executor.deaths > before, f"deaths is {executor.deaths}, as before"
     _check_answer(executor, seed=3)

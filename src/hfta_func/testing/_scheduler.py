@@ -55,7 +55,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
     numbers, rungs = range(cohort.trials), cohort.rungs
     values: dict[int, list[float]] = {trial: [] for trial in numbers}
     params = {trial: {"lr": 10.0 ** -(1 + trial % 4)} for trial in numbers}
-    ended, verdicts, copied = set[int](), {}, set[tuple[int, int]]()
+    ended, verdicts = set[int](), {}
     for _ in range(2 * cohort.trials * len(rungs) + 2):
         waiting = [t for t in numbers if t not in ended and len(values[t]) < len(rungs)]
         ready = [t for t in waiting if not values[t] or verdicts.get(t, "stop") != "stop"]
@@ -65,6 +65,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
             if trial in failing and values[trial]:
                 ended.add(trial)
             else:
+                params[trial] |= getattr(verdicts.get(trial), "changes", {})
                 values[trial].append(-float(trial * 7 % len(numbers)) + len(values[trial]))
         now = cohort._replace(
             values={trial: tuple(reports) for trial, reports in values.items()},
@@ -72,10 +73,6 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
         )
         verdicts = _decided(make, now)
         ended |= {trial for trial, verdict in verdicts.items() if verdict == "stop" and len(values[trial]) < len(rungs)}
-        for trial, verdict in verdicts.items():
-            if not isinstance(verdict, str) and (trial, len(values[trial])) not in copied:
-                copied.add((trial, len(values[trial])))
-                params[trial] |= verdict.changes
     with law("some trial reaches its last rung"):
         reached = [len(reports) for reports in values.values()]
         assert failing or len(rungs) in reached, f"of rungs {rungs} the trials have reached {reached}"

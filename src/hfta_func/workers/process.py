@@ -284,8 +284,7 @@ def serve(
         with contextlib.suppress(OSError):
             # "nice" counts only within a session, which has a priority itself.
             pathlib.Path("/proc/self/autogroup").write_text("19")
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, processors)
+    os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
     server = FunctionServer(loads(settings))
     calls.send(None)
