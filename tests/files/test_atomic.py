@@ -262,6 +262,7 @@ class Loader(list):
 @pytest.mark.parametrize(
     ("position", "error", "message"),
     [
+        ({0: 1}, TypeError, "metadata has the key 0; use strings"),
         ({"scale": float("inf")}, ValueError, "Out of range float"),
         ({"set": {1}}, TypeError, "a set cannot be saved; use numbers, strings, lists, dicts or tensors"),
     ],

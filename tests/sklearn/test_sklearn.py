@@ -273,7 +273,16 @@ BAD = {
     "setting": (lambda c, x, y: ArraySearchCV(c, {"rate": [1]}, cv=2).fit(x, y), "Invalid parameter 'rate'"),
     "nan group": (lambda c, x, y: c.fit(x, y, groups=[numpy.nan, 1, 1, 1, 2, 2]), "contains NaN"),
     "text": (lambda c, x, y: ArrayRegressor().fit(x, numpy.array(["a"] * 6)), "could not convert string to float"),
+    "weight": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1, -2, 1, 1, 1]), r"sample_weight\[2\] is -2; give"),
+    "no weight": (
+        lambda c, x, y: c.fit(x, y, groups=[0, 0, 0, 1, 1, 1], sample_weight=[1, 1, 1, 0, 0, 0]),
+        "model 1: sample_weight is zero for all rows",
+    ),
     "weights": (lambda c, x, y: c.fit(x, y, sample_weight=[1, 1]), "inconsistent numbers of samples"),
+    "loss": (
+        lambda c, x, y: c.set_params(loss=nn.CrossEntropyLoss()).fit(x, y, sample_weight=[1] * 6),
+        "needs a loss with an argument reduction, CrossEntropyLoss",
+    ),
     "no array": (
         lambda c, x, y: ArraySearchCV(make_pipeline(LogisticRegression()), {}, cv=2).fit(x, y),
         "LogisticRegression does not train as an array; end the pipeline with",

@@ -12,7 +12,7 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
         return {"__tensor__": name}
 
     versions = {"format_version": _FORMAT, "package_version": _package_version()}
+    _check_keys(metadata)
     text = json.dumps(versions | dict(metadata), default=reference, allow_nan=False)
     # Wide dtypes first, so that every tensor is aligned.
     ordered = dict(sorted({**tensors, **inner}.items(), key=lambda item: -item[1].element_size()))
@@ -124,6 +125,16 @@ def _text(path: PathLike) -> str:
             f"install a later hfta_func"
         )
     return text
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would turn into strings, as in the position of a loader."""
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"metadata has the key {wrong[0]!r}; use strings")
+        value = value.values()
+    for inner in value if not isinstance(value, str | Tensor) and isinstance(value, Iterable) else ():
+        _check_keys(inner)
 
 
 def damaged(path: PathLike) -> CheckpointError:

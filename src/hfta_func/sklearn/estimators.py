@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -235,7 +236,13 @@ def _column(values: Any, samples: Any) -> Any:
 
 def weights_of(sample_weight: Any, samples: Any) -> list[Tensor]:
     """The checked weights as a tensor, none for None."""
-    return [] if sample_weight is None else [torch.tensor(_column(sample_weight, samples).astype(float))]
+    if sample_weight is None:
+        return []
+    weights = torch.tensor(_column(sample_weight, samples).astype(float))
+    if weights.min() < 0:
+        place = int(weights.argmin())
+        raise HyperparameterError(f"sample_weight[{place}] is {weights[place]:g}; give weights that are not negative")
+    return [weights]
 
 
 def train(
@@ -276,6 +283,10 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequ
         # A batch without any weight has loss 0.
         return (weight * losses).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
 
+    if weights and "reduction" not in inspect.signature(loss).parameters:
+        cure = 'give a function with one, as of torch.nn.functional, that returns a loss per row for reduction="none"'
+        raise HyperparameterError(f"sample_weight needs a loss with an argument reduction, {loss!r} has none; {cure}")
+
     seeds = [_seed(estimator.random_state) for estimator in estimators]
     rows_of = [{**(one.model_params or {}), "lr": one.lr, "weight_decay": one.weight_decay} for one in estimators]
     columns: dict[str, Any] = {name: [row[name] for row in rows_of] for name in rows_of[0]}
@@ -292,6 +303,10 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequ
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
         options = {"evaluate": (experiment.metric, (inputs, targets, *weights), held_out), "restore_best": "val_loss"}
         options |= {"compact": True, "callbacks": [hfta.callbacks.early_stopping("val_loss", first.patience)]}
+    for member, each in enumerate([*rows, *options.get("evaluate", [()])[-1]] if weights else []):
+        if not weights[0][each.to(first.device)].any():
+            text = f"model {member % len(rows)}: sample_weight is zero for all rows that it trains on or is stopped by"
+            raise HyperparameterError(f"{text}; give one of them a weight, or leave its rows out")
     options |= dict(epochs=first.epochs, batches_per_epoch=first.batches_per_epoch, progress=False)
     experiment.fit((inputs, targets, *weights), first.batch_size, rows=rows, **options)
     params = hfta.models.Stacked(experiment.state.params, hfta.step.stacked(experiment.state).buffers)
