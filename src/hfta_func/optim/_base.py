@@ -165,7 +165,6 @@ class Range(enum.Enum):
     AT_LEAST_ONE = 1.0, math.inf, "at least 1 and finite"
     DECAY = 0.0, 1.0, "at least 0 and below 1"
     FACTOR = math.ulp(0.0), 1.0 + math.ulp(1.0), "positive and at most 1"
-    RATE = 0.0, 1.0 + math.ulp(1.0), "at least 0 and at most 1"
     ROWS = -math.inf, math.inf, "finite numbers, a row of them per model"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._torch import expected, is_wrapped, num_dispatch_modes, num_recorders
-from hfta_func.rules._lowering import TIMED, Case, known_lowerings
+from hfta_func.rules._lowering import LOWERINGS, Case, known_lowerings
 
 _CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
 """How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
@@ -93,7 +93,7 @@ def _known(key: tuple[int, str]) -> Measured | None:
 
 def chosen(case: Case) -> Measured | None:
     """What was chosen for a case by measurement; None if the table decides."""
-    if case.op not in TIMED or case.device != "cpu" or case.tangents or not is_on():
+    if case.op not in LOWERINGS or case.device != "cpu" or case.tangents or not is_on():
         return None
     key = threads(), _text(case)
     known = _known(key) or (TABLE if num_recorders() else None)

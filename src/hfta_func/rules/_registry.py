@@ -63,9 +63,9 @@ class Entry(NamedTuple):
     """A rule and the options that it was registered with, see :func:`register`."""
 
     rule: Rule | None  # None runs one member after another
-    key: str
-    otherwise: Callable[..., Any] | None
-    chooses: bool
+    key: str = BATCHED
+    otherwise: Callable[..., Any] | None = None
+    chooses: bool = False
 
 
 RULES: dict[str, Entry] = {}
@@ -107,7 +107,7 @@ def register(
 def register_looped(family: str, *ops: str) -> None:
     """Run rare operators for one member after another without a warning: of few numbers, or in gradients inside ``vmap``."""
     for op in ops:
-        RULES[op] = Entry(None, BATCHED, None, False)
+        RULES[op] = Entry(None)
         enter(op, family, "rare: one member after another", "loop")
 
 
