@@ -126,8 +126,6 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
 
 
 def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) -> list[Any]:
-    if not adapters:
-        raise StackError("no adapters to stack; pass at least one configuration or folder")
     if seeds is not None and len(seeds) != len(adapters):
         raise HyperparameterError(f"got {len(seeds)} seeds but {len(adapters)} adapters; give one integer per adapter")
     members = []

@@ -14,7 +14,7 @@ from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.calls.copies import copied_module, mark
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.padding import pad_member, padded, padding_of
+from hfta_func.models.padding import Padding, pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
@@ -185,12 +185,8 @@ def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params
 def _stack_padded(
     models: list[nn.Module], pad: bool | nn.Module, share_frozen: bool, shared_params: Sequence[str]
 ) -> Stacked:
-    model = pad if isinstance(pad, nn.Module) else padded(models)
-    padding = padding_of(model)
-    if padding is None:
-        raise StackError(
-            f"pad is a {type(model).__qualname__} that padded(...) has not made; pass True, or padded(models)"
-        )
+    model: Any = pad if isinstance(pad, nn.Module) else padded(models)
+    padding: Padding = model.padding
     members = (pad_member(model, each, member) for member, each in enumerate(models))
     stacked = _stack(members, len(models), share_frozen, shared_params)
     first = numbers_of(pad_member(model, models[0], 0))

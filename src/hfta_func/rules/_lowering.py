@@ -248,7 +248,7 @@ LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("grouped", "matmul", "sample_matmul", "direct"),
 )
 LOWERINGS["convolution"] += ("wide",)
-"""Lowerings that overrides can force besides ``"loop"``, by operator, of operators whose lowerings are timed where they run;
+"""Lowerings that overrides can force besides ``"loop"``, by operator, for those that are timed where they run;
 one that is missing has those of its rows."""
 
 
