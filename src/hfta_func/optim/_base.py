@@ -247,8 +247,8 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
 def _check_spec(name: str, spec: PerModel, allowed: Range) -> None:
     if not isinstance(spec, Schedule):
         return check(name, spec, allowed)
-    for inner, label, own in labelled(name, allowed, spec.knobs):
-        _check_spec(label, spec.knobs[inner], own)
+    for inner, label, limits in labelled(name, allowed, spec.knobs):
+        _check_spec(label, spec.knobs[inner], limits)
 
 
 def labelled(name: str, allowed: Range, knobs: Iterable[str]) -> list[tuple[str, str, Range]]:

@@ -183,6 +183,6 @@ def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:
             f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {', '.join(old)}"
         )
     return {
-        inner: _renew(label, old[inner], changes[inner], own) if inner in changes else old[inner]
-        for inner, label, own in labelled(name, allowed, old)
+        inner: _renew(label, old[inner], changes[inner], limits) if inner in changes else old[inner]
+        for inner, label, limits in labelled(name, allowed, old)
     }
