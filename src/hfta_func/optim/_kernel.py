@@ -191,15 +191,15 @@ def _define() -> bool:
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
-    def update(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
+    def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> list[Tensor]:
         plain = [leaf.contiguous() for leaf in leaves]
         outs = [*map(torch.empty_like, plain)]
-        _run(outs, grads, plain, *rest[:-1], _as_written(rest[-1]))
+        _run(outs, grads, plain, numbers, keep, _as_written(source))
         return outs
 
-    def update_(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> None:
+    def update_(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> None:
         plain = [leaf.contiguous() for leaf in leaves]
-        _run(plain, grads, plain, *rest[:-1], _as_written(rest[-1]))
+        _run(plain, grads, plain, numbers, keep, _as_written(source))
         for leaf, written in zip(leaves, plain, strict=True):
             if leaf is not written:
                 leaf.copy_(written)
