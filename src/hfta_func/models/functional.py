@@ -245,8 +245,9 @@ class Bound:
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
         before = [*map(_written, numbers.values())]
         starts = [(path, given[path], _written(given[path])) for path in (buffers if self._evaluates else ())]
-        mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
-        with mode:
+        # The same numbers are in the ``hparams`` among a loss's arguments.
+        again = [arg[path] for arg in args if numbers and isinstance(arg, dict) for path in numbers if path in arg]
+        with routing(key, [*numbers.values(), *again], padded):
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
@@ -300,12 +301,6 @@ def _attribute(model: nn.Module, path: str) -> list[Any]:
 
 
 bind = Bound
-
-
-def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
-    """The numbers as attributes, and the same numbers in the ``hparams`` among a loss's arguments."""
-    arguments = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
-    return [*numbers.values(), *arguments]
 
 
 def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
