@@ -148,7 +148,6 @@ def _with_sum(model, x, func):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda base: stack(base, []), "no adapters"),
         (lambda base: stack(base, [lora()], seeds=[1, 2]), "2 seeds but 1 adapters"),
         (lambda base: stack(base, [lora(), CONFIGS["ia3"][0]]), "adapter 1 has .* but adapter 0"),
         (lambda base: stack(base, [lora(), lora(bias="all")]), "adapter 1 has bias='all' but adapter 0 has 'none'"),

@@ -463,10 +463,6 @@ BAD = {
         lambda: hfta.stack_params([mlp(3, 1, 0.1), mlp(9, 1, 0.1)], pad=hfta.padded([mlp(3, 1, 0.1), mlp(4, 2, 0.1)])),
         "model 1 has a size that the padded model was not made of",
     ),
-    "no padded model": (
-        lambda: hfta.stack_params([nn.Linear(2, 2)], pad=nn.Linear(2, 2)),
-        r"pad is a Linear that padded\(...\) has not made",
-    ),
     "classes": (
         lambda: hfta.padded([nn.Sequential(nn.Linear(2, w), act()) for w, act in ((2, nn.ReLU), (3, nn.Tanh))]),
         "model 1: '1' is a Tanh but in model 0 it is a ReLU",

@@ -45,7 +45,7 @@ class Machine:
 
     def process(self) -> None:
         """Begin a new process."""
-        for name in ("_settled", "_given", "_waiting"):
+        for name in ("_settled", "_waiting"):
             self._patch.setattr(_measured, name, {})
         for name, value in {"closed": set(), "_began": 0.0, "_spent": 0.0, "_lent": None, "pinned": ""}.items():
             self._patch.setattr(_measured, name, value)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func._tree import num_models, take
 from hfta_func._types import Params, require
 from hfta_func.errors import HyperparameterError, StackError
+from hfta_func.models.padded_calls import fitted
 from hfta_func.models.sharing import base_of
 
 _NAME = "default"
@@ -126,8 +126,6 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
 
 
 def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) -> list[Any]:
-    if not adapters:
-        raise StackError("no adapters to stack; pass at least one configuration or folder")
     if seeds is not None and len(seeds) != len(adapters):
         raise HyperparameterError(f"got {len(seeds)} seeds but {len(adapters)} adapters; give one integer per adapter")
     members = []
@@ -245,5 +243,4 @@ def _padded(tensor: Tensor | None, like: Tensor, path: str, member: int) -> Tens
     if tensor is None or (tensor.shape != like.shape and not ranked):
         shape = "missing" if tensor is None else list(tensor.shape)
         raise StackError(f"adapter {member}: '{path}' is {shape} but in adapter 0 it is {list(like.shape)}")
-    pairs = zip(reversed(tensor.shape), reversed(like.shape), strict=True)
-    return F.pad(tensor.detach(), [size for small, large in pairs for size in (0, large - small)])
+    return fitted(tensor.detach(), like.shape)

@@ -197,7 +197,7 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
 
 
 def _copied(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
 def _agree(a: Any, b: Any) -> bool:

@@ -22,7 +22,7 @@ from hfta_func.errors import StateError, TraceError
 from hfta_func.models.attributes import Snapshot, Undoing, aliases, examined, undo
 from hfta_func.models.padded_calls import Events
 from hfta_func.models.padding import padding_of
-from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
+from hfta_func.models.remat import checkpoints_of, rematerialise, tables_with_max_norm, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import assign, changed, hold
 from hfta_func.models.sharing import Base
 from hfta_func.models.sizes import SIZE, joined, tensors_by_path
@@ -245,8 +245,9 @@ class Bound:
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
         before = [*map(_written, numbers.values())]
         starts = [(path, given[path], _written(given[path])) for path in (buffers if self._evaluates else ())]
-        mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
-        with mode:
+        # The same numbers are in the ``hparams`` among a loss's arguments.
+        again = [arg[path] for arg in args if numbers and isinstance(arg, dict) for path in numbers if path in arg]
+        with routing(key, [*numbers.values(), *again], padded):
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
@@ -267,9 +268,7 @@ class Bound:
     def _examine(self, *given: Any) -> None:
         """Find out what attributes carry from call to call; raise a StateError if it is more than a counter."""
 
-        def part(leaf: Any, factor: float = 1) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def part(leaf: Tensor, factor: float = 1) -> Tensor:
             leaf = first_member(leaf)
             return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
 
@@ -277,7 +276,7 @@ class Bound:
             params, start, args, kwargs, key = given
             params = {path: part(param) for path, param in params.items()}
             # Halved values are still valid as probabilities, variances and masks.
-            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, 0.5 if altered else 1), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: part(x, 0.5 if altered else 1), (args, kwargs))
             buffers = {path: part(buffer) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
@@ -304,22 +303,8 @@ def _attribute(model: nn.Module, path: str) -> list[Any]:
 bind = Bound
 
 
-def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
-    """The numbers as attributes, and the same numbers in the ``hparams`` among a loss's arguments."""
-    arguments = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
-    return [*numbers.values(), *arguments]
-
-
 def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
     return body, Snapshot(body.model)
-
-
-def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
-    """The paths of look-up tables that shorten rows in place when they read them."""
-    # A parametrisation may have a largest norm and no weight.
-    limited = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
-    tables = {id(module.weight) for module in limited if hasattr(module, "weight")}
-    return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -25,7 +25,7 @@ from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
 from hfta_func.errors import StackError
 from hfta_func.models.padding import Padding, Size
-from hfta_func.models.remat import run_apart, shortens_rows
+from hfta_func.models.remat import run_apart, tables_with_max_norm
 from hfta_func.models.sizes import SIZE
 
 _for_all: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -63,7 +63,7 @@ def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any,
         return run(*args, **kwargs)
     part = nn.ModuleList(blocks)
     is_known = has is not None and _torch.is_batched(present) and _torch.level_of(present) == _torch.depth()
-    if has is not None and is_known and _for_all.isdisjoint(blocks) and not shortens_rows(part):
+    if has is not None and is_known and _for_all.isdisjoint(blocks) and not tables_with_max_norm(part):
         try:
             return run_apart(part, run, args, kwargs, _Some(has))
         except (RuntimeError, ValueError):
@@ -71,7 +71,7 @@ def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any,
             _for_all.update(blocks)
     # Without its input, a missing block has no part in the gradient, whatever it computes.
     output = run(tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), args[0]), *args[1:], **kwargs)
-    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new.shape)), output, args[0])
+    return tree_map(lambda new, old: torch.where(present, new, fitted(old, new.shape)), output, args[0])
 
 
 class _Some:
@@ -106,7 +106,7 @@ class _Some:
         new = _in_front(torch.zeros_like(old) if new is None else new, dim, len(self._chosen))
         if len(new) != len(self._chosen):
             raise RuntimeError("the result has parts of all members")
-        every = _fitted(_in_front(old, old_dim, self._count), (self._count, *new.shape[1:]))
+        every = fitted(_in_front(old, old_dim, self._count), (self._count, *new.shape[1:]))
         return every.index_copy(0, torch.tensor(self._members).long(), new[: len(self._members)])
 
 
@@ -115,7 +115,7 @@ def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
     return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
+def fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor in another shape, without its last units or with zeros behind them."""
     lengths = [new - old for old, new in zip(x.shape, shape, strict=True)]
     return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x
@@ -156,7 +156,7 @@ class Events:
                 given = [first_member(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 noise = torch.zeros_like(parts[1][SIZE]) if key is None else first_member(key)
                 inputs, whole = pytree.tree_unflatten(given, spec), Recorder()
-                self._call(*parts, pytree.tree_map(_copied, inputs), noise, whole)
+                self._call(*parts, pytree.tree_map_only(Tensor, torch.clone, inputs), noise, whole)
                 alone = [self._alone(model, size, inputs, noise) for size in self.padding.sizes]
                 known = _joined(self.padding, whole.events, alone)
             # Without a key nothing draws from one.
@@ -175,7 +175,7 @@ class Events:
                 # At a rate of 0 nothing is drawn, but members' rates differ.
                 module = alone.get_submodule(size.modules[owner])
                 setattr(module, name, getattr(module, name) or 0.5)
-        args, kwargs = pytree.tree_map(_copied, inputs)
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, inputs)
         mode = routed(key)
         mode.padding = recorder
         with mode, torch.no_grad():
@@ -212,7 +212,3 @@ def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> l
         }
         joined.append(Sizes(event.name, axes, absent if bool(absent.any()) else None, event.sizes))
     return joined
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -132,7 +132,7 @@ def _run_twice(
     part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Any:
     """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
-    if shortens_rows(part):
+    if tables_with_max_norm(part):
         return forward(*args, **kwargs)
     # Noise from keys repeats by itself; PyTorch's generator must be set back.
     options = options if _mode().key is None else {**options, "preserve_rng_state": False}
@@ -154,9 +154,12 @@ def _run_twice(
     return run_apart(part, forward, args, kwargs, around)
 
 
-def shortens_rows(part: nn.Module) -> bool:
-    """Whether a look-up table shortens its rows as it is read, which it does once and for all members."""
-    return any(getattr(module, "max_norm", None) is not None for module in part.modules())
+def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
+    """The paths of look-up tables that shorten rows in place when they read them, once and for all members."""
+    # A parametrisation may have a largest norm and no weight.
+    limited = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    tables = {id(module.weight) for module in limited if hasattr(module, "weight")}
+    return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 
 def _mode() -> routed:

@@ -7,7 +7,7 @@ tensor without axes. A training state holds them in ``hparams``, and empty *plac
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,6 @@ from hfta_func._types import Params
 from hfta_func.errors import HyperparameterError, StateError
 
 T = TypeVar("T")
-
-_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
 
 def is_number(value: Any) -> bool:
@@ -76,21 +74,9 @@ def numbers_text(known: Iterable[str], wanted: str) -> str:
     return f"it has {', '.join(paths[:20]) or 'none in attributes of its modules'}{', ...' * (len(paths) > 20)}"
 
 
-def rates_of(model: nn.Module) -> frozenset[str]:
-    """The paths of dropout rates of PyTorch's layers, which must be between 0 and 1."""
-    kinds = {"p": _DROPOUTS, "dropout": (nn.MultiheadAttention, nn.RNNBase)}
-    return frozenset(
-        path for path, (module, name) in numbers_of(model).items() if isinstance(module, kinds.get(name, ()))
-    )
-
-
-def hold(model: nn.Module, paths: Iterable[str]) -> None:
-    """Replace numbers by buffers, so that calls can set them; raises a StateError if the model has no such number."""
-    owners = numbers_of(model)
-    for path in paths:
-        if path not in owners:
-            raise StateError(f"the model has no parameter or buffer '{path}'; pass what stack_params returns for it")
-        module, name = owners[path]
+def hold(model: nn.Module, paths: Collection[str]) -> None:
+    """Replace numbers by buffers, so that calls can set them; paths that are none of the model's numbers are passed over."""
+    for module, name in [owner for path, owner in numbers_of(model).items() if path in paths]:
         delattr(module, name)
         module.register_buffer(name, torch.empty((), dtype=torch.float64, device="meta"))
 

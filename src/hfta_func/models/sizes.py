@@ -95,25 +95,19 @@ def signature_of(model: nn.Module, aligned: Mapping[str, str]) -> Any:
         for name, value in vars(module).items()
         if name not in MODULE_ATTRIBUTES and sizes_in(value) is not None
     }
-    shapes = {(path, name): leaf.shape for path, leaves in _named(modules).items() for name, leaf in leaves.items()}
-    return tuple(aligned), tuple(integers.items()), tuple((key, tuple(shape)) for key, shape in shapes.items())
+    shapes = tuple((key, tuple(leaf.shape)) for key, leaf in _named(modules).items())
+    return tuple(aligned), tuple(integers.items()), shapes
 
 
-def _named(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
-    return {
-        path: {
-            name: leaf for name, leaf in tensors_of(module).items() if leaf is not None and name not in (SIZE, PRESENT)
-        }
-        for path, module in modules.items()
-    }
+def _named(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Tensor]:
+    named = {(path, name): leaf for path, module in modules.items() for name, leaf in tensors_of(module).items()}
+    return {key: leaf for key, leaf in named.items() if leaf is not None and key[1] not in (SIZE, PRESENT)}
 
 
 def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
     """The parts of each tensor's axes, by module path and name."""
     parts: dict[tuple[str, str], Parts] = {
-        (path, name): tuple((length,) for length in leaf.shape)
-        for path, leaves in _named(modules).items()
-        for name, leaf in leaves.items()
+        key: tuple((length,) for length in leaf.shape) for key, leaf in _named(modules).items()
     }
     for path, module in modules.items():
         if isinstance(module, nn.MultiheadAttention):

@@ -14,8 +14,8 @@ from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.calls.copies import copied_module, mark
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.padding import pad_member, padded, padding_of
-from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
+from hfta_func.models.padding import Padding, pad_member, padded, padding_of
+from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.structure import check_module, check_same_structure, computed, pairs
@@ -185,12 +185,8 @@ def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params
 def _stack_padded(
     models: list[nn.Module], pad: bool | nn.Module, share_frozen: bool, shared_params: Sequence[str]
 ) -> Stacked:
-    model = pad if isinstance(pad, nn.Module) else padded(models)
-    padding = padding_of(model)
-    if padding is None:
-        raise StackError(
-            f"pad is a {type(model).__qualname__} that padded(...) has not made; pass True, or padded(models)"
-        )
+    model: Any = pad if isinstance(pad, nn.Module) else padded(models)
+    padding: Padding = model.padding
     members = (pad_member(model, each, member) for member, each in enumerate(models))
     stacked = _stack(members, len(models), share_frozen, shared_params)
     first = numbers_of(pad_member(model, models[0], 0))
@@ -200,13 +196,12 @@ def _stack_padded(
 
 
 class Shapes(NamedTuple):
-    """Shapes of a member's parameters and buffers by path, and the paths of the base, numbers and dropout rates."""
+    """Shapes of a member's parameters and buffers by path, and the paths of the base and of numbers."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
     base: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
-    rates: frozenset[str] = frozenset()
 
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
@@ -215,7 +210,7 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
     base = frozenset({*base_of(model, share_frozen), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
-    return Shapes(params, buffers, base, frozenset(numbers_of(model)), rates_of(model))
+    return Shapes(params, buffers, base, frozenset(numbers_of(model)))
 
 
 def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
@@ -298,12 +293,9 @@ def _stack(
         for leaves, named, first_named in zip(stacked, both, all_first, strict=True):
             for path, tensor, other in pairs(named, first_named, member):
                 _check_tensors(tensor, other, path, member)
-                if path in base:
-                    check_same_base(tensor, other, path, member)
-                    continue
-                if path in shared:
-                    if is_given:
-                        check_same_base(tensor, other, path, member, trained=True)
+                if path in base or path in shared:
+                    if path in base or is_given:
+                        check_same_base(tensor, other, path, member, trained=path in shared)
                     continue
                 if member == 0:
                     leaves[path] = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)

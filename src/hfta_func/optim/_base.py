@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -165,7 +165,6 @@ class Range(enum.Enum):
     AT_LEAST_ONE = 1.0, math.inf, "at least 1 and finite"
     DECAY = 0.0, 1.0, "at least 0 and below 1"
     FACTOR = math.ulp(0.0), 1.0 + math.ulp(1.0), "positive and at most 1"
-    RATE = 0.0, 1.0 + math.ulp(1.0), "at least 0 and at most 1"
     ROWS = -math.inf, math.inf, "finite numbers, a row of them per model"
 
 
@@ -219,9 +218,6 @@ class Hyperparams:
         for name, spec in specs.items():
             _check_spec(name, spec, range_of(owner, name))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.specs
-
     def without_zeros(self, *names: str) -> Hyperparams:
         """The same without each of ``names`` that is the plain number 0, so that its term is not computed."""
         plain = {name for name in names if isinstance(self.specs.get(name), int | float) and self.specs[name] == 0}
@@ -235,10 +231,6 @@ class Hyperparams:
     def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
         """The numbers ``float64[M]`` after ``count`` (``int64[M]``) updates, from the values ``held`` in a state."""
         return {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
-
-    def decays(self) -> list[str]:
-        """The names of the decay rates."""
-        return [name for name in self.specs if range_of(self.owner, name) is Range.DECAY]
 
 
 def zero_count(params: Params) -> Tensor:
@@ -255,9 +247,15 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
 def _check_spec(name: str, spec: PerModel, allowed: Range) -> None:
     if not isinstance(spec, Schedule):
         return check(name, spec, allowed)
-    # The first number of a schedule is a value of the hyperparameter itself.
-    for position, (inner, value) in enumerate(spec.knobs.items()):
-        _check_spec(*((inner, value, range_of(Schedule, inner)) if position else (name, value, allowed)))
+    for inner, label, limits in labelled(name, allowed, spec.knobs):
+        _check_spec(label, spec.knobs[inner], limits)
+
+
+def labelled(name: str, allowed: Range, knobs: Iterable[str]) -> list[tuple[str, str, Range]]:
+    """Each hyperparameter of a schedule with its name in errors and its range: the first is the hyperparameter itself."""
+    return [
+        (inner, inner, range_of(Schedule, inner)) if at else (inner, name, allowed) for at, inner in enumerate(knobs)
+    ]
 
 
 def check(name: str, spec: Any, allowed: Range) -> None:
@@ -286,11 +284,8 @@ def check_choice(name: str, value: str | None, choices: Collection[str | None]) 
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     """One number or row of numbers per member, ``float64[count, ...]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
-        labels = [name, *[*spec.knobs][1:]]
-        return {
-            inner: vector(label, spec.knobs[inner], count, device)
-            for inner, label in zip(spec.knobs, labels, strict=True)
-        }
+        labels = labelled(name, Range.FINITE, spec.knobs)
+        return {inner: vector(label, spec.knobs[inner], count, device) for inner, label, _ in labels}
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
         return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)

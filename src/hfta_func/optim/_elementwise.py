@@ -154,7 +154,7 @@ def rmsprop(
     """
     hyperparams = Hyperparams(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
     hyperparams = hyperparams.without_zeros("momentum")
-    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in hyperparams else ("momentum",))
+    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in hyperparams.specs else ("momentum",))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:
         decay_square(square, k["alpha"], grad, k["1-alpha"])
@@ -217,7 +217,7 @@ def sgd(
         buffer = buffers[0].mul_(k["momentum"]).add_(grad * k["fresh"] if "fresh" in k else grad)
         return grad + k["momentum"] * buffer if nesterov else buffer
 
-    unused = () if "momentum" in hyperparams else ("momentum",)
+    unused = () if "momentum" in hyperparams.specs else ("momentum",)
     return leafwise(SGDState, hyperparams, rule, prepare, unused=unused, maximize=maximize)
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, Schedule, Shared, direction_of
+from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, Shared, direction_of
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import Range, check, check_choice, per_member, range_of, vector
+from hfta_func.optim._base import Range, check, check_choice, labelled, per_member, range_of, vector
 from hfta_func.optim._transforms import PartitionState
 
 S = TypeVar("S")
@@ -182,9 +182,7 @@ def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:
         raise HyperparameterError(
             f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {', '.join(old)}"
         )
-    # The first number of a schedule is the hyperparameter's own value.
-    labelled = {inner: (inner, range_of(Schedule, inner)) if at else (name, allowed) for at, inner in enumerate(old)}
     return {
-        inner: _renew(label, old[inner], changes[inner], inner_range) if inner in changes else old[inner]
-        for inner, (label, inner_range) in labelled.items()
+        inner: _renew(label, old[inner], changes[inner], limits) if inner in changes else old[inner]
+        for inner, label, limits in labelled(name, allowed, old)
     }

@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class Kernel:
                 torch.ops.hfta_func.update_(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
                 return [*columns[1:]]
             results = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
-            return [*_rows(results, width)]
+            return [results[at : at + width] for at in range(0, len(results), width)]
         # The kernel reads memory.
         plain = all(type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous() for leaf in leaves[width:])
         if any(leaf.requires_grad for leaf in leaves) or not plain:
@@ -104,10 +104,10 @@ class Kernel:
         outs = [column if donate else [*map(torch.empty_like, column)] for column in columns[1:]]
         if donate and not apply:
             outs[0] = [*map(torch.empty_like, columns[1])]
-        grads = [grad.contiguous() for grad in columns[0]]
-        _run(source, [grads, *columns[1:]], outs, _stacked(numbers), keep)
+        written = [leaf for column in outs for leaf in column]
+        _run(written, leaves[:width], leaves[width:], _stacked(numbers), keep, source)
         if donate:
-            _note_writes([leaf for column in outs for leaf in column])
+            _note_writes(written)
         return outs
 
     @functools.cache  # noqa: B019  as long as the optimizer lives
@@ -188,23 +188,18 @@ def _as_written(argument: str) -> str:
 def _define() -> bool:
     """Define the operators by which compiled graphs call kernels."""
 
-    def run(outs: Sequence[Tensor], grads: list[Tensor], leaves: Sequence[Tensor], *rest: Any) -> None:
-        width, source = len(grads), _as_written(rest[-1])
-        columns = [[grad.contiguous() for grad in grads], *_rows(leaves, width)]
-        _run(source, columns, [*_rows(outs, width)], *rest[:-1])
-
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
-    def update(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
+    def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> list[Tensor]:
         plain = [leaf.contiguous() for leaf in leaves]
         outs = [*map(torch.empty_like, plain)]
-        run(outs, grads, plain, *rest)
+        _run(outs, grads, plain, numbers, keep, _as_written(source))
         return outs
 
-    def update_(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> None:
+    def update_(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> None:
         plain = [leaf.contiguous() for leaf in leaves]
-        run(plain, grads, plain, *rest)
+        _run(plain, grads, plain, numbers, keep, _as_written(source))
         for leaf, written in zip(leaves, plain, strict=True):
             if leaf is not written:
                 leaf.copy_(written)
@@ -233,20 +228,18 @@ def _define() -> bool:
 DEFINITIONS.append(("update", _define))
 
 
-def _rows(leaves: Sequence[Tensor], width: int) -> Iterator[Sequence[Tensor]]:
-    return (leaves[at : at + width] for at in range(0, len(leaves), width))
-
-
 def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
     # If all leaves of a state were converted to another dtype, these numbers were, too.
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
 
 
-def _run(source: str, columns: _Columns, outs: _Columns, numbers: Tensor, keep: Any) -> None:
+def _run(
+    outs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor], numbers: Tensor, keep: Any, source: str
+) -> None:
     models, run = numbers.shape[1], native.program(source)
     assert run is not None
-    leaves = [leaf for column in (*columns, *outs) for leaf in column]
-    run([grad.numel() // models for grad in columns[0]], models, [leaves, numbers, keep])
+    tensors = [*(grad.contiguous() for grad in grads), *leaves, *outs]
+    run([grad.numel() // models for grad in grads], models, [tensors, numbers, keep])
 
 
 def _note_writes(leaves: Sequence[Tensor]) -> None:

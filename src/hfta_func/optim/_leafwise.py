@@ -12,7 +12,7 @@ from hfta_func._torch import inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._tree import where, write
 from hfta_func._types import Params, PerModel
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, by_renew, range_of, zero_count
 from hfta_func.optim._kernel import Kernel
 
 FIELDS = "step", "hyperparams"
@@ -88,7 +88,7 @@ def leafwise(
     knobs = knobs.without_zeros("weight_decay")
     slots = [name for name in state._fields if name not in (*FIELDS, *carried)]  # pyright: ignore
     used = [name for name in slots if name not in unused]
-    decays = knobs.decays()
+    decays = [name for name in knobs.specs if range_of(knobs.owner, name) is Range.DECAY]
 
     def init(params: Params) -> Any:
         filled = {name: {path: start(path, param, name) for path, param in params.items()} for name in used}

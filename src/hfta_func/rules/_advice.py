@@ -25,14 +25,8 @@ _VALUES = (
     f"return the value as a metric and read it outside{_OTHERWISE}"
 )
 _CURES = {
-    "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
-    "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
     "[Nn]ested ?[Tt]ensor|aten::_nested": "computes with a nested tensor, which members that run as one cannot; pad it, "
     "torch.nested.to_padded_tensor(x, 0.0), and mask, or make the step with chunk_size=1",
-    r"(?P<op>\w+::\w+(\.\w+)?)\.? hit the vmap fallback|rule not implemented for (?P<op2>\w+::\w+(\.\w+)?)|"
-    r"(?P<op3>aten::\w+) requires special handling|vmap over (?P<op4>torch\.\w+)": "calls {op}, for which there is no "
-    "batching rule; write it with operators that have one, register one with hfta_func.rules.register, or make the step "
-    "with chunk_size=1, which needs none",
     r"inplace arithmetic|\(self, \*extra_args\) is not possible": REFUSAL,
     "dynamic shape|differently shaped": "makes a tensor whose shape depends on values, and each member has its own; keep all "
     f"entries and mask them (torch.where, masks) instead of selecting some{_OTHERWISE}",
@@ -56,7 +50,6 @@ def advice(error: Exception) -> Exception | None:
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(f"{where} {UNROUTED}")
     for pattern, cure in _CURES.items():
-        if match := re.search(pattern, text):
-            operator = next(filter(None, match.groupdict().values()), "")
-            return TraceError(f"{where} {cure.replace('{op}', operator)}")
+        if re.search(pattern, text):
+            return TraceError(f"{where} {cure}")
     return None

@@ -50,22 +50,14 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
     if _torch.is_derivative_of_operator():
         # PyTorch writes the derivatives of custom operators as autograd functions.
         return _torch.apply_at_level(function, *args, **kwargs)
-    has_rule = function.generate_vmap_rule and not torch.compiler.is_exporting()
-    if not has_rule and function.vmap is Function.vmap:
-        return _apply_generated(function, args, kwargs)
-    bound = inspect.signature(function.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
-
-
-def _apply_generated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function without a rule to all members."""
     is_old = function.setup_context is Function.setup_context
     bound = inspect.signature(function.forward).bind(*(None,) * is_old, *args, **kwargs)
     if not is_old:
         bound.apply_defaults()
-    args = bound.args[is_old:]
-    if torch.compiler.is_exporting():
+    args, is_exporting = bound.args[is_old:], torch.compiler.is_exporting()
+    if function.vmap is not Function.vmap or (function.generate_vmap_rule and not is_exporting):
+        return _torch.apply_in_transforms(function, *args, **bound.kwargs)
+    if is_exporting:
         # An exported program holds the forward pass alone, also that of an ordinary model.
         return _pass_forward(function, args)[-1]
     *outputs, call = _with_rule(function).apply(*args)

@@ -18,9 +18,9 @@ from hfta_func.errors import LoopWarning
 from hfta_func.rules import _autocast, _choice, _functions
 from hfta_func.rules._layout import models_first
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._lowering import TABLE, enter, make_case
+from hfta_func.rules._lowering import LOWERINGS, TABLE, enter, make_case
 from hfta_func.rules._measured import fingerprint
-from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Entry
 
 # The name of the mark that keeps compiled graphs on disk apart.
 _RULES = "hfta_func.rules"
@@ -58,14 +58,13 @@ def install() -> None:
             return
         # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
         _torch.load_decompositions()
-        try:
-            _register()
-            _loop_the_rest()
-        except BaseException:
-            _withdraw()
-            raise
+        for op, entry in RULES.items():
+            _replace(op, _kernel(op, entry), entry.key, with_keyset=True)
+        for op in DECOMPOSED:
+            _replace(op, _torch.operator(op).decompose, BATCHED)
+        _loop_the_rest()
         _installed = True
-        early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
+        early = {op: _kernel(op, entry) for op, entry in RULES.items() if entry.key != BATCHED}
         # Distributions check values, which differ between members; operators of functions would compile these.
         for change in (
             _torch.leaving_out_validation(_functions.inside_array),
@@ -76,20 +75,12 @@ def install() -> None:
             _changes.enter_context(change)
 
 
-def _register() -> None:
-    """Register every rule, as the table is now."""
-    for op, entry in RULES.items():
-        _replace(op, _kernel(op, *entry), entry.key, with_keyset=True)
-    for op in DECOMPOSED:
-        _replace(op, _torch.operator(op).decompose, BATCHED)
-
-
 def put(op: str) -> None:
     """Register a rule that was added later, if rules are installed."""
     with _lock:
         if _installed:
             _unruled.discard(op if "::" in op else f"aten::{op}")
-            _replace(op, _kernel(op, *RULES[op]), BATCHED, with_keyset=True)
+            _replace(op, _kernel(op, RULES[op]), BATCHED, with_keyset=True)
 
 
 def _replace(op: str, kernel: Callable[..., Any], key: str, with_keyset: bool = False) -> None:
@@ -156,7 +147,7 @@ def _loop(name: str) -> Callable[..., Any]:
         f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.errors.LoopWarning)",
         LoopWarning,
     )
-    return _kernel(op, None, BATCHED, None, False)
+    return _kernel(op, Entry(None))
 
 
 def _copied(sibling: Any, keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -215,9 +206,8 @@ def uninstall() -> None:
         _torch.mark_graphs(_RULES, None)
 
 
-def _kernel(
-    op: str, rule: Rule | None, key: str, otherwise: Callable[..., Any] | None, chooses: bool
-) -> Callable[..., Any]:
+def _kernel(op: str, entry: Entry) -> Callable[..., Any]:
+    rule, key, otherwise = entry
     operator = _torch.operator(op)
     replaced = torch.library.get_kernel(operator, key)
     only, written = TABLE[op][0].lowering, _torch.written_by(operator)[0]
@@ -245,7 +235,7 @@ def _kernel(
             vmap = _torch.VmapInterpreter(interpreter)
             num_models = vmap.batchSize()
             lowering = only
-            if not (chooses or _choice.is_simple(op)):
+            if not (op in LOWERINGS or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if rule is None or lowering == "loop":

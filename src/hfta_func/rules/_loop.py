@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import written_by
-from hfta_func.errors import TraceError
 
 
 def one_by_one(
@@ -62,11 +61,6 @@ def _write(operator: Any, value: Any, dim: Any, parts: Sequence[Any]) -> None:
             _write(operator, x, d, column)
     elif dim is not None:
         written, _ = _stack(operator, parts)
-        if written.dim() != value.dim() or written.shape[1:] != value.select(dim, 0).shape:
-            raise TraceError(
-                f"{operator.name()} gives a tensor another shape, which the members' tensors, made as one, cannot take; "
-                f"make a new tensor, write into one of that shape, or call every model once before stacking if it is a buffer"
-            )
         value.copy_(written.movedim(0, dim))
 
 
@@ -78,8 +72,6 @@ def _stack(operator: Any, column: Sequence[Any]) -> tuple[Any, Any]:
             raise RuntimeError(f"differently shaped results of {operator.name()}")
         return torch.stack(list(column)), 0
     if isinstance(first, (tuple, list)):
-        if any(len(other) != len(first) for other in others):
-            raise RuntimeError(f"differently shaped results of {operator.name()}")
         pairs = [_stack(operator, each) for each in zip(*column, strict=True)]
         return tuple(x for x, _ in pairs), tuple(d for _, d in pairs)
     return first, None

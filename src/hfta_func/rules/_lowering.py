@@ -248,10 +248,8 @@ LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("grouped", "matmul", "sample_matmul", "direct"),
 )
 LOWERINGS["convolution"] += ("wide",)
-"""Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
-
-TIMED = frozenset({"convolution", "convolution_input_grad", "convolution_weight_grad"})
-"""Operators whose lowerings are timed where they run."""
+"""Lowerings that overrides can force besides ``"loop"``, by operator, for those that are timed where they run;
+one that is missing has those of its rows."""
 
 
 def candidates(case: Case) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._torch import expected, is_wrapped, num_dispatch_modes, num_recorders
-from hfta_func.rules._lowering import TIMED, Case, known_lowerings
+from hfta_func.rules._lowering import LOWERINGS, Case, known_lowerings
 
 _CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
 """How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
@@ -41,7 +41,6 @@ class Measured(NamedTuple):
 
 TABLE = Measured("", "")
 _settled: dict[tuple[int, str], Measured] = {}
-_given: dict[str, Measured] = {}
 _waiting: dict[tuple[int, str], float] = {}
 """The cases that had no time yet, and the seconds that each would take, as far as that is known."""
 closed: set[tuple[Any, ...]] = set()
@@ -88,12 +87,12 @@ def lending(count: int) -> Iterator[None]:
 
 
 def _known(key: tuple[int, str]) -> Measured | None:
-    return _settled.get(key) or _given.get(key[1]) or _kept(key[0]).get(key[1])
+    return _settled.get(key) or _kept(key[0]).get(key[1])
 
 
 def chosen(case: Case) -> Measured | None:
     """What was chosen for a case by measurement; None if the table decides."""
-    if case.op not in TIMED or case.device != "cpu" or case.tangents or not is_on():
+    if case.op not in LOWERINGS or case.device != "cpu" or case.tangents or not is_on():
         return None
     key = threads(), _text(case)
     known = _known(key) or (TABLE if num_recorders() else None)
@@ -194,15 +193,14 @@ def adopt(given: Mapping[str, Any], as_worker: bool = True) -> None:
     """
     global pinned, version, _lent
     rows = {text: Measured(str(row[0]), str(row[1])) for text, row in given["rows"].items()}
-    _given.update(rows)
     if as_worker:
         pinned, _lent = given["pinned"], given["threads"]
-    else:
-        kept = _kept(threads())
-        others = [(text, row[0]) for text, row in sorted(_given.items()) if row[0] != kept.get(text, TABLE)[0]]
+    _settled.update({(threads(), text): row for text, row in rows.items()})
+    if not as_worker:
+        others = [
+            (key, row[0]) for key, row in sorted(_settled.items()) if row[0] != _kept(key[0]).get(key[1], TABLE)[0]
+        ]
         pinned = hashlib.sha256(repr(others).encode()).hexdigest()[:16] if others else ""
-    for key in [key for key in _settled if key[1] in rows]:
-        del _settled[key]
     version += 1
 
 

@@ -63,9 +63,8 @@ class Entry(NamedTuple):
     """A rule and the options that it was registered with, see :func:`register`."""
 
     rule: Rule | None  # None runs one member after another
-    key: str
-    otherwise: Callable[..., Any] | None
-    chooses: bool
+    key: str = BATCHED
+    otherwise: Callable[..., Any] | None = None
 
 
 RULES: dict[str, Entry] = {}
@@ -84,7 +83,7 @@ DECOMPOSED = (
 
 
 def register(
-    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None, chooses: bool = False
+    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None
 ) -> Callable[[Rule], Rule]:
     """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
 
@@ -93,11 +92,10 @@ def register(
         family: The name that overrides can use for it and its relatives.
         key: The dispatch key. At a key other than :data:`BATCHED` the rule is also called if nothing has a model axis.
         otherwise: For :data:`FRONT`, what the other transforms of ``torch.func`` call instead of the operator.
-        chooses: Whether the rule picks its lowering itself, because the table needs to know more than the call.
     """
 
     def add(rule: Rule) -> Rule:
-        RULES[op] = Entry(rule, key, otherwise, chooses)
+        RULES[op] = Entry(rule, key, otherwise)
         enter(op, family, "the only lowering of its rule")
         return rule
 
@@ -107,7 +105,7 @@ def register(
 def register_looped(family: str, *ops: str) -> None:
     """Run rare operators for one member after another without a warning: of few numbers, or in gradients inside ``vmap``."""
     for op in ops:
-        RULES[op] = Entry(None, BATCHED, None, False)
+        RULES[op] = Entry(None)
         enter(op, family, "rare: one member after another", "loop")
 
 

@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     lowerings: tuple[str, ...]
 
 
-@register("convolution", "conv", chooses=True)
+@register("convolution", "conv")
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]

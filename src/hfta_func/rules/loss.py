@@ -121,11 +121,7 @@ def cross_entropy_loss(
         options = shared_weights, _NONE, ignore_index, label_smoothing
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), *options))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
-    if weight_dim is not None:
-        losses = losses * weights
-    if reduction == _MEAN:
-        return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
-    return _reduce(losses, reduction), 0
+    return _weighted(losses if weight_dim is None else losses * weights, weights, reduction), 0
 
 
 def _of_many_classes(rows: _Rows, target: Tensor, counted: Tensor, ignore_index: int) -> Tensor:
@@ -155,9 +151,7 @@ def nll_loss(
     if weight is not None:
         weights = _weights(weight, call.dims[2], target, weights)
         losses = losses * weights
-    if reduction == _MEAN:
-        return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
-    return _reduce(losses, reduction), 0
+    return _weighted(losses, weights, reduction), 0
 
 
 # What a gradient inside ``vmap`` calls, for rows or for images.
@@ -255,6 +249,13 @@ def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor) -
 def _flat(x: Tensor) -> Tensor:
     """``[M,...] -> [M,K]``, also for one number per member."""
     return x.unsqueeze(-1).flatten(1)
+
+
+def _weighted(losses: Tensor, weights: Tensor, reduction: int) -> Tensor:
+    """``[M,...] -> [M]``, or unchanged; a mean is over the sum of the weights."""
+    if reduction == _MEAN:
+        return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype)
+    return _reduce(losses, reduction)
 
 
 def _reduce(losses: Tensor, reduction: int) -> Tensor:

@@ -25,7 +25,6 @@ from hfta_func.optim._base import (
     is_padded,
     per_member,
 )
-from hfta_func.optim._base import check as check_range
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
@@ -284,7 +283,7 @@ class TrainStep(Compiled):
         Raises:
             StackError: if a leaf is not ``[M, ...]``.
             StateError: if params or buffers do not belong to the model.
-            HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
+            HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M.
         """
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
@@ -305,12 +304,7 @@ class TrainStep(Compiled):
         kind, scaling = next(iter(trained.values())).dtype, self.options.scaling
         # In fewer bits, a rate such as 0.999 would be 1.
         dtype = torch.promote_types(kind.to_real(), torch.float32)
-        ranges = {name: Range.RATE for name in self._shapes.rates}
-        # On the meta device there are no values.
-        for name in ranges.keys() & carried.keys() - hparams.keys() if keys.device.type != "meta" else ():
-            check_range(name, carried[name], Range.RATE)
-        allowed = {name: ranges.get(name, Range.FINITE) for name in hparams}
-        given = {name: per_member(name, value, count, keys.device, allowed[name]) for name, value in hparams.items()}
+        given = {name: per_member(name, value, count, keys.device, Range.FINITE) for name, value in hparams.items()}
         # Of the model's numbers every bit counts: a rate decides what is dropped.
         numbers = carried | {name: value if name in known else value.to(dtype) for name, value in given.items()}
         return TrainState(
