@@ -156,3 +156,13 @@ def test_members_with_batches_of_their_own_have_their_own_activations(trunk):
             torch.testing.assert_close(
                 batch["blocks.1"][member], extract(rows[member])["blocks.1"], rtol=1e-12, atol=1e-12
             )
+
+
+def test_activations_that_depend_on_the_member_are_refused():
+    peft = pytest.importorskip("peft")
+    trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    adapted = peft.get_peft_model(trunk, peft.LoraConfig(target_modules=["0"], r=2))
+    with pytest.raises(ValueError, match=r"lora_A.* is trained.*share_frozen=True"):
+        hfta.models.make_feature_extractor(adapted, ["base_model.model.0"])
+    extract = hfta.models.make_feature_extractor(adapted.requires_grad_(False), ["base_model.model.0"])
+    assert extract(torch.randn(3, 4))["base_model.model.0"].shape == (3, 8)

@@ -40,6 +40,22 @@ def embedding(
     return y, 0
 
 
+@register("embedding_renorm_", "embedding")
+def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Result:
+    """Shorten in place the rows ``[M,V,D]`` that are looked up and longer than ``max_norm``."""
+    num_models, (weight_dim, indices_dim) = call.num_models, call.dims[:2]
+    if weight_dim is None:
+        torch.ops.aten.embedding_renorm_.default(weight, indices, max_norm, norm_type)
+        return weight, None
+    table = fold(weight, weight_dim, 0, num_models)
+    rows = rows_of(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
+    torch.ops.aten.embedding_renorm_.default(table, rows, max_norm, norm_type)
+    if not models_first(weight, weight_dim).is_contiguous():
+        # Folding had to copy, and the copy was updated.
+        models_first(weight, weight_dim).copy_(split(table, 0, num_models))
+    return weight, weight_dim
+
+
 @register("embedding_bag", "embedding")
 def embedding_bag(
     call: Call,
@@ -110,7 +126,7 @@ register("embedding_bag.padding_idx", "embedding")(embedding_bag)
 register_looped(
     "embedding",
     *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    *("_embedding_bag_per_sample_weights_backward", "embedding_renorm_"),
+    "_embedding_bag_per_sample_weights_backward",
 )
 
 
