@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,15 +154,19 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
     if len(configs) < len(members) or len({*kinds}) > 1:
         raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
     (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
-    if frequency != 1 or (on_plateau and interval != "epoch"):
-        cure = "use 1, a scheduler that changes less often, and 'epoch' for ReduceLROnPlateau"
-        raise StackError(f"a scheduler has interval={interval!r}, frequency={frequency}; {cure}")
     if on_plateau:
+        if (interval, frequency) != ("epoch", 1):
+            raise StackError(f"ReduceLROnPlateau has interval={interval!r}, frequency={frequency}; use 'epoch', 1")
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if not all(updates):
         raise StackError("schedulers need the number of batches, which the dataloader has not; give it a __len__")
-    stages = [epochs if interval == "epoch" else epochs * each for each in updates]
-    every = [each if interval == "epoch" else 1 for each in updates]
+    # Lightning asks after each update whether the number of the batch is a multiple of the frequency.
+    batches = members[0].trainer.accumulate_grad_batches if interval == "step" else 1
+    frequency = math.lcm(frequency, batches) // batches
+    if interval == "step" and any(each % frequency for each in updates):
+        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
+    stages = [max(1, (epochs if interval == "epoch" else epochs * each) // frequency) for each in updates]
+    every = [frequency * (each if interval == "epoch" else 1) for each in updates]
     return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
 
 
