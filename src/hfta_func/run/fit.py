@@ -10,20 +10,16 @@ import os
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import optree
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hfta_func._torch import is_compilable, original
-from hfta_func._tree import leaves
 from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.optim._transforms import AccumulateState
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
@@ -138,7 +134,7 @@ def fit(
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-    _check_loader(loader, step, state, compact or executor is not None or workers not in (None, 1))
+    check_loader(loader, step, state, compact or executor is not None or workers not in (None, 1))
     begun, resume = time.perf_counter(), os.path.abspath(resume) if isinstance(resume, str | os.PathLike) else resume
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
@@ -222,10 +218,9 @@ def _summary(metrics: Metrics) -> str:
     return ", ".join(shown)
 
 
-def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
+def check_loader(loader: Any, step: Any, state: Any, is_divided: bool = False) -> None:
     """Raise a BatchError if the loader deals batches to members that share one, or rows of one batch to members."""
     count = len(getattr(state, "keys", ()))
-    _warn_of_epochs(getattr(state, "opt_state", ()), operator.length_hint(loader))
     is_known = hasattr(inspect.unwrap(step), "batch_dims") or (isinstance(loader, ArrayLoader) and not loader.shared)
     if is_divided and not is_known:
         raise BatchError(
@@ -246,20 +241,3 @@ def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
             f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row"
         )
         raise BatchError(f"{text}; make the step with batch_dims=None to share batches, or pass a DatasetLoader")
-
-
-def _warn_of_epochs(opt_state: Any, length: int) -> None:
-    """Warn of schedules that step once in as many updates as an epoch has batches, where several batches are an update."""
-
-    def is_table(node: Any) -> bool:
-        return isinstance(node, Mapping) and "rows" in node
-
-    for node in optree.tree_leaves(opt_state, lambda node: isinstance(node, AccumulateState)):
-        inner = optree.tree_leaves(node.inner, is_table) if isinstance(node, AccumulateState) else []
-        count = max(leaves(node.hyperparams)[0].tolist()) if inner else 1
-        if count > 1 and any(is_table(table) and bool((table["every"] == length).any()) for table in inner):
-            warnings.warn(
-                f"schedulers step every {length} updates, as many as an epoch has batches, but an update is of {count:g} "
-                f"batches here; to step once an epoch, pass from_torch every=len(loader) // {count:g}",
-                stacklevel=4,
-            )
