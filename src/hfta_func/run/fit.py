@@ -24,7 +24,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.run import Best, Run
-from hfta_func.run.trainer import END, Compact, SegmentHooks
+from hfta_func.run.trainer import END, Compact
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState, refuse_shared
@@ -85,7 +85,7 @@ def fit(
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
             these, from the states that its own generators, as of a shuffling ``DataLoader``, and those of PyTorch, Python and
             NumPy had at the start of the epoch, by skipping the batches already seen. What would keep the file from being
-            written is found before the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
+            written is found at the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
             even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
@@ -158,9 +158,14 @@ def fit(
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
         trainer = Compact(trainer, step, compile) if compact else trainer
-        # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
+        # What no file can hold is refused at the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
-        hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
+
+        def tick() -> bool:
+            if resume is not None:
+                check()
+            bar.update()
+            return pressed()
 
         def is_over() -> bool:
             return pressed() or run.history.interrupted
@@ -171,7 +176,7 @@ def fit(
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
-                ended = trainer.segment(run, until, hooks)
+                ended = trainer.segment(run, until, tick)
                 if not ended and not pressed():
                     save()
             if ended:

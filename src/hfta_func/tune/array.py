@@ -17,7 +17,7 @@ from hfta_func.run.background import replayed
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.fit import check_loader, ctrl_c
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import END, LocalTrainer, SegmentHooks
+from hfta_func.run.trainer import END, LocalTrainer
 
 Build = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], "Array"]
 """``build(fixed, members) -> Array``: makes the members of an array."""
@@ -128,7 +128,7 @@ class Trainer:
             # Members that are not active any more are measured, too, as they would be beside others.
             while len(run.history) < epochs and not pressed():
                 run.begin_epoch(original(step))
-                if trainer.segment(run, END, SegmentHooks(stopped=pressed)):
+                if trainer.segment(run, END, pressed):
                     run.end_epoch()
                 if seconds is not None and time.perf_counter() - began >= seconds:
                     break
