@@ -157,7 +157,7 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        trainer = Compact(trainer, step, compile) if compact else trainer
+        segment = Compact(trainer, step, compile).segment if compact else trainer.segment
         # What no file can hold is refused at the first step, when a loader knows its position, and not after an epoch.
         check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
 
@@ -176,7 +176,7 @@ def fit(
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
-                ended = trainer.segment(run, until, tick)
+                ended = segment(run, until, tick)
                 if not ended and not pressed():
                     save()
             if ended:

@@ -104,8 +104,8 @@ _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
 
 
-class Compact(Trainer):
-    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array.
+class Compact:
+    """What has a :class:`Trainer` train members that are active, and do not rest, as a smaller array.
 
     Those of a step that is compiled, or ``compiles`` later, are filled up with others to one of a few sizes.
     """
@@ -116,18 +116,9 @@ class Compact(Trainer):
         # The loader of all, the members that train, None for all, and their loader.
         self._loader, self._kept, self._few = None, None, None
 
-    @property
-    def status(self) -> str:
-        """See :class:`Trainer`."""
-        return self._trainer.status
-
-    def close(self) -> None:
-        """See :class:`Trainer`."""
-        self._trainer.close()
-
     def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
-        rests = isinstance(run.loader, ArrayLoader) and run.loader.rests
+        rests = isinstance(run.loader, ArrayLoader) and len({*run.loader.lengths}) > 1
         while True:
             wanted, some = run.state.active, until
             if rests:

@@ -36,7 +36,7 @@ class Population:
             process.
 
     Raises:
-        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
+        ValueError: if the configurations do not have the same names, or ``max_models`` is
             not positive.
         StateError: if ``build`` returns another number of members than it was asked for.
 
@@ -93,9 +93,6 @@ class Population:
             Their numbers.
         """
         rows = rows_of(table)
-        for name in self.nonfusible:
-            if rows and not any(name in row for row in rows):
-                raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
         added = self.extend(rows)
         by_group, errors = collections.defaultdict[Group, list[Member]](list), dict[int, Exception]()
         for number in added:
