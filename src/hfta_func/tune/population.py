@@ -214,29 +214,21 @@ class Population:
                     member.epoch += len(result.epochs)
                     member.seconds += result.seconds / len(members)
 
-    def keep(
-        self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
-        direction: Direction = "maximize",
-    ) -> list[int]:  # fmt: skip
-        """Drop all members but some: pass either ``members``, or ``top`` and ``by``.
+    def keep(self, *, top: float, by: str, direction: Direction = "maximize") -> list[int]:
+        """Drop all members but the best; :meth:`drop` drops given ones.
 
         Args:
-            members: The numbers of the members that stay.
             top: Number of members that stay, or, below 1, their share of those alive, rounded up.
             by: The metric that ranks members, in the last epoch; NaN is worst, and of equal values the first is better.
             direction: Whether large or small values are better.
 
         Returns:
-            The members that stay, best first if a metric ranks them.
+            The members that stay, best first.
         """
-        if (members is None) == (top is None or by is None):
-            raise ValueError("pass the members to keep, or top= and by=")
-        if top is not None and by is not None:
-            members = self.ranked(by, direction)[: math.ceil(top * len(self.alive)) if top < 1 else int(top)]
-        staying = [*(members or ())]
-        check_alive(self.members, staying)
-        self.drop({*self.alive} - {*staying})
-        return staying
+        ranked = self.ranked(by, direction)
+        count = math.ceil(top * len(ranked)) if top < 1 else int(top)
+        self.drop(ranked[count:])
+        return ranked[:count]
 
     def drop(self, members: Iterable[int]) -> None:
         """Drop members that are alive."""
