@@ -140,19 +140,18 @@ class Compact:
         kept, count = self._kept, len(run.state.keys)
         if kept is None:
             return self._trainer.segment(run, until, tick)
-        few, is_dealt = Members(take(run.state, kept), self._few), isinstance(run.loader, ArrayLoader)
+        few = Members(take(run.state, kept), self._few, run.running.part(kept))
+        is_dealt = isinstance(run.loader, ArrayLoader)
         if is_dealt:
             few.loader.load_state_dict(run.loader.state_dict())
-        few.running.load_state_dict(run.running.part(kept), kept.device)
         try:
             ended = self._trainer.segment(few, until, tick)
         except HFTAError as error:
             renumbered(error, kept.tolist())
             raise
         # What fills up the array reports nothing.
-        trained, reported = torch.isin(kept, self._chosen).nonzero().flatten(), Running()
-        reported.load_state_dict(few.running.part(trained), kept.device)
-        run.running.put(reported, kept[trained], count)
+        trained = torch.isin(kept, self._chosen).nonzero().flatten()
+        run.running.put(few.running.part(trained), kept[trained], count)
         run.state = put(run.state, kept, few.state)
         if is_dealt:
             run.loader.load_state_dict(few.loader.state_dict())

@@ -165,7 +165,10 @@ class ExecutorTrainer(Trainer):
             where = torch.arange(low, high, device=device)
             given = take(run.state, where), [take_batch(dims, batch, where) for batch in left]
             held.append(Shared(given) if executor.shares else dumps(given))
-            order = {"part": getattr(held[-1], "path", held[-1]), "sums": tree_map(cpu, running.part(where))}
+            order = {
+                "part": getattr(held[-1], "path", held[-1]),
+                "sums": tree_map(cpu, running.part(where).state_dict()),
+            }
             calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
         answers: dict[int, Any] = {}
         while len(answers) < len(parts):
