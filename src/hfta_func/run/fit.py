@@ -159,20 +159,16 @@ def fit(
         stack.callback(trainer.close)
         segment = Compact(trainer, step, compile).segment if compact else trainer.segment
         # What no file can hold is refused at the first step, when a loader knows its position, and not after an epoch.
-        check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
+        check = functools.cache(lambda: resume is None or checkpoint.check(run.state, run.state_dict()))
 
         def tick() -> bool:
-            if resume is not None:
-                check()
+            check()
             bar.update()
             return pressed()
 
-        def is_over() -> bool:
-            return pressed() or run.history.interrupted
-
-        while len(run.history) < epochs and not is_over() and bool(run.state.active.any()):
+        while len(run.history) < epochs and not (pressed() or run.history.interrupted) and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
-            run.begin_epoch(original(step))
+            run.begin_epoch(step)
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
@@ -187,7 +183,7 @@ def fit(
                 for callback in callbacks:
                     run.follow(callback)
             save()
-    run.history.interrupted, run.history.status = is_over(), trainer.status
+    run.history.interrupted, run.history.status = run.history.interrupted or pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
     return Result(run.result, run.history)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func._torch import original
 from hfta_func.run.background import replayed
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.fit import check_loader, ctrl_c
@@ -127,7 +126,7 @@ class Trainer:
         with ctrl_c() as pressed:
             # Members that are not active any more are measured, too, as they would be beside others.
             while len(run.history) < epochs and not pressed():
-                run.begin_epoch(original(step))
+                run.begin_epoch(step)
                 if trainer.segment(run, END, pressed):
                     run.end_epoch()
                 if seconds is not None and time.perf_counter() - began >= seconds:
