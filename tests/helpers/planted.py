@@ -367,7 +367,7 @@ PLANTED = [
     ),
     Planted(
         "Ctrl-C inside a segment waits for its end",
-        *("run/trainers.py", "if ended or hooks.stopped() or running.", "if ended or running."),
+        *("run/trainers.py", "if ended or is_stopped or running.", "if ended or running."),
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(

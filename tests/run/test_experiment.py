@@ -168,8 +168,8 @@ def test_bad_experiments(call, message):
         ((DATA, 8), mse, r"evaluate is a function, step a TrainStep; pass \(metric, data\)"),
         ((DATA, 8), (mse, DATA, [[0], [], [1], [2]]), "model 1: rows.1. is ..; give row numbers"),
         ((DATA, 8), torch.utils.data.TensorDataset(*DATA), "is a data set, TensorDataset; pass a DataLoader"),
-        ((DATA, 8), (mse, []), "model 0 has no row to evaluate"),
-        ((DATA, 8), (X[:0], X[:0, :1]), "model 0 has no row to evaluate"),
+        ((DATA, 8), (mse, []), "there is no row to evaluate"),
+        ((DATA, 8), (X[:0], X[:0, :1]), "there is no row to evaluate"),
     ],
 )
 def test_bad_runs(given, evaluate, message):

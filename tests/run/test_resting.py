@@ -207,10 +207,10 @@ def test_what_rests_is_neither_loaded_nor_judged():
 
 def test_lengths():
     loader = make_loader("tensors", range(4))
-    assert loader.lengths == LENGTHS and len(loader) == 6 and loader.rests
+    assert loader.lengths == LENGTHS and len(loader) == 6
     assert loader.take([1, 2]).lengths == [4, 1]
     few = make_loader("tensors", range(4), rows=OWN, batches_per_epoch=3)
-    assert few.lengths == [3] * 4 and not few.rests
+    assert few.lengths == [3] * 4
     assert make_loader("tensors", range(4), bootstrap=True).lengths == [6] * 4
     # A pass goes on, so that there is no smaller last batch to drop.
     assert make_loader("tensors", range(4), rows=OWN, drop_last=True).lengths == [1, 3, 1, 5]

@@ -238,7 +238,7 @@ def test_a_population_is_saved_and_loaded(tmp_path: pathlib.Path) -> None:
     table = [{"lr": 0.1, "momentum": 0.1 * number, "width": 4 + number % 2, "seed": number} for number in range(5)]
     first = tune.population(build, table, nonfusible=["width"], max_models=2)
     first.fit(2)
-    first.keep([0, 1, 4])
+    first.drop([2, 3])
     first.save(tmp_path)
     first.fit(1)
     again = tune.population(build, nonfusible=["width"], max_models=3)

@@ -232,7 +232,7 @@ def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.workers
     table = {"lr": [0.1] * 3, "momentum": [0.0] * 3, "seed": [1, 2, 3]}
     population = tune.population(build_deadly, table, max_models=3, executor=crew)
     # In one array, which is halved.
-    population.jobs.start(population.groups[0], (0, 1, 2), dict.fromkeys(range(3), 0), 1, None)
+    population.jobs.start(population.groups[0], population.members, 1, None)
     population.fit(1)
     assert [member.status for member in population.members] == ["failed", "alive", "failed"]
     assert population.members[0].error == "ArithmeticError: too fast"

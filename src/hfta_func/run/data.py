@@ -223,11 +223,6 @@ class ArrayLoader:
         """Batches in one epoch of each member: all of them, or as many as its own ``rows`` need."""
         return [*(self._lengths or [self._length] * len(self.keys))]
 
-    @property
-    def rests(self) -> bool:
-        """Whether members have fewer batches than there are."""
-        return self._lengths is not None
-
     def present(self) -> Tensor | None:
         """``bool[M]``, the members that have the batch that was yielded last, and do not rest; None if nobody ever rests."""
         if self._lengths is None:
@@ -241,9 +236,6 @@ class ArrayLoader:
         """The batches of the next epoch, from the position on; see :meth:`batches`."""
         epoch, start = self._position = self._next
         self._next = (epoch + 1, 0)
-        return self._counted(epoch, start, resting)
-
-    def _counted(self, epoch: int, start: int, resting: bool) -> Iterator[Any]:
         for number, batch in enumerate(self.batches(epoch, start, resting), start + 1):
             self._position = (epoch, number)
             yield batch

@@ -86,8 +86,6 @@ class Evaluation:
             # Moved once, not in every epoch.
             self._data = _moved(self._data, device)
         running, lengths, is_plain = Running(), None, isinstance(self._step, EvalStep)
-        # In this process, which does not wait for the device.
-        seen = torch.zeros(count, dtype=torch.bool, device="cpu")
         for members, batch in self._batches():
             batch = _moved(batch, device)
             part = state if members is None else take(state, members)
@@ -105,22 +103,20 @@ class Evaluation:
                 continue
             if is_batch(self._data):
                 return metrics
-            present, seen_now = None, True
+            present = None
             if members is not None:
                 present = torch.zeros(count, dtype=torch.bool, device=device).index_fill(0, members, True)
                 metrics = {
                     name: value.new_zeros(count, *value.shape[1:]).index_copy(0, members, value)
                     for name, value in metrics.items()
                 }
-                seen_now = present.cpu()
-            seen |= seen_now
             running.accumulate(metrics, rows, present, self._sums)
         if lengths is not None and running.batches > 1:
             text = f"the tensors of a batch have lengths {lengths}, so that means over batches have no weights"
             raise BatchError(f"{text}; have the metric return the number of rows as 'rows', a tensor")
-        if not bool(seen.all()):
-            text = f"model {int((~seen).nonzero()[0])} has no row to evaluate; pass data with rows"
-            raise BatchError(f"{text}, or a loader that can be iterated over in every epoch, such as a list")
+        if running.batches == 0:
+            cure = "pass data with rows, or a loader that can be iterated over in every epoch, such as a list"
+            raise BatchError(f"there is no row to evaluate; {cure}")
         return running.means(self._sums)
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:

@@ -10,25 +10,21 @@ import os
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import optree
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hfta_func._torch import is_compilable, original
-from hfta_func._tree import leaves
 from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.optim._transforms import AccumulateState
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.run import Best, Run
-from hfta_func.run.trainer import END, Compact, SegmentHooks
+from hfta_func.run.trainer import END, Compact
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState, refuse_shared
@@ -89,7 +85,7 @@ def fit(
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
             these, from the states that its own generators, as of a shuffling ``DataLoader``, and those of PyTorch, Python and
             NumPy had at the start of the epoch, by skipping the batches already seen. What would keep the file from being
-            written is found before the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
+            written is found at the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
             even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
@@ -138,7 +134,7 @@ def fit(
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-    _check_loader(loader, step, state, compact or executor is not None or workers not in (None, 1))
+    check_loader(loader, step, state, compact or executor is not None or workers not in (None, 1))
     begun, resume = time.perf_counter(), os.path.abspath(resume) if isinstance(resume, str | os.PathLike) else resume
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
@@ -161,21 +157,22 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
-        trainer = Compact(trainer, step, compile) if compact else trainer
-        # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
-        check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
-        hooks = SegmentHooks(check if resume is not None else lambda: None, bar.update, pressed)
+        segment = Compact(trainer, step, compile).segment if compact else trainer.segment
+        # What no file can hold is refused at the first step, when a loader knows its position, and not after an epoch.
+        check = functools.cache(lambda: resume is None or checkpoint.check(run.state, run.state_dict()))
 
-        def is_over() -> bool:
-            return pressed() or run.history.interrupted
+        def tick() -> bool:
+            check()
+            bar.update()
+            return pressed()
 
-        while len(run.history) < epochs and not is_over() and bool(run.state.active.any()):
+        while len(run.history) < epochs and not (pressed() or run.history.interrupted) and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
-            run.begin_epoch(original(step))
+            run.begin_epoch(step)
             ended = False
             while not ended and not pressed():
                 until = END if save_every is None else (run.running.batches // save_every + 1) * save_every
-                ended = trainer.segment(run, until, hooks)
+                ended = segment(run, until, tick)
                 if not ended and not pressed():
                     save()
             if ended:
@@ -186,7 +183,7 @@ def fit(
                 for callback in callbacks:
                     run.follow(callback)
             save()
-    run.history.interrupted, run.history.status = is_over(), trainer.status
+    run.history.interrupted, run.history.status = run.history.interrupted or pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
     return Result(run.result, run.history)
@@ -222,10 +219,9 @@ def _summary(metrics: Metrics) -> str:
     return ", ".join(shown)
 
 
-def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
+def check_loader(loader: Any, step: Any, state: Any, is_divided: bool = False) -> None:
     """Raise a BatchError if the loader deals batches to members that share one, or rows of one batch to members."""
     count = len(getattr(state, "keys", ()))
-    _warn_of_epochs(getattr(state, "opt_state", ()), operator.length_hint(loader))
     is_known = hasattr(inspect.unwrap(step), "batch_dims") or (isinstance(loader, ArrayLoader) and not loader.shared)
     if is_divided and not is_known:
         raise BatchError(
@@ -246,20 +242,3 @@ def _check_loader(loader: Any, step: Any, state: Any, is_divided: bool) -> None:
             f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row"
         )
         raise BatchError(f"{text}; make the step with batch_dims=None to share batches, or pass a DatasetLoader")
-
-
-def _warn_of_epochs(opt_state: Any, length: int) -> None:
-    """Warn of schedules that step once in as many updates as an epoch has batches, where several batches are an update."""
-
-    def is_table(node: Any) -> bool:
-        return isinstance(node, Mapping) and "rows" in node
-
-    for node in optree.tree_leaves(opt_state, lambda node: isinstance(node, AccumulateState)):
-        inner = optree.tree_leaves(node.inner, is_table) if isinstance(node, AccumulateState) else []
-        count = max(leaves(node.hyperparams)[0].tolist()) if inner else 1
-        if count > 1 and any(is_table(table) and bool((table["every"] == length).any()) for table in inner):
-            warnings.warn(
-                f"schedulers step every {length} updates, as many as an epoch has batches, but an update is of {count:g} "
-                f"batches here; to step once an epoch, pass from_torch every=len(loader) // {count:g}",
-                stacklevel=4,
-            )

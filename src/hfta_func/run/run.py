@@ -11,6 +11,7 @@ from typing import Any
 import optree
 import torch
 
+from hfta_func._torch import original
 from hfta_func._tree import concat, followed, leaves, take, tree_map, where
 from hfta_func._types import SIGNS, direction_of
 from hfta_func.errors import BatchError, CheckpointError, StateError
@@ -57,7 +58,7 @@ class Run(Members):
 
     def begin_epoch(self, step: Any = None) -> None:
         """Tell samplers that shuffle by the number of the epoch what it is, and users what a ``step`` does not see."""
-        getattr(step, "warn_if_changed", lambda: None)()
+        getattr(original(step), "warn_if_changed", lambda: None)()
         if self.running.batches == 0:
             self.state = restart(self.state)
         for owner in _samplers(self.loader):

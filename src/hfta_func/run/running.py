@@ -62,11 +62,11 @@ class Running:
             self.counts[name] = self.counts.get(name, 0) + weight
             self.dtypes[name] = _mean_in(value.dtype)
 
-    def part(self, members: Tensor | slice) -> dict[str, Any]:
-        """The sums so far of some members, as a ``state_dict``."""
-        return tree_map(
-            lambda sums: sums[members] if isinstance(sums, Tensor) and sums.dim() else sums, self.state_dict()
-        )
+    def part(self, members: Tensor) -> Running:
+        """The sums so far of some members."""
+        few, sums = Running(), self.state_dict()
+        vars(few).update(tree_map(lambda sum: sum[members] if isinstance(sum, Tensor) and sum.dim() else sum, sums))
+        return few
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""

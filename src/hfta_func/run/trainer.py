@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,12 +36,8 @@ class Members:
     running: Running = dataclasses.field(default_factory=Running)
 
 
-class SegmentHooks(NamedTuple):
-    """Functions that are called while a segment trains."""
-
-    begin: Callable[[], None] = lambda: None  # before the first step, when a loader knows its position
-    tick: Callable[[], object] = lambda: None  # after each step
-    stopped: Callable[[], bool] = lambda: False  # whether to stop after the current step
+Tick = Callable[[], bool]
+"""Is called after each step; tells whether to stop."""
 
 
 class Trainer(Protocol):
@@ -52,7 +48,7 @@ class Trainer(Protocol):
         """What trains, how, and why."""
         ...
 
-    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+    def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """Train on the next batches, up to the end of the epoch or batch ``until``; returns whether the epoch has ended."""
         ...
 
@@ -76,7 +72,7 @@ class LocalTrainer(Trainer):
         """See :class:`Trainer`."""
         return getattr(self.step, "status", "eager: not a training step") + self.note
 
-    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+    def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
         dealt = run.loader if isinstance(run.loader, ArrayLoader) else None
         is_left = run.loader is self._loader and (dealt is None or dealt.state_dict() == self._position)
@@ -85,7 +81,6 @@ class LocalTrainer(Trainer):
         self._loader, state = run.loader, run.state
         is_indexed = isinstance(original(self.step), IndexedStep)
         for batch in self._left:
-            hooks.begin()
             present = None if dealt is None else dealt.present()
             before = state.active
             # A copy, because a step with donate=True writes the state.
@@ -98,8 +93,7 @@ class LocalTrainer(Trainer):
             if state.keys.device.type == "xla":
                 # XLA only records operations; without this, an epoch would become one program.
                 importlib.import_module("torch_xla").sync()
-            hooks.tick()
-            if hooks.stopped() or run.running.batches == until:
+            if tick() or run.running.batches == until:
                 run.state, self._position = state, None if dealt is None else dealt.state_dict()
                 return False
         run.state, self._left = state, None
@@ -110,8 +104,8 @@ _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
 
 
-class Compact(Trainer):
-    """A :class:`Trainer` by which members that are active, and do not rest, train as a smaller array.
+class Compact:
+    """What has a :class:`Trainer` train members that are active, and do not rest, as a smaller array.
 
     Those of a step that is compiled, or ``compiles`` later, are filled up with others to one of a few sizes.
     """
@@ -122,18 +116,9 @@ class Compact(Trainer):
         # The loader of all, the members that train, None for all, and their loader.
         self._loader, self._kept, self._few = None, None, None
 
-    @property
-    def status(self) -> str:
+    def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
-        return self._trainer.status
-
-    def close(self) -> None:
-        """See :class:`Trainer`."""
-        self._trainer.close()
-
-    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
-        """See :class:`Trainer`."""
-        rests = isinstance(run.loader, ArrayLoader) and run.loader.rests
+        rests = isinstance(run.loader, ArrayLoader) and len({*run.loader.lengths}) > 1
         while True:
             wanted, some = run.state.active, until
             if rests:
@@ -146,27 +131,27 @@ class Compact(Trainer):
                 some = min(until, run.running.batches + int(lengths[wanted].min()) - place["batches"])
             if rests or run.running.batches == 0 or run.loader is not self._loader:
                 self._choose(run, wanted)
-            ended = self._piece(run, some, hooks)
-            if ended or hooks.stopped() or run.running.batches == until:
+            ended = self._piece(run, some, tick)
+            # Fewer batches than asked for: it was stopped.
+            if ended or run.running.batches != some or some == until:
                 return ended
 
-    def _piece(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+    def _piece(self, run: Members, until: int, tick: Tick) -> bool:
         kept, count = self._kept, len(run.state.keys)
         if kept is None:
-            return self._trainer.segment(run, until, hooks)
-        few, is_dealt = Members(take(run.state, kept), self._few), isinstance(run.loader, ArrayLoader)
+            return self._trainer.segment(run, until, tick)
+        few = Members(take(run.state, kept), self._few, run.running.part(kept))
+        is_dealt = isinstance(run.loader, ArrayLoader)
         if is_dealt:
             few.loader.load_state_dict(run.loader.state_dict())
-        few.running.load_state_dict(run.running.part(kept), kept.device)
         try:
-            ended = self._trainer.segment(few, until, hooks)
+            ended = self._trainer.segment(few, until, tick)
         except HFTAError as error:
             renumbered(error, kept.tolist())
             raise
         # What fills up the array reports nothing.
-        trained, reported = torch.isin(kept, self._chosen).nonzero().flatten(), Running()
-        reported.load_state_dict(few.running.part(trained), kept.device)
-        run.running.put(reported, kept[trained], count)
+        trained = torch.isin(kept, self._chosen).nonzero().flatten()
+        run.running.put(few.running.part(trained), kept[trained], count)
         run.state = put(run.state, kept, few.state)
         if is_dealt:
             run.loader.load_state_dict(few.loader.state_dict())

@@ -21,7 +21,7 @@ from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.trainer import END, LocalTrainer, Members, SegmentHooks, Step, Trainer, renumbered
+from hfta_func.run.trainer import END, LocalTrainer, Members, Step, Tick, Trainer, renumbered
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.workers.pool import Executor, Pool, processes, shares
@@ -66,7 +66,7 @@ class PartWorker:
         run.running.load_state_dict(sums, torch.device(self._kind))
         start, (enabled, dtype) = time.perf_counter(), self._autocast
         with torch.autocast(self._kind, dtype, enabled):
-            ended = held[2].segment(run, until, SegmentHooks())
+            ended = held[2].segment(run, until, lambda: False)
         self._held = held
         answer = {"ended": ended, "running": tree_map(cpu, run.running.state_dict()), "state": tree_map(cpu, run.state)}
         return answer | {"position": self._loader and run.loader.state_dict(), "seconds": time.perf_counter() - start}
@@ -117,21 +117,19 @@ class ExecutorTrainer(Trainer):
         """Whether all workers of a pool for this run alone can train now; raises a WorkerError if one cannot be started."""
         return self._owned is None or self._owned.ready(0, everyone=True)
 
-    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+    def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
-        hooks.begin()
         function, running = self._prepared(run), run.running
         while True:
             start, before = time.perf_counter(), running.batches
             some = min(until, before + self._few) if self._executor.shares else until
             ended = self._piece(run, some, function)
-            for _ in range(running.batches - before):
-                hooks.tick()
+            is_stopped = any([tick() for _ in range(running.batches - before)])
             took = time.perf_counter() - start
             # Passing a large state takes a small share of the time.
             enough = min(max(_PIECE, _SHARE * (took - self._busy)), _MOST)
             self._few = max(1, int(self._few * (2 if took < enough / 2 else 0.5 if took > enough else 1)))
-            if ended or hooks.stopped() or running.batches == until:
+            if ended or is_stopped or running.batches == until:
                 return ended
 
     def _prepared(self, run: Members) -> PartWorker:
@@ -167,7 +165,10 @@ class ExecutorTrainer(Trainer):
             where = torch.arange(low, high, device=device)
             given = take(run.state, where), [take_batch(dims, batch, where) for batch in left]
             held.append(Shared(given) if executor.shares else dumps(given))
-            order = {"part": getattr(held[-1], "path", held[-1]), "sums": tree_map(cpu, running.part(where))}
+            order = {
+                "part": getattr(held[-1], "path", held[-1]),
+                "sums": tree_map(cpu, running.part(where).state_dict()),
+            }
             calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
         answers: dict[int, Any] = {}
         while len(answers) < len(parts):
@@ -225,14 +226,15 @@ class AutoTrainer(Trainer):
         if self._parallel is not None:
             self._parallel.close()
 
-    def segment(self, run: Members, until: int, hooks: SegmentHooks) -> bool:
+    def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
         while True:
             start, before = time.perf_counter(), run.running.batches
-            ended = self._current.segment(run, min(until, before + self._some), hooks)
+            some = min(until, before + self._some)
+            ended = self._current.segment(run, some, tick)
             piece = run.running.batches - before, time.perf_counter() - start
             self._current, self._some = self._pieces.send(piece)
-            if ended or hooks.stopped() or run.running.batches == until:
+            if ended or run.running.batches != some or some == until:
                 return ended
 
     def _plan(self) -> Generator[tuple[LocalTrainer | ExecutorTrainer, int], tuple[int, float], None]:
@@ -270,8 +272,6 @@ def make_trainer(
 ) -> Trainer:
     """What trains: this process, an executor, or a pool of processes for this run alone."""
     if executor is not None:
-        if workers is not None:
-            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
         return ExecutorTrainer(step, executor, compile)
     local = LocalTrainer(background.compile(step, steps=steps) if compile else background.replayed(step, steps))
     if workers is None or workers == 1:

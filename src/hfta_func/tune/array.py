@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.run.background import replayed
 from hfta_func.run.evaluation import Evaluate, make_evaluation
-from hfta_func.run.fit import ctrl_c
+from hfta_func.run.fit import check_loader, ctrl_c
 from hfta_func.run.run import Run
+from hfta_func.run.trainer import END, LocalTrainer
 
 Build = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], "Array"]
 """``build(fixed, members) -> Array``: makes the members of an array."""
@@ -117,36 +120,24 @@ class Trainer:
                 loader.load_state_dict({"epoch": starts[0], "batches": 0})
             else:
                 loader = loader.of_members(keys[members], [starts[member] for member in members])
-        began, time_is_over = time.perf_counter(), False
-
-        def watch(state: Any, history: hfta.run.History) -> None:
-            nonlocal time_is_over
-            time_is_over = seconds is not None and time.perf_counter() - began >= seconds
-            history.interrupted |= time_is_over
-
-        state, history = hfta.fit(
-            step, state, loader, epochs=epochs, evaluate=evaluate, callbacks=[watch], progress=False
-        )
-        if time_is_over:
-            epochs, history.interrupted = len(history), False
-        run = Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
-        run.history = history
+        check_loader(loader, step, state)
+        began, run = time.perf_counter(), Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
+        trainer = LocalTrainer(replayed(step, epochs * operator.length_hint(loader) or None))
         with ctrl_c() as pressed:
-            while len(history) < epochs and not history.interrupted and not pressed():
-                # A run ends with its last active member, but beside others these would still be measured.
-                for batch in loader:
-                    run.state, metrics = step(run.state, batch)
-                    run.running.add(metrics, run.state.active, run.state.step)
-                run.end_epoch()
-        state, interrupted = run.state, history.interrupted or pressed()
-        took = time.perf_counter() - began
-        if size > count:
-            state = hfta.take(state, slice(count))
+            # Members that are not active any more are measured, too, as they would be beside others.
+            while len(run.history) < epochs and not pressed():
+                run.begin_epoch(step)
+                if trainer.segment(run, END, pressed):
+                    run.end_epoch()
+                if seconds is not None and time.perf_counter() - began >= seconds:
+                    break
+            interrupted = pressed()
         metrics_by_epoch = [
             {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
-            for metrics in history.epochs
+            for metrics in run.history.epochs
         ]
-        return Segment(state, metrics_by_epoch, took, interrupted)
+        state = hfta.take(run.state, slice(count)) if size > count else run.state
+        return Segment(state, metrics_by_epoch, time.perf_counter() - began, interrupted)
 
 
 def moved(state: Any, device: torch.device) -> Any:

@@ -102,9 +102,9 @@ class StudyFolder:
         for saved in index["groups"]:
             for block in saved["blocks"]:
                 path = self._path(block["file"])
-                configs = {number: population.members[number].config for number in block["members"]}
-                group = population.group_of(population.members[block["members"][0]])
-                group.make_like(configs, lambda like, path=path: hfta.load(path, like))
+                members = [population.members[number] for number in block["members"]]
+                group = population.group_of(members[0])
+                group.make_like(members, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
                 group.limit = saved["limit"]
         self._remove_old_states()

@@ -85,10 +85,7 @@ class Group:
     def __init__(self, trainer: Trainer, number: int, fixed: Mapping[str, Any], limit: Size):
         self.fixed, self.number, self.trainer = dict(fixed), number, trainer
         self.limit: Size = limit
-        self.configs: dict[int, Mapping[str, Any]] = {}
-        """The configurations of its members; those that are in no block have not been made yet."""
         self.blocks: list[Block] = []
-        self._first: dict[str, Any] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
@@ -101,34 +98,33 @@ class Group:
         """Whether all members see the same batches, so that only members in the same epoch can share an array."""
         return not isinstance(self.array.loader, hfta.ArrayLoader) or self.array.loader.shared
 
-    def make(self, numbers: Iterable[int]) -> dict[int, Exception]:
+    def make(self, members: Iterable[Member]) -> dict[int, Exception]:
         """Make those members that have no state yet; returns the errors of those that cannot be made."""
         made = {number for block in self.blocks for number in block.numbers}
-        configs = {number: self.configs[number] for number in numbers if number not in made}
-        if not configs:
+        missing = [member for member in members if member.number not in made]
+        if not missing:
             return {}
         try:
-            array = self._built(configs)
+            array = self._built(missing)
         except Exception as error:
-            if len(configs) == 1:
-                return dict.fromkeys(configs, error)
-            missing, half = list(configs), len(configs) // 2
+            if len(missing) == 1:
+                return {missing[0].number: error}
+            half = len(missing) // 2
             return self.make(missing[:half]) | self.make(missing[half:])
-        self.blocks.append(self._checked(configs, array))
+        self.blocks.append(self._checked(missing, array))
         return {}
 
-    def make_like(self, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
+    def make_like(self, members: Sequence[Member], read: Callable[[Any], Any]) -> None:
         """Make members that were saved: ``read(like)`` returns their state."""
-        block = self._checked(configs, self._built(configs))
+        block = self._checked(members, self._built(members))
         self.blocks.append(Block(block.numbers, read(block.state)))
 
-    def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
-        rows = list(configs.values())
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in self.fixed}
-        return self.trainer.build(dict(self.fixed), columns)
+    def _built(self, members: Sequence[Member]) -> Array:
+        names = [name for name in members[0].config if name not in self.fixed]
+        return self.trainer.build(dict(self.fixed), {name: [one.config[name] for one in members] for name in names})
 
-    def _checked(self, configs: Mapping[int, Mapping[str, Any]], made: Array) -> Block:
-        numbers = tuple(configs)
+    def _checked(self, members: Sequence[Member], made: Array) -> Block:
+        numbers = tuple(member.number for member in members)
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
         if {count, loads} != {len(numbers)}:
@@ -136,7 +132,6 @@ class Group:
             raise hfta.errors.StateError(f"{text}; give both the seeds members['seed']")
         if keys is not None:
             self._keys |= dict(zip(numbers, keys, strict=True))
-        self._first = self._first or dict(configs[numbers[0]])
         # Of its state, the structure and the device are needed.
         self.trainer.arrays.setdefault(self.number, made._replace(state=hfta.take(made.state, [0])))
         return Block(numbers, made.state)
@@ -145,7 +140,6 @@ class Group:
         """Forget members."""
         self._remove(gone := {*numbers})
         self._keys = {number: key for number, key in self._keys.items() if number not in gone}
-        self.configs = {number: config for number, config in self.configs.items() if number not in gone}
 
     def _remove(self, gone: Collection[int]) -> None:
         left = [[index for index, number in enumerate(block.numbers) if number not in gone] for block in self.blocks]
@@ -167,17 +161,15 @@ class Group:
         self._remove(numbers)
         self.blocks.append(Block(tuple(numbers), state))
 
-    def arguments(
-        self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, seconds: float | None
-    ) -> dict[str, Any]:
+    def arguments(self, members: Sequence[Member], epochs: int, seconds: float | None) -> dict[str, Any]:
         """The arguments of the trainer to train members together for some more epochs."""
         return {
-            "group": (self.number, self.fixed, self._first),
-            "state": self.gather(numbers),
-            "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
-            "starts": [epoch[number] for number in numbers],
+            "group": (self.number, self.fixed, members[0].config),
+            "state": self.gather([member.number for member in members]),
+            "keys": None if self.is_shared else torch.stack([self._keys[member.number] for member in members]),
+            "starts": [member.epoch for member in members],
             "epochs": epochs,
-            "size": self._size(len(numbers)),
+            "size": self._size(len(members)),
             "seconds": seconds,
         }
 
@@ -246,12 +238,11 @@ class Job(NamedTuple):
     """An array that trains, and its result so far."""
 
     group: Group
-    numbers: tuple[int, ...]  # of its members
-    starts: Mapping[int, int]  # the epochs that they start from
+    members: Sequence[Member]
     epochs: int  # to train
     timeout: float | None  # seconds after which it ends with the epoch
-    calls: dict[int, tuple[int, ...]]  # by number, those that train the array or its halves, and the members of each
-    results: list[tuple[tuple[int, ...], Any]]  # members and what they have become: a Segment, or the error of one
+    calls: dict[int, Sequence[Member]]  # by number, those that train the array or its halves, and the members of each
+    results: list[tuple[Sequence[Member], Any]]  # members and what they have become: a Segment, or the error of one
     interrupted: bool = False
 
 
@@ -270,30 +261,28 @@ class Jobs:
     @property
     def members(self) -> set[int]:
         """The members that train."""
-        return {number for job in self.under_way for number in job.numbers}
+        return {member.number for job in self.under_way for member in job.members}
 
-    def start(
-        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, timeout: float | None
-    ) -> None:
+    def start(self, group: Group, members: Sequence[Member], epochs: int, timeout: float | None) -> None:
         """Have an array trained, for some seconds at most."""
-        job = Job(group, numbers, starts, epochs, timeout, {}, [])
-        self._call(job, numbers)
+        job = Job(group, members, epochs, timeout, {}, [])
+        self._call(job, members)
         self.under_way.append(job)
 
-    def _call(self, job: Job, numbers: Sequence[int]) -> None:
-        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.timeout)
-        job.calls[self.executor.submit(job.group.trainer, **arguments)] = tuple(numbers)
+    def _call(self, job: Job, members: Sequence[Member]) -> None:
+        arguments = job.group.arguments(members, job.epochs, job.timeout)
+        job.calls[self.executor.submit(job.group.trainer, **arguments)] = members
 
     def wait(self) -> Job:
         """Wait until any array has trained."""
         while True:
             call, answer = self.executor.wait()
             job = next(job for job in self.under_way if call in job.calls)
-            numbers = job.calls.pop(call)
-            if isinstance(answer, Exception) and len(numbers) > 1:
-                self._halve(job, numbers, answer)
+            members = job.calls.pop(call)
+            if isinstance(answer, Exception) and len(members) > 1:
+                self._halve(job, members, answer)
             else:
-                job.results.append((numbers, answer))
+                job.results.append((members, answer))
             if getattr(answer, "interrupted", False):
                 # Ctrl-C ends both halves of an array.
                 self.stop()
@@ -302,14 +291,14 @@ class Jobs:
                 self.under_way = [other for other in self.under_way if other is not job]
                 return job
 
-    def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
-        half = -(-len(numbers) // 2)
+    def _halve(self, job: Job, members: Sequence[Member], error: Exception) -> None:
+        half = -(-len(members) // 2)
         if hfta.run.is_out_of_memory(error):
-            text = f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead"
+            text = f"an array of {len(members)} members ran out of memory; arrays of {half} are trained instead"
             warnings.warn(text, stacklevel=2)
             job.group.limit = half
         error.__traceback__ = None
-        for part in (numbers[:half], numbers[half:]):
+        for part in (members[:half], members[half:]):
             self._call(job, part)
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from hfta_func._types import Direction, check_counts, require
@@ -27,7 +27,6 @@ class StudyOptions:
     max_models: int | Literal["auto"]
     seeds: int
     seed: int
-    enqueue: Sequence[Mapping[str, Any]]
     keep: int | Literal["best", "all"]
     timeout: float | None
     target: float | None = None
@@ -36,8 +35,6 @@ class StudyOptions:
         scheduler, space = self.scheduler, () if callable(self.space) else self.space
         check_counts(epochs=self.epochs, seeds=self.seeds, batch=1 if self.batch is None else self.batch)
         self.check_names(space)
-        if unknown := [name for name in self.nonfusible if space and name not in space]:
-            raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space)}")
         if len(self.metrics) > 1 and type(scheduler) is not Scheduler:
             raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
         if self.target is not None and (len(self.metrics) > 1 or scheduler.copies):

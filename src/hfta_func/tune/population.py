@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class Population:
             process.
 
     Raises:
-        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
+        ValueError: if the configurations do not have the same names, or ``max_models`` is
             not positive.
         StateError: if ``build`` returns another number of members than it was asked for.
 
@@ -92,14 +93,12 @@ class Population:
             Their numbers.
         """
         rows = rows_of(table)
-        for name in self.nonfusible:
-            if rows and not any(name in row for row in rows):
-                raise ValueError(f"nonfusible names '{name}', but the configurations have {', '.join(rows[0])}")
         added = self.extend(rows)
-        groups = dict.fromkeys(self.group_of(self.members[number]) for number in added)
-        errors: dict[int, Exception] = {}
-        for group in groups:
-            errors |= group.make(number for number in added if number in group.configs)
+        by_group, errors = collections.defaultdict[Group, list[Member]](list), dict[int, Exception]()
+        for number in added:
+            by_group[self.group_of(self.members[number])].append(self.members[number])
+        for group, members in by_group.items():
+            errors |= group.make(members)
         self._fail(errors)
         if added and len(errors) == len(added):
             raise errors[added[0]]
@@ -107,11 +106,9 @@ class Population:
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
         """Add members with the names of all others; they are made when they train."""
-        new = [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, len(self.members))]
-        for member in new:
-            self.group_of(member).configs[member.number] = member.config
-        self.members += new
-        return [member.number for member in new]
+        first = len(self.members)
+        self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, first)]
+        return [*range(first, len(self.members))]
 
     @property
     def groups(self) -> list[Group]:
@@ -169,8 +166,8 @@ class Population:
             self.jobs.stop()
             raise
         self._record(trained)
-        self.last = trained.numbers
-        return list(trained.numbers)
+        self.last = tuple(member.number for member in trained.members)
+        return [*self.last]
 
     def _start(self, targets: Mapping[int, int], seconds: float | None) -> bool:
         """Begin to train an array; returns whether any member waited for that."""
@@ -185,61 +182,53 @@ class Population:
         # Members that trained last first, because their states are one block on the device.
         waiting.sort(key=lambda member: (member.number not in self.last, member.number))
         group = self.group_of(waiting[0])
-        together = [member.number for member in waiting if self.group_of(member) is group]
+        together = [member for member in waiting if self.group_of(member) is group]
         # As many as an array is likely to hold are made, so that no more states than those that train are in memory.
         turns = -(-len(together) // (16 if group.limit == "auto" else group.limit))
         self._fail(group.make(together[: -(-len(together) // turns)]))
         if (first := waiting[0]).status == "failed":
             return True
-        shared, left = group.is_shared, [number for number in together if self.members[number].status == "alive"]
-        same = [number for number in left if not shared or self.members[number].epoch == first.epoch]
+        left = [member for member in together if member.status == "alive"]
+        same = [member for member in left if not group.is_shared or member.epoch == first.epoch]
         # All free workers get a share of those that wait.
-        most = group.capacity(same, targets[first.number] - first.epoch)
+        most = group.capacity([member.number for member in same], targets[first.number] - first.epoch)
         most = min(most, -(-len(waiting) // self.jobs.free))
         self._fail(group.make(same[:most]))
-        chosen = tuple(sorted(number for number in same[:most] if self.members[number].status == "alive"))
-        starts = {number: self.members[number].epoch for number in chosen}
-        epochs = min(targets[number] - starts[number] for number in chosen)
-        self.jobs.start(group, chosen, starts, epochs, seconds)
+        chosen = [member for member in same[:most] if member.status == "alive"]
+        chosen.sort(key=lambda member: member.number)
+        epochs = min(targets[member.number] - member.epoch for member in chosen)
+        self.jobs.start(group, chosen, epochs, seconds)
         return True
 
     def _record(self, trained: Job) -> None:
         self.interrupted = trained.interrupted
-        for numbers, result in trained.results:
-            alive = {number for number in numbers if self.members[number].status == "alive"}
+        for members, result in trained.results:
+            alive = [member.number for member in members if member.status == "alive"]
             if isinstance(result, Exception):
                 self._fail(dict.fromkeys(alive, result))
                 continue
-            trained.group.take_back(numbers, result.state, alive)
-            for index, member in enumerate(self.members[number] for number in numbers):
-                if member.number in alive:
+            trained.group.take_back([member.number for member in members], result.state, alive)
+            for index, member in enumerate(members):
+                if member.status == "alive":
                     member.metrics += [{name: row[index] for name, row in each.items()} for each in result.epochs]
                     member.epoch += len(result.epochs)
-                    member.seconds += result.seconds / len(numbers)
+                    member.seconds += result.seconds / len(members)
 
-    def keep(
-        self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
-        direction: Direction = "maximize",
-    ) -> list[int]:  # fmt: skip
-        """Drop all members but some: pass either ``members``, or ``top`` and ``by``.
+    def keep(self, *, top: float, by: str, direction: Direction = "maximize") -> list[int]:
+        """Drop all members but the best; :meth:`drop` drops given ones.
 
         Args:
-            members: The numbers of the members that stay.
             top: Number of members that stay, or, below 1, their share of those alive, rounded up.
             by: The metric that ranks members, in the last epoch; NaN is worst, and of equal values the first is better.
             direction: Whether large or small values are better.
 
         Returns:
-            The members that stay, best first if a metric ranks them.
+            The members that stay, best first.
         """
-        if (members is None) == (top is None or by is None):
-            raise ValueError("pass the members to keep, or top= and by=")
-        if top is not None and by is not None:
-            members = self.ranked(by, direction)[: math.ceil(top * len(self.alive)) if top < 1 else int(top)]
-        staying = [*(members or ())]
-        check_alive(self.members, staying)
-        self.drop({*self.alive} - {*staying})
-        return staying
+        ranked = self.ranked(by, direction)
+        count = math.ceil(top * len(ranked)) if top < 1 else int(top)
+        self.drop(ranked[count:])
+        return ranked[:count]
 
     def drop(self, members: Iterable[int]) -> None:
         """Drop members that are alive."""
@@ -274,7 +263,7 @@ class Population:
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
-            group.make([*copies, *sources])
+            group.make(self.members[number] for number in (*copies, *sources))
             state = with_keys(group.gather(sources), group.gather(copies))
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
             group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
@@ -312,15 +301,13 @@ class Population:
             # JSON has no tuples.
             member.parents = [(epoch, source) for epoch, source in member.parents]
             member.config = {name: tuples(value) for name, value in member.config.items()}
-            if member.status == "alive":
-                self.group_of(member).configs[member.number] = member.config
         self.last = tuple(last)
 
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
         check_alive(self.members, [member])
         group = self.group_of(self.members[member])
-        for error in group.make([member]).values():
+        for error in group.make([self.members[member]]).values():
             raise error
         return group.gather([member])
 

@@ -130,15 +130,13 @@ def run(
         space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs
     )
     given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
-    options = StudyOptions(**given, enqueue=enqueue, keep=keep, timeout=timeout, target=target)
-    if workers is not None and executor is not None:
-        raise ValueError("there are workers and an executor, which has its own; pass one of both")
+    options = StudyOptions(**given, keep=keep, timeout=timeout, target=target)
     if storage is not None and name is None:
         raise ValueError("a storage keeps studies by name; pass name='...'")
     limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
     most = configurations(sampler, space, enqueue, limit)
     with contextlib.ExitStack() as stack:
-        if workers is not None and workers != 1:
+        if executor is None and workers not in (None, 1):
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
         members = Population(build, nonfusible=nonfusible, max_models=max_models, seed=seed, executor=executor)
         stack.callback(members.jobs.stop)
@@ -160,7 +158,10 @@ def run(
             session.enqueue(params)
         bar = stack.enter_context(tqdm(total=search.total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
-            _train(search, bar, callbacks)
+            for has_trained in search.rounds():
+                bar.update(len(study.trials) - study.counts["running"] - bar.n)
+                for callback in callbacks if has_trained else ():
+                    callback(study)
             save()
         except KeyboardInterrupt:
             # Between arrays; while an array trains, Ctrl-C waits for the end of its step.
@@ -169,11 +170,3 @@ def run(
     if not study.interrupted and study.trials and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
     return study
-
-
-def _train(search: Search, bar: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
-    study = search.study
-    for has_trained in search.rounds():
-        bar.update(len(study.trials) - study.counts["running"] - bar.n)
-        for callback in callbacks if has_trained else ():
-            callback(study)

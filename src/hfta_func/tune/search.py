@@ -219,10 +219,7 @@ class Search:
             known = dict(space=study.session.space, nonfusible=study.population.nonfusible, seed=self.seeds[0])
             cohort = cohort._replace(values=values, ended=ended, params=params, **known)
             verdicts = self.scheduler.decide(cohort)
-            try:
-                cohort.check(verdicts, self.scheduler.copies)
-            except ValueError as error:
-                raise ValueError(f"{type(self.scheduler).__qualname__}: {error}") from None
+            cohort.check(verdicts, self.scheduler.copies)
             self._verdicts |= verdicts
             self._copy(verdicts)
             stopped = [study.trials[number] for number, verdict in verdicts.items() if verdict == "stop"]
