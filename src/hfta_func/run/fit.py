@@ -10,16 +10,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import optree
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hfta_func._torch import is_compilable, original
+from hfta_func._tree import leaves
 from hfta_func.errors import BatchError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.optim._transforms import AccumulateState
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
@@ -222,6 +226,7 @@ def _summary(metrics: Metrics) -> str:
 def check_loader(loader: Any, step: Any, state: Any, is_divided: bool = False) -> None:
     """Raise a BatchError if the loader deals batches to members that share one, or rows of one batch to members."""
     count = len(getattr(state, "keys", ()))
+    _warn_of_epochs(getattr(state, "opt_state", ()), operator.length_hint(loader))
     is_known = hasattr(inspect.unwrap(step), "batch_dims") or (isinstance(loader, ArrayLoader) and not loader.shared)
     if is_divided and not is_known:
         raise BatchError(
@@ -242,3 +247,20 @@ def check_loader(loader: Any, step: Any, state: Any, is_divided: bool = False) -
             f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row"
         )
         raise BatchError(f"{text}; make the step with batch_dims=None to share batches, or pass a DatasetLoader")
+
+
+def _warn_of_epochs(opt_state: Any, length: int) -> None:
+    """Warn of schedules that step once in as many updates as an epoch has batches, where several batches are an update."""
+
+    def is_table(node: Any) -> bool:
+        return isinstance(node, Mapping) and "rows" in node
+
+    for node in optree.tree_leaves(opt_state, lambda node: isinstance(node, AccumulateState)):
+        inner = optree.tree_leaves(node.inner, is_table) if isinstance(node, AccumulateState) else []
+        count = max(leaves(node.hyperparams)[0].tolist()) if inner else 1
+        if count > 1 and any(is_table(table) and bool((table["every"] == length).any()) for table in inner):
+            warnings.warn(
+                f"schedulers step every {length} updates, as many as an epoch has batches, but an update is of {count:g} "
+                f"batches here; to step once an epoch, pass from_torch every=len(loader) // {count:g}",
+                stacklevel=4,
+            )
