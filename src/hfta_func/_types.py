@@ -138,6 +138,7 @@ def direction_of(mode: str) -> Direction:
 def require(module: str, extra: str) -> Any:
     """Import a module of an optional package; an ImportError names the extra of this package that installs it."""
     try:
+        importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"{error.name or module} is not installed; pip install 'hfta_func[{extra}]'") from error

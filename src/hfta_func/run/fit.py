@@ -89,7 +89,7 @@ def fit(
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
             these, from the states that its own generators, as of a shuffling ``DataLoader``, and those of PyTorch, Python and
             NumPy had at the start of the epoch, by skipping the batches already seen. What would keep the file from being
-            written is found at the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
+            written is found before the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends,
             even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
@@ -162,11 +162,11 @@ def fit(
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
         segment = Compact(trainer, step, compile).segment if compact else trainer.segment
-        # What no file can hold is refused at the first step, when a loader knows its position, and not after an epoch.
-        check = functools.cache(lambda: resume is None or checkpoint.check(run.state, run.state_dict()))
+        if resume is not None:
+            # What no file can hold is refused before the first step, when a loader knows its position.
+            run.begin = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
 
         def tick() -> bool:
-            check()
             bar.update()
             return pressed()
 

@@ -29,11 +29,14 @@ END = sys.maxsize
 
 @dataclasses.dataclass(eq=False)
 class Members:
-    """Members that train: their state, what yields their batches, and the sums of the epoch's metrics."""
+    """Members that train: their state, what yields their batches, the sums of the epoch's metrics, and what is called once
+    there is a batch, before its step.
+    """
 
     state: TrainState
     loader: Any
     running: Running = dataclasses.field(default_factory=Running)
+    begin: Callable[[], object] = bool
 
 
 Tick = Callable[[], bool]
@@ -81,6 +84,7 @@ class LocalTrainer(Trainer):
         self._loader, state = run.loader, run.state
         is_indexed = isinstance(original(self.step), IndexedStep)
         for batch in self._left:
+            run.begin()
             present = None if dealt is None else dealt.present()
             before = state.active
             # A copy, because a step with donate=True writes the state.
@@ -140,7 +144,7 @@ class Compact:
         kept, count = self._kept, len(run.state.keys)
         if kept is None:
             return self._trainer.segment(run, until, tick)
-        few = Members(take(run.state, kept), self._few, run.running.part(kept))
+        few = Members(take(run.state, kept), self._few, run.running.part(kept), run.begin)
         is_dealt = isinstance(run.loader, ArrayLoader)
         if is_dealt:
             few.loader.load_state_dict(run.loader.state_dict())

@@ -119,6 +119,7 @@ class ExecutorTrainer(Trainer):
 
     def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """See :class:`Trainer`."""
+        run.begin()
         function, running = self._prepared(run), run.running
         while True:
             start, before = time.perf_counter(), running.batches
@@ -272,6 +273,8 @@ def make_trainer(
 ) -> Trainer:
     """What trains: this process, an executor, or a pool of processes for this run alone."""
     if executor is not None:
+        if workers is not None:
+            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
         return ExecutorTrainer(step, executor, compile)
     local = LocalTrainer(background.compile(step, steps=steps) if compile else background.replayed(step, steps))
     if workers is None or workers == 1:

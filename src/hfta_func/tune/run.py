@@ -131,12 +131,14 @@ def run(
     )
     given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
     options = StudyOptions(**given, keep=keep, timeout=timeout, target=target)
+    if workers is not None and executor is not None:
+        raise ValueError("there are workers and an executor, which has its own; pass one of both")
     if storage is not None and name is None:
         raise ValueError("a storage keeps studies by name; pass name='...'")
     limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
     most = configurations(sampler, space, enqueue, limit)
     with contextlib.ExitStack() as stack:
-        if executor is None and workers not in (None, 1):
+        if workers not in (None, 1):
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
         members = Population(build, nonfusible=nonfusible, max_models=max_models, seed=seed, executor=executor)
         stack.callback(members.jobs.stop)
