@@ -95,7 +95,8 @@ def _of_one_model(
     """PyTorch's function; in an array of one, which runs without ``vmap``, the lowerings that are faster than it."""
     names = "stride", "padding", *(("output_padding", "groups", "dilation") if transposed else ("dilation", "groups"))
     given: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
-    given |= dict(zip(names, options, strict=False)) | named
+    # Compilers take any zip for a strict one.
+    given |= dict(zip(names[: len(options)], options, strict=True)) | named
     observed = torch.compiler.is_compiling() or _torch.inside_transform() or torch.is_autocast_enabled("cpu")
     is_known = len(given) == 5 and not isinstance(given["padding"], str) and weight.dim() == x.dim() > 2
     if is_known and not observed and x.is_cpu and x.dtype == weight.dtype:

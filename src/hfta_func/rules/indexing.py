@@ -16,7 +16,7 @@ from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
 # PyTorch's rules have a wrong gradient, or are wrong for a shared tensor.
-register_looped("indexing", "select_scatter", "index_fill.int_Tensor")
+register_looped("indexing", "select_scatter")
 
 
 @register("masked_fill.Tensor", "indexing")
@@ -26,6 +26,21 @@ def masked_fill(call: Call, x: Tensor, mask: Tensor, value: Tensor) -> Result:
     dtype = x.dtype
     x, mask, value = each(align, (x, mask, value), call.dims, rank)
     return torch.where(mask, value.to(dtype), x), 0
+
+
+@register("index_fill.int_Tensor", "indexing")
+def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Result:
+    """Elementwise, by a mask; PyTorch's rule is wrong for a shared tensor."""
+    # [M,*S], [M,K], [M] -> [M,*S]
+    x, index, value = each(expand, (x, index, value), (call.dims[0], *call.dims[2:]), call.num_models)
+    size, index = (x.shape[dim + (dim >= 0)] if x.dim() > 1 else 1), index.reshape(call.num_models, -1).to(x.device)
+    index = torch.where(index < 0, index + size, index)
+    mask = torch.zeros(call.num_models, size, dtype=torch.bool, device=x.device).scatter(1, index, True)
+    ones = [1] * (x.dim() - 1)
+    if ones:
+        ones[dim] = size
+    value = value.to(x.dtype).reshape(call.num_models, *(1,) * (x.dim() - 1))
+    return torch.where(mask.reshape(call.num_models, *ones), value, x), 0
 
 
 @register_each("indexing", "index_put", "index_put_")
