@@ -13,6 +13,7 @@ from hfta_func import rl
 
 NAMES = {
     "CartPole": "CartPole-v1",
+    "Acrobot": "Acrobot-v1",
     "MountainCar": "MountainCar-v0",
     "MountainCarContinuous": "MountainCarContinuous-v0",
     "Pendulum": "Pendulum-v1",

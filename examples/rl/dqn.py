@@ -82,7 +82,7 @@ def best(model, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    envs = "CartPole", "MountainCar"
+    envs = "CartPole", "Acrobot", "MountainCar"
     return common.main(argv, __doc__, make_model, make, best, envs=envs, lr=1e-3, iterations=600)
 
 

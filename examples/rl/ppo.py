@@ -90,7 +90,7 @@ def best(agent, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    envs = "CartPole", "Pendulum", "MountainCar", "MountainCarContinuous"
+    envs = "CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"
     return common.main(argv, __doc__, Agent, make, best, envs=envs, lr=1e-3, iterations=100)
 
 

@@ -19,6 +19,7 @@ GYMNASIUM = {
     "MountainCar": "MountainCar-v0",
     "MountainCarContinuous": "MountainCarContinuous-v0",
     "Pendulum": "Pendulum-v1",
+    "Acrobot": "Acrobot-v1",
 }
 
 

@@ -106,7 +106,9 @@ def test_what_is_not_finite_leaves_its_pair_out() -> None:
     assert found.mean == pytest.approx(np.delete(BETTER - PLAIN, 3).mean())
 
 
-def test_table() -> None:
+def test_table_and_picture() -> None:
+    from matplotlib.figure import Figure
+
     found = hfta.compare({"plain": PLAIN, "better": BETTER, "worse": PLAIN - 0.02}, baseline="better")
     each, differences = (part.splitlines() for part in str(found).split("\n\n"))
     assert len(each) == 4 and len(differences) == 3 and "plain - better" in differences[1]
@@ -120,6 +122,8 @@ def test_table() -> None:
     long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).split("\n\n")
     assert all(len(set(map(len, part.splitlines()))) == 1 for part in long)
     assert long[1].splitlines()[1].startswith("another, longer still - a name of many letters ")
+    ax = found.plot(Figure().subplots())
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
 
 
 def history(seeds: list[int], epochs: int) -> hfta.run.History:

@@ -8,6 +8,7 @@ from hfta_func.rl.buffers import n_step as n_step
 from hfta_func.rl.buffers import replay as replay
 from hfta_func.rl.buffers import sample as sample
 from hfta_func.rl.buffers import written as written
+from hfta_func.rl.classic import Acrobot as Acrobot
 from hfta_func.rl.classic import CartPole as CartPole
 from hfta_func.rl.classic import MountainCar as MountainCar
 from hfta_func.rl.classic import MountainCarContinuous as MountainCarContinuous

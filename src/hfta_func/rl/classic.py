@@ -189,3 +189,59 @@ class Pendulum(Classic):
         spin = (spin + 0.05 * turning).clamp(-8, 8)
         never = torch.zeros_like(angle, dtype=torch.bool)
         return self.next(state, angle + 0.05 * spin, spin, reward=-cost, terminated=never)
+
+
+@dataclass(frozen=True)
+class Acrobot(Classic):
+    """Swing the lower of two links above a line by torque at their joint: gymnasium's Acrobot-v1, -1 a step until then.
+
+    Args:
+        gravity: In m/s^2.
+        mass: Of each link, in kg.
+        length: Of the upper link, in m.
+    """
+
+    gravity: PerModel = 9.8
+    mass: PerModel = 1.0
+    length: PerModel = 1.0
+    max_steps: int | None = field(default=500, kw_only=True)
+    low = (-0.1,) * 4
+    high = (0.1,) * 4
+    observation_space = _box(1, 1, 1, 1, 4 * math.pi, 9 * math.pi)
+    action_space = spaces.Discrete(3)
+
+    def observe(self, place: Tensor) -> Tensor:
+        """The observation in a place."""
+        upper, lower, *speeds = place.unbind(-1)
+        return torch.stack((upper.cos(), upper.sin(), lower.cos(), lower.sin(), *speeds), -1)
+
+    def step(self, state: Tree, action: Tensor, key: Tensor) -> Step:
+        """``(state, observation, reward, terminated, truncated)`` after an action."""
+        torque, start, size = (action - 1).to(self.dtype), state["place"], 0.2
+        # The classic Runge-Kutta method of fourth order.
+        first = self._derivative(state, start, torque)
+        second = self._derivative(state, start + size / 2 * first, torque)
+        third = self._derivative(state, start + size / 2 * second, torque)
+        fourth = self._derivative(state, start + size * third, torque)
+        end = start + size / 6.0 * (first + 2 * second + 2 * third + fourth)
+        angles = (end[..., :2] + math.pi).remainder(2 * math.pi) - math.pi
+        upper, lower = torch.where(end[..., :2].abs() > math.pi, angles, end[..., :2]).unbind(-1)
+        speeds = end[..., 2].clamp(-4 * math.pi, 4 * math.pi), end[..., 3].clamp(-9 * math.pi, 9 * math.pi)
+        terminated = -upper.cos() - (lower + upper).cos() > 1.0
+        return self.next(state, upper, lower, *speeds, reward=terminated.to(self.dtype) - 1, terminated=terminated)
+
+    def _derivative(self, state: Tree, place: Tensor, torque: Tensor) -> Tensor:
+        """Sutton and Barto, "Reinforcement Learning", 2nd edition, section 11.3; moments of inertia are 1."""
+        gravity, mass, length = self.number(state, "gravity", "mass", "length")
+        upper, lower, spin, swing = place.unbind(-1)
+        # Centres of mass are half a metre from the joints.
+        reach, middle = length * 0.5, 0.5
+        both = mass * middle**2 + mass * (length**2 + middle**2 + 2 * reach * lower.cos()) + 2
+        one = mass * (middle**2 + reach * lower.cos()) + 1
+        pull = mass * middle * gravity * (upper + lower - math.pi / 2).cos()
+        coupling = mass * reach * lower.sin()
+        drag = -coupling * swing.square() - 2 * coupling * swing * spin + pull
+        drag = drag + mass * (middle + length) * gravity * (upper - math.pi / 2).cos()
+        bending = torque + one / both * drag - coupling * spin.square() - pull
+        bending = bending / (mass * middle**2 + 1 - one.square() / both)
+        return torch.stack((spin, swing, -(one * bending + drag) / both, bending), -1)

@@ -14,6 +14,7 @@ from hfta_func.run.history import History
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 _LARGEST = 100_000
 
@@ -102,6 +103,25 @@ class Comparison:
             rows.append((f"{one.name} - {one.baseline}", str(one.pairs), *numbers))
         return each, rows
 
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw every difference with its interval, by matplotlib.
+
+        Args:
+            ax: Axes to draw on; by default those of a new figure.
+
+        Returns:
+            The axes; ``ax.figure.savefig(path)`` saves the picture.
+        """
+        axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
+        for y, one in enumerate(self.differences):
+            error = [[one.mean - one.low], [one.high - one.mean]]
+            axes.errorbar(one.mean, y, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
+        axes.axvline(0, color="black", lw=0.8)
+        axes.set_yticks(range(len(self.differences)), [str(one.name) for one in self.differences])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"difference from {self.differences[0].baseline}, {self.level:.0%} interval")
+        return axes
+
 
 def compare(
     runs: Any,
@@ -129,7 +149,7 @@ def compare(
         seed: Seed of both.
 
     Returns:
-        The differences, as a table or a frame.
+        The differences, as a table, a frame or a picture.
 
     Raises:
         ImportError: if scipy is not installed.
