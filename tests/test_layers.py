@@ -32,7 +32,7 @@ FILES_IN = {
         "optim": "_base _kernel _leafwise",
         "calls": "body copies control_flow autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "
-        "_recurrence _direction _autocast _functions _install _extend _advice vmap",
+        "_recurrence _direction _autocast _functions _install _extend vmap",
         "models": "scalar_attributes structure sharing sizes padding stack remat padded_calls attributes "
         "skeleton functional adapters",
         "step": "state allocator batch options chunks members gradients replay commit many train indexed joint "
@@ -47,7 +47,7 @@ FILES_IN = {
         "workers": "process pool",
         "signals": "signal processing cutting",
         "sklearn": "estimators search",
-        "cluster": "ray_actors torchrun_ranks trainable",
+        "cluster": "ray_actors torchrun_ranks",
         "tune": "array groups folder population cohorts sampling options schedulers study search run",
     }.items()
 }

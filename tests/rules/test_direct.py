@@ -225,7 +225,7 @@ static int fails(void) { return left >= 0 && left-- <= 0 ? (left = 0, 1) : 0; }
 _SANITIZED = """
 import sys, torch
 import torch.nn.functional as F
-from hfta_func._kernels import convolution, native, pooling, recurrent, tables
+from hfta_func._kernels import convolution, native, programs, recurrent
 native._FLAGS += ("-O1", "-fsanitize=address", "-include", sys.argv[1])
 library = convolution.program(torch.float32)
 torch.set_num_threads(1)
@@ -264,20 +264,20 @@ for x, weight, stride, pad, dilation in (
                 library.fail_after(-1)
         assert allocations >= 9, allocations
         torch.testing.assert_close(found, result, rtol=1e-4, atol=1e-3)
-library, x = pooling.program(torch.float32), torch.randn(2, 3, 7, 9)
+library, x = programs.pooling(torch.float32), torch.randn(2, 3, 7, 9)
 for allocations in range(3):
     library.fail_after(allocations)
     try:
-        pooling.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
+        programs.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
     except MemoryError:
         continue
     raise SystemExit(allocations)
 library.fail_after(-1)
-values, places = pooling.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
-pooling.max_pool_backward(values, places, [7, 9])
+values, places = programs.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
+programs.max_pool_backward(values, places, [7, 9])
 index = torch.randint(5, (3, 20))
-moved = tables.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -9)
-tables.move_rows(moved, None, index, None, None, 20, -9)
+moved = programs.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -9)
+programs.move_rows(moved, None, index, None, None, 20, -9)
 library = recurrent.program(torch.float32)
 for kind, gates in enumerate((4, 3, 1, 1)):
     x, h, c = torch.randn(2, 5, 35, 3), torch.randn(2, 35, 18), torch.randn(2, 35, 18) if kind == 0 else None

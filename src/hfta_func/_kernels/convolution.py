@@ -24,7 +24,7 @@ def program(dtype: torch.dtype | None) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
     # A sum of products is as exact with fused operations, and the same in every lane.
     flags = ("-ffp-contract=fast",)
-    return native.load_file(__file__, dtype, "convolve:pppppn correlate:pppnnppn", flags)
+    return native.load_file("convolution", dtype, "convolve:pppppn correlate:pppnnppn", flags)
 
 
 def convolve(

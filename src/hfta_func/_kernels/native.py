@@ -159,18 +159,18 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
 
 
 @functools.cache
-def load_file(module: str, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
-    """The functions of the file in C beside a module, for a type of numbers; None if it has none, or they cannot be compiled.
+def load_file(name: str, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
+    """The functions of a file in C beside this one, for a type of numbers; None if it has none, or they cannot be compiled.
 
     ``functions`` are their names, each with the types of its arguments: ``"p"`` for pointers and ``"n"`` for numbers.
     """
     if dtype not in TYPES:
         return None
-    head, text = (path.read_text() for path in (Path(__file__).with_name("vectors.h"), Path(module).with_suffix(".c")))
+    head, text = (Path(__file__).with_name(file).read_text() for file in ("vectors.h", f"{name}.c"))
     library = load(f"#define REAL {TYPES[dtype]}\n#define SIZE {dtype.itemsize}\n{head}{text}", flags)
     for function in functions.split() if library is not None else ():
-        name, _, types = function.partition(":")
-        getattr(library, name).argtypes = [_ARGUMENTS[letter] for letter in types]
+        symbol, _, types = function.partition(":")
+        getattr(library, symbol).argtypes = [_ARGUMENTS[letter] for letter in types]
     return library
 
 

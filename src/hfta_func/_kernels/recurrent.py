@@ -18,7 +18,7 @@ _KEPT = 5, 4, 1, 1
 def program(dtype: torch.dtype | None) -> Any:
     """The functions for a type of numbers; None if there are none, or they cannot be compiled."""
     # A sum of products is as exact with fused operations, and the same for every member.
-    return native.load_file(__file__, dtype, "forward:ppn backward:ppn", ("-ffp-contract=fast",))
+    return native.load_file("recurrent", dtype, "forward:ppn backward:ppn", ("-ffp-contract=fast",))
 
 
 def forward(

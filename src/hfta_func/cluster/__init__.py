@@ -6,5 +6,5 @@ program of this name has started.
 
 from hfta_func.cluster.ray_actors import RayPool as RayPool
 from hfta_func.cluster.ray_actors import ray as ray
+from hfta_func.cluster.ray_actors import trainable as trainable
 from hfta_func.cluster.torchrun_ranks import torchrun as torchrun
-from hfta_func.cluster.trainable import trainable as trainable

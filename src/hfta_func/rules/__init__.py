@@ -2,7 +2,7 @@
 
 # Importing a family registers its rules.
 # isort: off
-from hfta_func.rules import attention, conv, ctc, embedding, indexing, linear, loss  # noqa: F401
+from hfta_func.rules import attention, conv, embedding, indexing, linear, loss  # noqa: F401
 from hfta_func.rules import norm, others, pooling, recurrent  # noqa: F401
 # isort: on
 

@@ -143,7 +143,7 @@ def is_native(kind: str, x: Value, weights: list[Weights], directions: int, stat
             return False
     is_alike = all(one.dtype == dtype and one.shape[-len(shape) :] == shape for one, shape in given)
     has_steps = x.tensor.shape[-3] > 0 and not torch.is_autocast_enabled("cpu")
-    return is_alike and has_steps and runs_programs(x.tensor, recurrent)
+    return is_alike and has_steps and runs_programs(x.tensor, recurrent.program)
 
 
 def run(

@@ -20,10 +20,10 @@ from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._measured import fingerprint
 
 
-def runs_programs(x: Tensor, kernels: Any) -> bool:
-    """Whether a module of :mod:`hfta_func._kernels` has programs for a tensor, and this call may use them."""
+def runs_programs(x: Tensor, program: Callable[[torch.dtype], Any]) -> bool:
+    """Whether there is a program in C of :mod:`hfta_func._kernels` for a tensor, and this call may use it."""
     observed = torch.compiler.is_compiling() or num_dispatch_modes() > num_recorders() or has_tangents()
-    return x.device.type == "cpu" and not observed and kernels.program(x.dtype) is not None
+    return x.device.type == "cpu" and not observed and program(x.dtype) is not None
 
 
 @dataclasses.dataclass(eq=False)

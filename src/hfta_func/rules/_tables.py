@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._kernels import tables
+from hfta_func._kernels import programs
 from hfta_func._kernels.operators import members_in_front
 from hfta_func.rules._layout import rows_of
 from hfta_func.rules._operator import Operator, runs_programs
@@ -36,12 +36,12 @@ def sums(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, rows:
 
 def is_fast(x: Tensor) -> bool:
     """Whether there is a kernel, and this call may use it."""
-    return runs_programs(x, tables)
+    return runs_programs(x, programs.tables)
 
 
 def _forward(x: Tensor, start: Any, source: Any, target: Any, weight: Any, rows: int, padding: int) -> Tensor:
     if is_fast(x):
-        return tables.move_rows(x, start, source, target, weight, rows, padding)
+        return programs.move_rows(x, start, source, target, weight, rows, padding)
     if source is not None:
         # [M,X,D], [M,K] -> [MX,D], [MK] -> [MK,D] -> [M,K,D]
         x = x.flatten(0, 1).index_select(0, rows_of(source, x.shape[1]).flatten()).unflatten(0, source.shape)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._kernels import norm
+from hfta_func._kernels import programs
 from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.calls.recompute import cheap, recalls
@@ -51,14 +51,14 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 _with_scale = Operator(
     "layer_norm(Tensor x, Tensor scale, Tensor shift, int axes, float eps) -> (Tensor, Tensor)",
-    *(norm.layer_norm, _keep, _gradients),
+    *(programs.layer_norm, _keep, _gradients),
     fake=lambda x, scale, shift, axes, eps: (x.new_empty(x.shape), x.new_empty((*x.shape[:-axes], 2))),
     batched=members_in_front(lambda *args: _with_scale(*args)),
 )
 _with_scale_backward = Operator(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor scale, Tensor stats, int axes) -> (Tensor, Tensor, Tensor)",
     # Whoever needs its derivative does not call it.
-    *(norm.layer_norm_backward, lambda *_: None, lambda *_: None),
+    *(programs.layer_norm_backward, lambda *_: None, lambda *_: None),
     fake=lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)),
     batched=members_in_front(lambda *args: _with_scale_backward(*args)),
 )
@@ -78,7 +78,7 @@ def layer_norm(
     x_dim, _, *dims = call.first_dims(4)
     x = models_first(x, x_dim)
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
-        if torch.get_num_threads() <= len(x) and runs_programs(x, norm):
+        if torch.get_num_threads() <= len(x) and runs_programs(x, programs.norm):
             vectors = each(models_first, (weight, bias), dims)
             return cheap(lambda *args: _with_scale(*args)[0], x, *vectors, len(shape), eps), 0
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]

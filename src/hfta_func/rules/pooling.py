@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._kernels import pooling
+from hfta_func._kernels import programs
 from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.rules._layout import each, fold, split
@@ -37,7 +37,7 @@ def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
 def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | None:
     """The options of a maximum that the kernel computes, each for two axes; None if PyTorch's does."""
     is_plain = x.is_contiguous() and 0 < x.numel() < 2**31
-    if "max_pool2d_with" not in operator.name() or not is_plain or not runs_programs(x, pooling):
+    if "max_pool2d_with" not in operator.name() or not is_plain or not runs_programs(x, programs.pooling):
         return None
     defaults: tuple[Any, ...] = ([], [0], [1], False)
     taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
@@ -73,13 +73,13 @@ def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _max_pool = Operator(
     "max_pool2d(Tensor x, int[] taps, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)",
-    *(pooling.max_pool, _keep, _backward),
+    *(programs.max_pool, _keep, _backward),
     fake=lambda x, *windows: torch.ops.aten.max_pool2d_with_indices(x, *windows),
     batched=members_in_front(lambda *args: _max_pool(*args)),
 )
 _max_pool_backward = Operator(
     "max_pool2d_backward(Tensor grad, Tensor places, int[] space) -> Tensor",
-    pooling.max_pool_backward,
+    programs.max_pool_backward,
     lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
     _backward_of_backward,
     fake=lambda grad, places, space: grad.new_empty((*grad.shape[:-2], *space)),

@@ -9,4 +9,4 @@ from hfta_func.testing._rule import assert_rule as assert_rule
 from hfta_func.testing._runs import assert_callback as assert_callback
 from hfta_func.testing._runs import assert_executor as assert_executor
 from hfta_func.testing._runs import assert_matches_solo as assert_matches_solo
-from hfta_func.testing._scheduler import assert_scheduler as assert_scheduler
+from hfta_func.testing._runs import assert_scheduler as assert_scheduler
