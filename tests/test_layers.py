@@ -30,7 +30,7 @@ FILES_IN = {
         "_kernels": "native operators noise nonfinite",
         "_torch": "_release levels dispatcher compiler modules recorded tape ahead",
         "optim": "_base _kernel _leafwise",
-        "calls": "body copies control_flow autodiff made rewrites draws padding routing scan recompute",
+        "calls": "body copies autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "
         "_recurrence _direction _autocast _functions _install _extend vmap",
         "models": "scalar_attributes structure sharing sizes padding stack remat padded_calls attributes "
@@ -40,7 +40,7 @@ FILES_IN = {
         "verify": "held reached alone compare oracle",
         "testing": "_laws",
         "files": "atomic storage checkpoint",
-        "run": "memory recording profile history running compare row_sampling data dataset evaluation kept background "
+        "run": "memory recording profile history compare row_sampling data dataset evaluation kept background "
         "trainer run trainers fit experiment plan",
         "rl": "environment classic rollouts buffers gymnasium_envs",
         "integrations": "lightning_steps",

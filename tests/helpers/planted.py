@@ -155,7 +155,7 @@ PLANTED = [
     ),
     Planted(
         "means over an epoch count one batch too many",
-        *("run/running.py", "value / count.view(", "value / (count + 1).view("),
+        *("run/evaluation.py", "value / count.view(", "value / (count + 1).view("),
         "test_fit.py::test_state_and_history",
     ),
     Planted(

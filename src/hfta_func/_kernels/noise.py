@@ -15,12 +15,7 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._kernels.operators import define_operator, members_in_front, with_backward
-from hfta_func._torch import (
-    has_tangents,
-    inside_vmap,
-    num_dispatch_modes,
-    num_recorders,
-)
+from hfta_func._torch import has_tangents, inside_vmap, num_dispatch_modes, num_recorders
 
 _HEAD = """
 #define GOLDEN 0x9E3779B97F4A7C15u

@@ -9,25 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hfta_func._torch import (
-    DIRECT,
-    PREPARED,
-    SingleLevelFunction,
-    VmapInterpreter,
-    add_batch_dim,
-    below_autograd,
-    below_batching,
-    has_tangents,
-    is_below_autograd,
-    is_profiled,
-    is_wrapped,
-    num_dispatch_modes,
-    peek_interpreter,
-    single_level_functions,
-    taken_apart,
-    unwrap_batched,
-    without_views,
-)
+from hfta_func import _torch
+from hfta_func._torch import has_tangents, is_below_autograd, is_profiled, is_wrapped, num_dispatch_modes
 
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
@@ -75,11 +58,11 @@ def define_operator(
         _LIBRARIES.append(library)
     operator = getattr(torch.ops.hfta_func, name).default
     if "CPU" in kernels:
-        DIRECT[operator] = kernels["CPU"]
+        _torch.DIRECT[operator] = kernels["CPU"]
     if prepare is not None:
-        PREPARED[operator] = prepare
+        _torch.PREPARED[operator] = prepare
     if is_new and decomposition is not None:
-        taken_apart(operator, decomposition)
+        _torch.taken_apart(operator, decomposition)
     return operator
 
 
@@ -90,7 +73,7 @@ def with_backward(
 
     def below(*args: Any) -> Any:
         # The function disables gradients for its body, but an outer gradient transform still needs them below.
-        with below_autograd(), without_views(), torch.enable_grad():
+        with _torch.below_autograd(), _torch.without_views(), torch.enable_grad():
             return call(*args)
 
     differentiated = _differentiated(title, below, setup_context, backward)
@@ -99,7 +82,7 @@ def with_backward(
         if _requires_grad(args):
             return differentiated(*args)
         # As in every compiled graph, whose gradients are written out: calls are twice as fast without the function.
-        with below_autograd():
+        with _torch.below_autograd():
             return call(*args)
 
     return autograd
@@ -127,10 +110,10 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 def _differentiated(title: str, forward: Callable[..., Any], setup_context: Any, backward: Any) -> Callable[..., Any]:
     methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
-    function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
+    function: Any = type(title, (_torch.SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
 
     def differentiated(*args: Any) -> Any:
-        with single_level_functions():
+        with _torch.single_level_functions():
             return function.apply(*args)
 
     return differentiated
@@ -140,10 +123,10 @@ def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:
     """A batching rule for an operator that takes any number of leading axes: every tensor's model axis moves to the front."""
 
     def batched(*args: Any) -> Any:
-        interpreter = peek_interpreter()
-        level, num_models = interpreter.level(), VmapInterpreter(interpreter).batchSize()
-        with below_batching():
-            pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
+        interpreter = _torch.peek_interpreter()
+        level, num_models = interpreter.level(), _torch.VmapInterpreter(interpreter).batchSize()
+        with _torch.below_batching():
+            pairs = [_torch.unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
             if all(dim is None for _, dim in pairs):
                 # Nothing is mapped at this level; an outer level may map.
                 return operator(*(x for x, _ in pairs))
@@ -153,7 +136,7 @@ def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:
             )
             outputs = operator(*given)
         if isinstance(outputs, Tensor):
-            return add_batch_dim(outputs, 0, level)
-        return tuple(add_batch_dim(output, 0, level) for output in outputs)
+            return _torch.add_batch_dim(outputs, 0, level)
+        return tuple(_torch.add_batch_dim(output, 0, level) for output in outputs)
 
     return batched

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,15 +44,7 @@ def private(module: str, name: str) -> Any:
     raise ImportError(message)
 
 
-@contextlib.contextmanager
-def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """A block in which an attribute has another value."""
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
-
+# ``replaced(holder, name, value)`` is a block in which an attribute has another value.
+replaced = mock.patch.object
 
 check_version(torch.__version__)

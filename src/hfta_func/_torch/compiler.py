@@ -28,6 +28,8 @@ _DEFINITIONS = frozenset(
 """The types of guards that a function, a class or a module is the same object."""
 _CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
 """Guards on values that are never assigned again: PyTorch's registry of trees, this package's constants and defaults."""
+_RULES = "hfta_func.rules"
+"""The name of the mark that keeps compiled graphs on disk apart."""
 _COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
 """Guards on a step's copy of the model, and on facts about it."""
 
@@ -137,7 +139,7 @@ def set_compiling(compiling: bool) -> bool:
     return before
 
 
-def mark_graphs(name: str, version: str | None) -> None:
+def mark_graphs(version: str | None) -> None:
     """Keep compiled graphs on disk apart by a ``version``; None removes the mark.
 
     PyTorch's cache of compiled graphs keys on inductor's configuration, among others, of which a table of versions is part.
@@ -146,9 +148,9 @@ def mark_graphs(name: str, version: str | None) -> None:
         return
     config = private("torch._inductor", "config")
     versions = private("torch._inductor", "config.unsafe_marked_cacheable_functions")
-    versions = {key: value for key, value in versions.items() if key != name}
     # Assigned, not updated in place: the configuration notices only assignments.
-    config.unsafe_marked_cacheable_functions = versions if version is None else {**versions, name: version}
+    others = {key: value for key, value in versions.items() if key != _RULES}
+    config.unsafe_marked_cacheable_functions = others if version is None else {**others, _RULES: version}
 
 
 def stand_for(wrapper: Any, func: Callable[..., Any]) -> None:
@@ -243,8 +245,7 @@ def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return results
 
 
-@contextlib.contextmanager
-def trace_history() -> Iterator[None]:
+def trace_history() -> contextlib.AbstractContextManager[None]:
     """A block in which the compiler answers ``requires_grad`` of members' tensors.
 
     It would read it from the wrapper of ``vmap``, which has no history.
@@ -257,9 +258,7 @@ def trace_history() -> Iterator[None]:
         value = self.as_proxy().node.meta.get("example_value")
         return constant.create(inside_vmap(value).requires_grad) if is_batched(value) else before(self, tx)
 
-    variable.method_attr_requires_grad = requires_grad
-    yield
-    variable.method_attr_requires_grad = before
+    return replaced(variable, "method_attr_requires_grad", requires_grad, create=True)
 
 
 def may_change(guards: Sequence[Any]) -> list[bool]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.calls.body import running_body
-from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.body import Diverged, running_body
 from hfta_func.errors import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)

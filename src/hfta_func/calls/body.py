@@ -17,6 +17,15 @@ from torch.overrides import TorchFunctionMode
 from hfta_func._torch import dotted_path
 
 
+class Diverged(RuntimeError):
+    """Members cannot run as one: ``sides[i]`` is the side of a branch that member ``i`` takes; None if each runs alone."""
+
+    def __init__(self, sides: list[bool] | None):
+        # PyTorch's message, from which :mod:`hfta_func.rules.vmap` makes a TraceError if members cannot run in groups.
+        super().__init__("data-dependent control flow")
+        self.sides = sides
+
+
 class Mode(TorchFunctionMode):
     """A ``TorchFunctionMode`` whose subclasses write :meth:`call`."""
 

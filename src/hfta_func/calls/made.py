@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import constant_to_compiler
-from hfta_func.calls.body import Mode
-from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.body import Diverged, Mode
 
 
 class MadeCalls:

@@ -1,4 +1,4 @@
-"""Functions that do not work under vmap, rewritten with the same mathematics.
+"""Functions that do not work under vmap, rewritten with the same mathematics, and branches on values, ``if tensor``.
 
 PyTorch's versions read the values of their tensors, or properties that tensors do not have under vmap. Those that refuse bad
 values, such as a matrix that is not positive definite, raise for a whole batch, or end the process, so one bad member would
@@ -19,10 +19,9 @@ from torch import Tensor
 # As they are now, whatever has their names later.
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from hfta_func._torch import is_nestable, is_wrapped, math_attention, pytree
+from hfta_func import _torch
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
-from hfta_func.calls.body import Mode
-from hfta_func.calls.control_flow import BRANCHES
+from hfta_func.calls.body import Diverged, Mode
 
 linalg: Any = torch.linalg
 
@@ -33,6 +32,63 @@ class lowered(Mode):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
         return LOWERED.get(func, func)(*args, **kwargs)
+
+
+_DERIVATIVES = _torch.TransformType.Grad, _torch.TransformType.Jvp
+
+
+def _below_derivatives(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """``read(x)`` below the derivatives inside a ``vmap``, in which members still have values of their own."""
+
+    def below(x: Tensor) -> Any:
+        interpreter = _torch.peek_interpreter()
+        if torch.compiler.is_compiling() or interpreter is None or interpreter.key() not in _DERIVATIVES:
+            return read(x)
+        with _torch.current_interpreter().lower():
+            return below(_torch.unwrap_for_grad(x, interpreter.level()))
+
+    return below
+
+
+@_below_derivatives
+def _item(x: Tensor) -> Any:
+    """``x.item()``: the value that all members agree on, such as that of a counter; of a bool it is a branch."""
+    if x.dtype == torch.bool or not _is_mapped() or x.numel() != 1:
+        return _truth(x) if x.dtype == torch.bool and _is_mapped() else x.item()
+    interpreter = _torch.current_interpreter()
+    values, dim = _torch.unwrap_batched(x, interpreter.level())
+    with interpreter.lower():
+        if dim is None or bool((values == values.select(dim, 0).unsqueeze(dim)).all()):
+            return _item(values if dim is None else values.select(dim, 0))
+    # Raises PyTorch's error.
+    return x.item()
+
+
+def _is_mapped() -> bool:
+    interpreter = _torch.peek_interpreter()
+    is_mapped = interpreter is not None and interpreter.key() == _torch.TransformType.Vmap
+    return is_mapped and not torch.compiler.is_compiling()
+
+
+@_below_derivatives
+def _truth(x: Tensor) -> bool:
+    """``bool(x)``: the value that all members agree on, else an error that makes them run in groups."""
+    if not _is_mapped():
+        return bool(x)
+    interpreter = _torch.current_interpreter()
+    values, dim = _torch.unwrap_batched(x, interpreter.level())
+    if dim is None:
+        return bool(x)
+    with interpreter.lower():
+        if values.numel() != values.shape[dim]:
+            # Raises PyTorch's error.
+            return bool(values.select(dim, 0))
+        flags = values.flatten().bool()
+        # Only one number is read, because each read waits until the device has finished its work.
+        count = int(flags.sum())
+        if 0 < count < len(flags):
+            raise Diverged([bool(flag) for flag in flags.unbind()])
+    return count > 0
 
 
 def _gaussian_nll_loss(
@@ -112,10 +168,10 @@ def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
 
 def _cond(pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
     """Computes both sides where members differ; PyTorch would compile them."""
-    if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or is_wrapped(pred)):
+    if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(pred)):
         return (true_func if pred else false_func)(*operands)
     sides = [func(*operands) for func in (true_func, false_func)]
-    return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
+    return _torch.pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
 
 
 def _spoiled(outputs: Any, bad: Tensor) -> Any:
@@ -184,13 +240,14 @@ _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int lon
 
 OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.cond: _cond,
-    torch.ops.higher_order.flex_attention: math_attention,
+    torch.ops.higher_order.flex_attention: _torch.math_attention,
 }
 """Replacements for operators of functions, which PyTorch compiles, also those of a model alone in a mode."""
 
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
-    **BRANCHES,
+    **{Tensor.__bool__: _truth, Tensor.item: _item},
+    **{Tensor.__float__: lambda x: float(_item(x)), Tensor.__int__: lambda x: int(_item(x))},
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
@@ -204,7 +261,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.one_hot: _one_hot,
     **OPERATORS,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
-    is_nestable: lambda *args, **kwargs: False,
+    _torch.is_nestable: lambda *args, **kwargs: False,
 }
 """Replacement by function."""
 

@@ -18,6 +18,7 @@ from hfta_func._types import Params, require
 from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.models.padded_calls import fitted
 from hfta_func.models.sharing import base_of
+from hfta_func.models.stack import build
 
 _NAME = "default"
 _peft = functools.partial(require, "peft", "adapters")
@@ -149,10 +150,8 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
             f"adapters share them; pass True, False, 'gaussian' or 'orthogonal'"
         )
     over = copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
-    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=seed is not None or not draws):
-        if seed is not None:
-            torch.manual_seed(seed)
-        made = _peft().get_peft_model(over, copy.deepcopy(config))
+    make = functools.partial(_peft().get_peft_model, over, copy.deepcopy(config))
+    made: Any = make() if seed is None and draws else build(make, seed or 0, {})
     shared = {id(param) for param in base.parameters()}
     for module in made.modules():
         for name, param in [*module.named_parameters(recurse=False)]:

@@ -300,9 +300,6 @@ def _attribute(model: nn.Module, path: str) -> list[Any]:
     return [x for key, x in vars(model.get_submodule(owner)).items() if key == name]
 
 
-bind = Bound
-
-
 def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
     return body, Snapshot(body.model)
 

@@ -14,7 +14,7 @@ from hfta_func._tree import leaves, paths, per_model, tree_map, where
 from hfta_func._types import PerModel, Tree, check_counts
 from hfta_func.calls.scan import scan
 from hfta_func.errors import BatchError, StateError
-from hfta_func.models.functional import bind
+from hfta_func.models.functional import Bound
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.rl.environment import Environment, Running, advance, check_keys
 from hfta_func.rules.vmap import vmap
@@ -50,7 +50,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool
         >>> action.shape
         torch.Size([3, 5])
     """
-    call, expected = bind(model, act, share_frozen=share_frozen), shapes(model, share_frozen)
+    call, expected = Bound(model, act, share_frozen=share_frozen), shapes(model, share_frozen)
 
     def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> Any:
         result, after = call(params, buffers, observation, key=key)

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.body import Diverged
 from hfta_func.calls.copies import copied_with_tensors
 from hfta_func.calls.made import making_for_each
 from hfta_func.calls.rewrites import lowered

@@ -22,8 +22,6 @@ from hfta_func.rules._lowering import LOWERINGS, TABLE, enter, make_case
 from hfta_func.rules._measured import fingerprint
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Entry
 
-# The name of the mark that keeps compiled graphs on disk apart.
-_RULES = "hfta_func.rules"
 _lock = threading.RLock()
 # The libraries that register the rules and the loops of operators without one, by namespace.
 _libraries: dict[str, torch.library.Library] = {}
@@ -169,7 +167,7 @@ def install_for_compiler(overrides: str) -> bool:
         overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
-    _torch.mark_graphs(_RULES, fingerprint() + "".join(OUTSIDE[op] for op in sorted(OUTSIDE)) + overrides)
+    _torch.mark_graphs(fingerprint() + "".join(OUTSIDE[op] for op in sorted(OUTSIDE)) + overrides)
     _set_up_until_compiled()
     # It is traced into otherwise, and then not found in the table of functions that are replaced.
     torch.compiler.allow_in_graph(Tensor.norm)
@@ -203,7 +201,7 @@ def uninstall() -> None:
             _changes.close()
             _withdraw()
             _installed = False
-        _torch.mark_graphs(_RULES, None)
+        _torch.mark_graphs(None)
 
 
 def _kernel(op: str, entry: Entry) -> Callable[..., Any]:

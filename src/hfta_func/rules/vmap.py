@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
 from hfta_func.calls import autodiff
-from hfta_func.calls.body import user_code_location
-from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.body import Diverged, user_code_location
 from hfta_func.calls.made import REFUSAL, MadeCalls, tensors_in
 from hfta_func.calls.rewrites import lowered
 from hfta_func.errors import HFTAError, RandomnessError, TraceError

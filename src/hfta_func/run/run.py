@@ -20,10 +20,9 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.rules._measured import choices
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.evaluation import Evaluation
+from hfta_func.run.evaluation import Evaluation, Running
 from hfta_func.run.history import Callback, History, Metrics, Mode, is_better, present, widened
 from hfta_func.run.row_sampling import is_dataset
-from hfta_func.run.running import Running
 from hfta_func.run.trainer import Members
 from hfta_func.step.batch import is_table
 from hfta_func.step.state import TrainState, restart

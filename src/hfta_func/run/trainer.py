@@ -16,8 +16,8 @@ from hfta_func._torch import is_compilable, original
 from hfta_func._tree import put, take
 from hfta_func.errors import HFTAError
 from hfta_func.run.data import ArrayLoader
+from hfta_func.run.evaluation import Running
 from hfta_func.run.history import Metrics
-from hfta_func.run.running import Running
 from hfta_func.step.batch import take_batch
 from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState
@@ -49,11 +49,9 @@ class Trainer(Protocol):
     @property
     def status(self) -> str:
         """What trains, how, and why."""
-        ...
 
     def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """Train on the next batches, up to the end of the epoch or batch ``until``; returns whether the epoch has ended."""
-        ...
 
     def close(self) -> None:
         """Train no more, and give back what was taken to train."""

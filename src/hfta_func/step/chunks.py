@@ -14,8 +14,7 @@ from torch import Tensor
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
-from hfta_func.calls.body import user_code_location
-from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.body import Diverged, user_code_location
 from hfta_func.errors import LoopWarning, TraceError
 from hfta_func.step.batch import take_batch
 

@@ -19,7 +19,7 @@ from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.made import MadeCalls
 from hfta_func.errors import HyperparameterError
-from hfta_func.models.functional import bind
+from hfta_func.models.functional import Bound
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import Shapes, check_state
@@ -102,7 +102,7 @@ class ArrayFunction(Rehearsed):
         func: ``func(model, batch)`` or ``func(model, batch, hparams)``.
         options: Of the step.
         held: Whose Python values are put back after calls that compare; ``func`` by default.
-        how: Further arguments of :func:`bind`.
+        how: Further arguments of :class:`Bound`.
     """
 
     training: bool | None = None
@@ -125,7 +125,7 @@ class ArrayFunction(Rehearsed):
             arguments = copied((tree, hparams) if self.takes_hparams else (tree,))
             return func(model, restored(arguments[0], like()), *arguments[1:])
 
-        self._bound: Any = bind(model, call, training=self.training, share_frozen=options.share_frozen, **how)
+        self._bound: Any = Bound(model, call, training=self.training, share_frozen=options.share_frozen, **how)
         self._bound.ends_calls = False
         self._source, self.options = (outline, func), options
         self.base: Params = base_of(outline, options.share_frozen)
