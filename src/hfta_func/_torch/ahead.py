@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from hfta_func._torch._release import private
+from hfta_func._torch.dispatcher import written_by
 from hfta_func._torch.levels import pytree
 from hfta_func._torch.recorded import NotReplayableError, Slot, slots_in
 from hfta_func._torch.tape import Tape
@@ -121,12 +122,8 @@ def _in_place(tape: Tape, written: int) -> dict[int, Any]:
         twin = getattr(torch.ops.hfta_func, f"{name}_", None) if f"{namespace}::" == _NAMESPACE else None
         if twin is None:
             continue
-        (leaves,) = (
-            given
-            for given, argument in zip(call.args, twin.default._schema.arguments, strict=False)
-            if argument.alias_info is not None
-        )
-        pairs = zip(call.result, leaves, strict=True)
+        ((position,), _) = written_by(twin.default)
+        pairs = zip(call.result, call.args[position], strict=True)
         if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
             twins[number] = twin.default
     return twins

@@ -120,8 +120,7 @@ def until_compiled(end: Callable[[], None]) -> None:
 
 def allow_recurrent_layers() -> contextlib.AbstractContextManager[None]:
     """A block in which the compiler takes recurrent layers into graphs."""
-    private("torch._dynamo", "config.allow_rnn")
-    return replaced(private("torch._dynamo", "config"), "allow_rnn", True)
+    return private("torch._dynamo", "config.patch")(allow_rnn=True)
 
 
 def trust_processor() -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private, replaced
 from hfta_func._torch.compiler import set_compiling
-from hfta_func._torch.dispatcher import operator, out_of_place, with_generator
+from hfta_func._torch.dispatcher import operator, out_of_place, with_generator, written_by
 from hfta_func._torch.levels import storage_number
 
 _tree: Any = optree
@@ -200,13 +200,11 @@ class Recorder(Mode):
             return result
         given, named = mapped(self.slot, args), {name: mapped(self.slot, one) for name, one in kwargs.items()}
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
-        if self._compiling:
-            set_compiling(False)
+        before = set_compiling(False)
         try:
             result = func(*args, **kwargs)
         finally:
-            if self._compiling:
-                set_compiling(True)
+            set_compiling(before)
         if func is _aten.detach.default:
             # The same tensor without a history, which a tape has not.
             self._slots[id(result)] = weakref.ref(result), given[0]
@@ -302,20 +300,12 @@ class Recorder(Mode):
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the operator writes one of its arguments; refuses those that live longer than the computation."""
-        if not func._schema.is_mutable:
-            return False
-        writes = False
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            writes = True
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in _tree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and (self._known(leaf) is None or storage_number(leaf) in self._kept):
-                    self._refuse(f"{func} writes a tensor that was made before")
-                elif isinstance(leaf, Tensor):
-                    self._written_storages.add(storage_number(leaf))
-        return writes
+        written, _ = written_by(func)
+        for leaf in _tree.tree_leaves([args[key] if isinstance(key, int) else kwargs.get(key) for key in written]):
+            if self._known(leaf) is None or storage_number(leaf) in self._kept:
+                self._refuse(f"{func} writes a tensor that was made before")
+            self._written_storages.add(storage_number(leaf))
+        return bool(written)
 
     def _refuse(self, why: str) -> None:
         # A model may catch the error.

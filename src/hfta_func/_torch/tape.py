@@ -67,8 +67,9 @@ class Tape:
                 kwargs = {name: mapped(value, leaf) for name, leaf in call.kwargs.items()}
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
-                _assign(values, call.result, result)
-                del args, kwargs, result
+                made = (leaf for leaf in _tree.tree_leaves(result) if isinstance(leaf, Tensor))
+                values.update(zip(slots_in(call.result), made, strict=True))
+                del args, kwargs, result, made
                 for slot in over[len(self._functions) - 1]:
                     values.pop(slot, None)
         self._run = self._compiled(over)
@@ -169,14 +170,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
     return type(a) is type(b) and (a == b or a != a)
-
-
-def _assign(values: dict[Any, Any], made: Any, result: Any) -> None:
-    if isinstance(made, Slot):
-        values[made] = result
-    elif isinstance(made, (tuple, list)):
-        for one, part in zip(made, result, strict=True):
-            _assign(values, one, part)
 
 
 def _target(made: Any) -> str:
