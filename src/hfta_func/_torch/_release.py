@@ -45,6 +45,6 @@ def private(module: str, name: str) -> Any:
 
 
 # ``replaced(holder, name, value)`` is a block in which an attribute has another value.
-replaced = mock.patch.object
+replaced: Any = mock.patch.object
 
 check_version(torch.__version__)

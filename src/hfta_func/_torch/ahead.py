@@ -122,8 +122,8 @@ def _in_place(tape: Tape, written: int) -> dict[int, Any]:
         twin = getattr(torch.ops.hfta_func, f"{name}_", None) if f"{namespace}::" == _NAMESPACE else None
         if twin is None:
             continue
-        ((position,), _) = written_by(twin.default)
-        pairs = zip(call.result, call.args[position], strict=True)
+        (leaves,) = (call.args[int(place)] for place in written_by(twin.default)[0])
+        pairs = zip(call.result, leaves, strict=True)
         if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
             twins[number] = twin.default
     return twins

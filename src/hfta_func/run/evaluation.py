@@ -194,8 +194,7 @@ class Running:
                 total = value.to(summed_in(value))
                 total = total * (per_model(weight, total) if isinstance(weight, Tensor) else weight)
             if present is not None and value.shape[:1] == present.shape:
-                mask = present.view(-1, *[1] * (value.dim() - 1))
-                total, weight = torch.where(mask, total, 0), torch.where(present, weight, 0)
+                total, weight = where(present, total, total.new_zeros(())), torch.where(present, weight, 0)
             self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value))
             self.counts[name] = self.counts.get(name, 0) + weight
             self.dtypes[name] = _mean_in(value.dtype)

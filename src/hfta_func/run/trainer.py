@@ -49,9 +49,11 @@ class Trainer(Protocol):
     @property
     def status(self) -> str:
         """What trains, how, and why."""
+        ...
 
     def segment(self, run: Members, until: int, tick: Tick) -> bool:
         """Train on the next batches, up to the end of the epoch or batch ``until``; returns whether the epoch has ended."""
+        ...
 
     def close(self) -> None:
         """Train no more, and give back what was taken to train."""

@@ -69,6 +69,7 @@ class Executor(Protocol):
             function: The function; the same object is the same function in later calls.
             arguments: The function's arguments.
         """
+        ...
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """Wait for the end of any call.
@@ -82,6 +83,7 @@ class Executor(Protocol):
         Raises:
             queue.Empty: if no call has ended in time.
         """
+        ...
 
     def forget(self, function: Callable[..., Any] | None = None) -> None:
         """Drop a function that is not called any more, or all functions and calls."""

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing import connection, forkserver, popen_forkserver, spawn
-from typing import IO, Any, Protocol
+from typing import IO, Any
 from unittest import mock
 
 import cloudpickle
@@ -188,7 +188,7 @@ def _forked(*arguments: Any) -> popen_forkserver.Popen:
         return popen_forkserver.Popen(multiprocessing.Process(target=serve, args=arguments, daemon=False))
 
 
-class Worker(Protocol):
+class Worker:
     """One worker of a pool, which one of its threads starts and calls."""
 
     name: str
@@ -198,6 +198,7 @@ class Worker(Protocol):
 
     def call(self, *message: Any) -> bytes:
         """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """End at once; called by any thread."""
