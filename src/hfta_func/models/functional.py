@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class Bound:
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
             padded = None if self._events is None else Padded(buffers[SIZE], self._events.latest)
-            results = self._call(self._first[0], self._base.without(params), params, buffers, args, kwargs, key, padded)
+            results = self._call(self._first[0], params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
@@ -155,8 +155,8 @@ class Bound:
         # A first call may have made some, and set them only after those of all groups.
         self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
         assign(body.model, self.counts)
-        with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params) as shared:
-            results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params):
+            results = self._call(body, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
@@ -194,8 +194,8 @@ class Bound:
     def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:
         """Call the function with a new copy of the model, for a recorder of its events."""
         body = self._make(False)
-        with checkpoints_of(body.model, body.fixed), self._base.reading(params) as shared:
-            self._call(body, shared, params, buffers, *inputs, key, recorder)
+        with checkpoints_of(body.model, body.fixed), self._base.reading(params):
+            self._call(body, params, buffers, *inputs, key, recorder)
 
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
@@ -219,7 +219,6 @@ class Bound:
     def _call(
         self,
         body: Body,
-        shared: Mapping[str, Tensor],
         params: Params,
         buffers: Params,
         args: Any,
@@ -234,7 +233,7 @@ class Bound:
         # Inference mode counts no writes.
         is_inference = self._evaluates and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
-            given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
+            given = {**self._base.tensors, **params, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
@@ -281,7 +280,7 @@ class Bound:
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
             padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-            return self._call(body, self._base.without(params), params, buffers, args, kwargs, key, padded)
+            return self._call(body, params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with _torch.outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):

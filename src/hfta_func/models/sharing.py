@@ -71,16 +71,12 @@ class Base:
         self.tensors = base_of(model, share_frozen)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
 
-    def without(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The base without the paths in ``params``."""
-        return {path: tensor for path, tensor in self.tensors.items() if path not in params}
-
     @contextlib.contextmanager
-    def reading(self, params: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    def reading(self, params: Mapping[str, Tensor]) -> Iterator[None]:
         """A block that reads the base, with the tensors of ``params`` in place of those with the same paths."""
-        tensors = self.tensors | {path: params[path] for path in self.tensors if path in params}
+        tensors = {path: params.get(path, tensor) for path, tensor in self.tensors.items()}
         every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
-        yield tensors
+        yield
         for path, part, count in every:
             if writes(part) != count:
                 raise _written(path)
