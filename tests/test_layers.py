@@ -28,7 +28,7 @@ FILES_IN = {
     folder: names.split()
     for folder, names in {
         "_kernels": "native operators noise nonfinite",
-        "_torch": "_release levels dispatcher compiler modules recorded tape ahead",
+        "_torch": "_release levels dispatcher compiler modules recorded tape",
         "optim": "_base _kernel _leafwise",
         "calls": "body copies autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "

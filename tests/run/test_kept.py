@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func._kernels.operators import is_defined
-from hfta_func._torch import Library, ahead
+from hfta_func._torch import Library
+from hfta_func._torch import tape as tapes
 from hfta_func._torch.recorded import Call, Slot
 from hfta_func.run import background, kept
 from hfta_func.step import replay
@@ -216,10 +217,10 @@ def test_an_update_is_written_in_place_if_nothing_else_becomes_of_it(outputs: li
     tape: Any = types.SimpleNamespace(
         inputs=slots[:4], outputs=[slots[one] for one in outputs], calls=calls, numbers={}
     )
-    twins = ahead._in_place(tape, 2)
+    twins = tapes._in_place(tape, 2)
     assert twins == ({0: torch.ops.hfta_func.update_.default} if in_place else {})
     if in_place:
-        nodes = [*ahead._module(tape, slots[:4], [], 2).graph.nodes]
+        nodes = [*tapes._module(tape, slots[:4], [], 2).graph.nodes]
         # What reads the old values comes first, and nothing is copied.
         assert [node.target for node in nodes if node.op == "call_function"] == [later[0], twins[0]]
 

@@ -7,7 +7,6 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 # ruff: noqa: F403
 # isort: off
 from hfta_func._torch._release import *
-from hfta_func._torch.ahead import *
 from hfta_func._torch.compiler import *
 from hfta_func._torch.levels import *
 from hfta_func._torch.modules import *

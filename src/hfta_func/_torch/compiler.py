@@ -120,7 +120,8 @@ def until_compiled(end: Callable[[], None]) -> None:
 
 def allow_recurrent_layers() -> contextlib.AbstractContextManager[None]:
     """A block in which the compiler takes recurrent layers into graphs."""
-    return private("torch._dynamo", "config.patch")(allow_rnn=True)
+    private("torch._dynamo", "config.allow_rnn")
+    return replaced(private("torch._dynamo", "config"), "allow_rnn", True)
 
 
 def trust_processor() -> contextlib.AbstractContextManager[None]:
