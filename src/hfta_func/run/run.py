@@ -52,7 +52,8 @@ class Run(Members):
             # Workers go on from its position.
             loader.leave()
         # What a loader has besides iteration is optional.
-        super().__init__(state, loader if _has_position(loader) else Drawn(loader))
+        has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        super().__init__(state, loader if has_position else Drawn(loader))
         self.history, self.best, self.evaluate, self.sums = History(state.keys), best, evaluate, sums
 
     def begin_epoch(self, step: Any = None) -> None:
@@ -246,7 +247,3 @@ class Best:
             moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], leaves(like), strict=True)]
             structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
             self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
-
-
-def _has_position(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

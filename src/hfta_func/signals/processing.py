@@ -56,8 +56,8 @@ def resample(signal: Any, rate: float) -> Any:
     if not (math.isfinite(rate) and rate > 0):
         raise BatchError(f"rate is {rate}; give a positive number of samples per second")
     ratio = signal.rate / rate
+    count = math.floor((len(signal) - 1) / ratio + 1e-6) + 1
     if ratio < 1:
-        count = math.floor((len(signal) - 1) / ratio + 1e-6) + 1
         at = torch.arange(count, dtype=torch.float64, device=signal.values.device) * ratio
         low = (at + 1e-6).long()
         high = torch.where(at - low > 1e-6, low + 1, low).clamp(max=len(signal) - 1)
@@ -74,7 +74,6 @@ def resample(signal: Any, rate: float) -> Any:
         gaps = gaps[counts[gaps] == 0]
     else:
         # Sample i is in period floor(i / ratio).
-        count = math.floor((len(signal) - 1) / ratio + 1e-6) + 1
         edges = (torch.arange(count + 1, dtype=torch.float64, device=signal.values.device) * ratio - 1e-6).ceil().long()
         edges = edges.clamp(max=len(signal))
         totals = nn.functional.pad(signal.values.cumsum(-1, dtype=torch.float64), (1, 0))
