@@ -6,17 +6,20 @@ An executor's workers train at the same time a part of the members each.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import inspect
+import io
 import math
 import statistics
 import time
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from hfta_func._torch import writes
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func.errors import WorkerError
 from hfta_func.run import background
@@ -25,7 +28,31 @@ from hfta_func.run.trainer import END, LocalTrainer, Members, Step, Tick, Traine
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.workers.pool import Executor, Pool, processes, shares
-from hfta_func.workers.process import Shared, cores, dumps, fingerprint, loads
+from hfta_func.workers.process import Pickler, Shared, cores, dumps, loads
+
+
+class _Fingerprint(Pickler):
+    """Pickles which tensor there is instead of its values; buffers of NumPy's arrays are left out."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file, buffer_callback=lambda buffer: None)
+        # Kept, so that no other one gets their addresses.
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return None
+        self.tensors.append(obj)
+        return obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.requires_grad, writes(obj)
+
+
+def _fingerprint(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Bytes that change if anything does that is sent with a value, but for entries of NumPy's arrays, and its tensors."""
+    pickler = _Fingerprint(file := io.BytesIO())
+    # Sending what cannot be pickled raises an error that names the cure.
+    with contextlib.suppress(Exception):
+        pickler.dump(value)
+    return file.getvalue(), pickler.tensors
 
 
 class PartWorker:
@@ -139,7 +166,7 @@ class ExecutorTrainer(Trainer):
         loader = copy.copy(run.loader) if is_dealt else None
         if loader is not None:
             loader.load_state_dict({"epoch": 0, "batches": 0})
-        held = fingerprint((self._step, loader))
+        held = _fingerprint((self._step, loader))
         if run.loader is not self._loader or self._function is None or held[0] != self._sent[0]:
             if run.loader is not self._loader:
                 self._left = None

@@ -14,15 +14,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing import connection, forkserver, popen_forkserver, spawn
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
-from hfta_func._torch import parametrized, replaced, writes
+from hfta_func._torch import parametrized, replaced
 from hfta_func.errors import WorkerError
 from hfta_func.rules import _choice
 from hfta_func.rules._extend import adopt, outside_rules
@@ -84,30 +84,6 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             return parametrized, (type(obj).__base__, vars(obj))
         return super().reducer_override(obj)
-
-
-class _Fingerprint(Pickler):
-    """Pickles which tensor there is instead of its values; buffers of NumPy's arrays are left out."""
-
-    def __init__(self, file: IO[bytes]):
-        super().__init__(file, buffer_callback=lambda buffer: None)
-        # Kept, so that no other one gets their addresses.
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
-            return None
-        self.tensors.append(obj)
-        return obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.requires_grad, writes(obj)
-
-
-def fingerprint(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Bytes that change if anything does that is sent with a value, but for entries of NumPy's arrays, and its tensors."""
-    pickler = _Fingerprint(file := io.BytesIO())
-    # Sending what cannot be pickled raises an error that names the cure.
-    with contextlib.suppress(Exception):
-        pickler.dump(value)
-    return file.getvalue(), pickler.tensors
 
 
 def dumps(value: Any) -> bytes:
