@@ -28,6 +28,8 @@ from hfta_func.rules._lowering import LOWERINGS, Case, known_lowerings
 _CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
 """How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
 seconds in which it prepares kernels, before it is left out."""
+_TURNS, _BUSY = 3, 1.5
+"""How often each candidate is timed, and how much more time may pass than this thread computes."""
 _SHARE, _LEAST = 0.05, 1.0
 """The share of the time since measuring began that it may take, and the seconds that this is at least a share of."""
 
@@ -59,12 +61,12 @@ def is_on() -> bool:
     return os.environ.get("HFTA_FUNC_MEASURE") != "0"
 
 
-now = time.perf_counter
+now, own = time.perf_counter, time.thread_time
 
 
 def seconds() -> float:
     """A clock for what computes here: of one thread, time that others take from it does not count."""
-    return time.thread_time() if torch.get_num_threads() == 1 else now()
+    return own() if torch.get_num_threads() == 1 else now()
 
 
 def threads() -> int:
@@ -128,11 +130,13 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
     left = _SHARE * max(_LEAST, start - _began) - _spent
     if left <= _waiting.setdefault(key, 0.0):
         return False
-    begun = seconds()
+    begun, computed = seconds(), own()
     times, needed = _times([default, *others], run, left)
-    _spent += seconds() - begun
-    if not times and needed < _SHARE * _LEAST:
-        _waiting[key] = needed
+    took = seconds() - begun
+    _spent += took
+    # Threads wait for each other while other programs have their cores.
+    if took > _BUSY * (own() - computed) or (not times and needed < _SHARE * _LEAST):
+        _waiting[key] = max(needed, took)
         return False
     del _waiting[key]
     choice = TABLE
@@ -162,13 +166,18 @@ def _times(names: list[str], run: Callable[[str], Any], left: float) -> tuple[di
     needed = spent + 2 * len(names) * first
     times: dict[str, float] = {}
     for name in names if needed <= left else ():
-        first = timed(name) if times else first
-        if first <= _HOPELESS * min(times.values(), default=float("inf")) + _PREPARATION:
-            # What takes long varies less.
-            times[name] = min(timed(name) for _ in range(2 if first < _PREPARATION else 1))
-    # What would replace the table's choice has to win twice.
-    for name in {names[0], min(times, key=lambda name: times[name])} if len(times) > 1 else ():
-        times[name] = min(times[name], timed(name))
+        elapsed = timed(name) if times else first
+        if elapsed <= _HOPELESS * min(times.values(), default=elapsed) + _PREPARATION:
+            times[name] = elapsed
+    # Candidates take turns, in both orders, so that no disturbance falls on one of them alone. What takes long varies less, and
+    # what would replace the table's choice has to win twice as often.
+    rivals, few = list(times), 1 if first > _PREPARATION else _TURNS
+    for turn in range(2 * few):
+        if len(rivals) < 2 or (turn >= few and times[names[0]] <= _CLEAR * min(times.values())):
+            break
+        for name in rivals:
+            times[name] = min(times[name], timed(name))
+        rivals = [name for name in reversed(rivals) if times[name] <= _HOPELESS * min(times.values())]
     return times, needed
 
 
