@@ -169,8 +169,8 @@ def _times(names: list[str], run: Callable[[str], Any], left: float) -> tuple[di
         elapsed = timed(name) if times else first
         if elapsed <= _HOPELESS * min(times.values(), default=elapsed) + _PREPARATION:
             times[name] = elapsed
-    # Candidates take turns, in both orders, so that no disturbance falls on one of them alone. What takes long varies less, and
-    # what would replace the table's choice has to win twice as often.
+    # Candidates take turns, in both orders, so that no disturbance falls on one of them alone. What takes long varies less,
+    # and what would replace the table's choice has to win twice as often.
     rivals, few = list(times), 1 if first > _PREPARATION else _TURNS
     for turn in range(2 * few):
         if len(rivals) < 2 or (turn >= few and times[names[0]] <= _CLEAR * min(times.values())):
