@@ -36,7 +36,7 @@ class Machine:
         patch.delenv("HFTA_FUNC_MEASURE")
         for name in ("now", "seconds"):
             patch.setattr(_measured, name, lambda: self.time)
-        patch.setattr(_measured, "own", lambda: self.computed)
+        patch.setattr(_measured, "thread_seconds", lambda: self.computed)
         forward, gradients = conv._forward, conv._gradients
         patch.setattr(conv, "_forward", lambda *args: self._ran(args[-1][0]) or forward(*args))
         patch.setattr(conv, "_gradients", lambda *args: self._ran(args[0]) or gradients(*args))

@@ -29,8 +29,9 @@ _CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
 """How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
 seconds in which it prepares kernels, before it is left out."""
 _TURNS, _BUSY = 3, 2.0
-"""How often a candidate is timed if it does not replace the table's choice, and how many times as long as this thread computes
-timing may take; threads that wait for each other asleep take 1.5 times as long on an idle machine, and 5 to 10 on a busy one."""
+"""How often a candidate is timed that does not replace the table's choice; and how many times as long as this thread computes
+timing may take. Threads that sleep while they wait for each other take 1.5 times as long on an idle machine, on a busy one 5.
+"""
 _SHARE, _LEAST = 0.05, 1.0
 """The share of the time since measuring began that it may take, and the seconds that this is at least a share of."""
 
@@ -62,12 +63,12 @@ def is_on() -> bool:
     return os.environ.get("HFTA_FUNC_MEASURE") != "0"
 
 
-now, own = time.perf_counter, time.thread_time
+now, thread_seconds = time.perf_counter, time.thread_time
 
 
 def seconds() -> float:
     """A clock for what computes here: of one thread, time that others take from it does not count."""
-    return own() if torch.get_num_threads() == 1 else now()
+    return thread_seconds() if torch.get_num_threads() == 1 else now()
 
 
 def threads() -> int:
@@ -131,12 +132,12 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
     left = _SHARE * max(_LEAST, start - _began) - _spent
     if left <= _waiting.setdefault(key, 0.0):
         return False
-    begun, computed = seconds(), own()
+    begun, computed = seconds(), thread_seconds()
     times, needed = _times([default, *others], run, left)
     took = seconds() - begun
     _spent += took
     # Times of threads that wait for each other, while other programs have their cores, say nothing.
-    if took > _BUSY * (own() - computed) or (not times and needed < _SHARE * _LEAST):
+    if took > _BUSY * (thread_seconds() - computed) or (not times and needed < _SHARE * _LEAST):
         _waiting[key] = max(needed, took)
         return False
     del _waiting[key]
