@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: pathlib.Path):
         self._patch, self.costs, self.time, self.calls = patch, {GROUPED: 1e-3, PRODUCT: 1e-3, LOOP: 1e-3}, 0.0, []
+        self.computed, self.waits = 0.0, 1.0
         self.noise: Callable[[], float] = lambda: 1.0
         patch.setenv("HFTA_FUNC_CACHE", str(folder))
         # As without a compiler, for the same candidates on every machine.
@@ -34,6 +36,7 @@ class Machine:
         patch.delenv("HFTA_FUNC_MEASURE")
         for name in ("now", "seconds"):
             patch.setattr(_measured, name, lambda: self.time)
+        patch.setattr(_measured, "thread_seconds", lambda: self.computed)
         forward, gradients = conv._forward, conv._gradients
         patch.setattr(conv, "_forward", lambda *args: self._ran(args[-1][0]) or forward(*args))
         patch.setattr(conv, "_gradients", lambda *args: self._ran(args[0]) or gradients(*args))
@@ -41,7 +44,9 @@ class Machine:
 
     def _ran(self, lowering: str) -> None:
         self.calls.append(lowering)
-        self.time += self.costs.get(lowering, 9e-3) * self.noise()
+        computed = self.costs.get(lowering, 9e-3) * self.noise()
+        self.computed += computed
+        self.time += computed * self.waits
 
     def process(self) -> None:
         """Begin a new process."""
@@ -90,6 +95,26 @@ def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
     durations = itertools.cycle([3.0, 1.0])
     machine.noise = lambda: next(durations)
     assert machine.chosen() == (PRODUCT, "measured here: 2.0x of grouped")
+
+
+def test_equals_do_not_replace_the_tables_choice(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    generator, chosen = random.Random(0), []
+    machine.noise = lambda: generator.uniform(1.0, 1.8)
+    for i in range(25):
+        monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / str(i)))
+        machine.process()
+        chosen.append(machine.chosen()[0])
+    assert chosen.count(GROUPED) >= 23
+
+
+def test_while_others_have_the_cores_nothing_is_kept(machine: Machine) -> None:
+    machine.costs[PRODUCT], machine.waits = 0.5e-3, 3.0
+    assert machine.chosen() == (GROUPED, "one group per member") and machine.measured()
+    machine.process()
+    machine.waits = 1.0
+    assert machine.chosen() == (PRODUCT, "measured here: 2.0x of grouped") and machine.measured()
+    machine.process()
+    assert machine.chosen()[0] == PRODUCT and not machine.measured()
 
 
 def test_measuring_takes_a_small_share_of_the_time_and_no_case_twice(machine: Machine, tmp_path: pathlib.Path) -> None:

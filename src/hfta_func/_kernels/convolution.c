@@ -340,7 +340,7 @@ static void give_out(const REAL *results, count chunk, const geometry *g, const 
 // if that saves a quarter of the products, as for the input of filters without padding.
 typedef struct {
     count terms, pixels;     // of a sum over input channels and taps; of the output
-    count *from, *weight;    // of each term: its place in the buffer, and of its filter
+    count *from, *weight;    // of each term: its place in the buffer, and its number among those of a filter
     count *origin, *target;  // of each pixel: places in the buffers
 } phase;
 
@@ -417,7 +417,7 @@ static phase make_phase(const geometry *g, const layout *l, const count *first, 
     p.terms = taps * g->ins;
     for (count i = p.terms - 1; i >= 0; i--) {
         p.from[i] = p.from[i % taps] + i / taps * l->in_pixels * LANES;
-        p.weight[i] = p.weight[i % taps] + i / taps * g->weight_in;
+        p.weight[i] = p.weight[i % taps] + i / taps * all;
     }
     const count jump[3] = {g->scatters ? 1 : g->stride[0], g->scatters ? 1 : g->stride[1], g->scatters ? 1 : g->stride[2]};
     count q = 0;
@@ -461,7 +461,7 @@ static void free_phase(phase *p)
                 UNROLLED for (int i = 0; i < PIXELS; i++) x[i] = *(const loose *)(from[i] + p->from[t]);                         \
                 UNROLLED for (int o = 0; o < CHANNELS; o++)                                                                    \
                 {                                                                                                              \
-                    vec w = (vec){0} + weight[t * CHANNELS + o];                                                               \
+                    vec w = (vec){0} + weight[p->weight[t] * CHANNELS + o];                                                    \
                     KEPT(w);                                                                                                   \
                     UNROLLED for (int i = 0; i < PIXELS; i++) sum[o][i] += w * x[i];                                           \
                 }                                                                                                              \
@@ -513,31 +513,43 @@ INLINE count block(count channels, count o)
     return o < larger * (each + 1) ? each + 1 : each;
 }
 
+// The filters of a model in the order in which they are read: [block of channels][term][channel of the block].
+static void pack(const geometry *g, const REAL *from, REAL *into)
+{
+    const count taps = g->taps[0] * g->taps[1] * g->taps[2];
+    for (count group = 0; group < g->groups; group++, from += g->outs * g->ins * taps)
+        for (count o = 0, size; o < g->outs; o += size) {
+            size = block(g->outs, o);
+            for (count in = 0; in < g->ins; in++)
+                for (count k = 0; k < taps; k++)
+                    for (count i = 0; i < size; i++)
+                        *into++ = from[(o + i) * g->weight_out + in * g->weight_in + k];
+        }
+}
+
 // Out of inputs [M,N,GI,in] and filters the outputs [M,N,GO,out], which are contiguous. Returns whether memory is missing.
 int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *bias, REAL *y, count threads)
 {
     const layout l = best_layout(g, 0);
     const copied in = copied_windows(g, &l), out = copied_outputs(g, &l);
     const count *s = g->stride, strides = g->scatters ? s[0] * s[1] * s[2] : 1;
-    const count filters = g->groups * g->ins * g->outs * g->taps[0] * g->taps[1] * g->taps[2];
-    const count group_of_filters = filters / g->groups;
+    const count taps = g->taps[0] * g->taps[1] * g->taps[2], terms = g->ins * taps, filters = g->groups * g->outs * terms;
     const int skips = skips_edges(g, &l);
     phase *all = calloc(skips ? g->out[g->axis] : strides, sizeof(phase));
     int missing = !in.places || !out.places || !all;
-    count phases = 0, terms = 0;
+    count phases = 0;
     for (count row = 0; !missing && (skips ? row < g->out[g->axis] : phases < strides); phases++) {
         const count rows[2] = {row, next_row(g, row)}, none[3] = {0};
         const count first[3] = {phases / s[2] / s[1], phases / s[2] % s[1], phases % s[2]};
         all[phases] = make_phase(g, &l, skips ? none : first, skips ? rows : 0);
         missing = !is_whole(&all[phases]);
-        terms += all[phases].terms;
         row = rows[1];
     }
 #pragma omp parallel num_threads(threads) if (g->models * l.chunks > 1)
     {
         const count in_vectors = g->groups * g->ins * l.in_pixels;
         REAL *images = buffer(in_vectors), *results = buffer(g->groups * g->outs * l.out_pixels);
-        REAL *packed = malloc(sizeof(REAL) * AT_LEAST(g->groups * g->outs * terms, 1));
+        REAL *packed = malloc(sizeof(REAL) * AT_LEAST(filters, 1));
         count last = -1;
         if (!images || !results || !packed) {
 #pragma omp atomic write
@@ -549,29 +561,21 @@ int convolve(const geometry *g, const REAL *x, const REAL *weight, const REAL *b
         for (count item = 0; item < (missing ? 0 : g->models * l.chunks); item++) {
             const count model = item / l.chunks, chunk = item % l.chunks;
             take_in(x + model * g->in_model, chunk, g, &l, &in, images);
-            REAL *next = packed, *const into = y + model * g->batch * out.total;
+            REAL *const into = y + model * g->batch * out.total;
             REAL *const outputs = is_tight(g, &l) ? into + chunk * out.total : results;
+            if (last != model)
+                pack(g, weight + model * filters, packed);
             for (const phase *p = all; p < all + phases; p++)
-                for (count group = 0; group < g->groups; group++) {
-                    const REAL *w = weight + model * filters + group * group_of_filters;
-                    const REAL *image = images + group * g->ins * l.in_pixels * LANES;
-                    REAL *at = next;
-                    for (count o = 0, size; o < g->outs && last != model; o += size) {
-                        size = block(g->outs, o);
-                        for (count t = 0; t < p->terms; t++)
-                            for (count i = 0; i < size; i++)
-                                *at++ = w[p->weight[t] + (o + i) * g->weight_out];
-                    }
+                for (count group = 0; group < g->groups; group++)
                     for (count q = 0; q < p->pixels; q += PIXELS_AT_ONCE)
                         for (count o = 0, size; o < g->outs; o += size) {
                             const count channel = group * g->outs + o;
                             size = block(g->outs, o);
-                            sums[size - 1](p, q, AT_MOST(q + PIXELS_AT_ONCE, p->pixels), image, next + o * p->terms,
+                            sums[size - 1](p, q, AT_MOST(q + PIXELS_AT_ONCE, p->pixels),
+                                           images + group * g->ins * l.in_pixels * LANES, packed + channel * terms,
                                            bias ? bias + model * g->groups * g->outs + channel : 0,
                                            outputs + channel * l.out_pixels * LANES, l.out_pixels * LANES);
                         }
-                    next += g->outs * p->terms;
-                }
             last = model;
             if (outputs == results)
                 give_out(results, chunk, g, &l, &out, into);

@@ -28,6 +28,10 @@ from hfta_func.rules._lowering import LOWERINGS, Case, known_lowerings
 _CLEAR, _HOPELESS, _PREPARATION = 1.25, 2.0, 0.002
 """How much faster than the table's choice another must be, and how much slower than the best a first call may be, besides the
 seconds in which it prepares kernels, before it is left out."""
+_TURNS, _BUSY = 3, 2.0
+"""How often a candidate is timed that does not replace the table's choice; and how many times as long as this thread computes
+timing may take. Threads that sleep while they wait for each other take 1.5 times as long on an idle machine, on a busy one 5.
+"""
 _SHARE, _LEAST = 0.05, 1.0
 """The share of the time since measuring began that it may take, and the seconds that this is at least a share of."""
 
@@ -42,7 +46,7 @@ class Measured(NamedTuple):
 TABLE = Measured("", "")
 _settled: dict[tuple[int, str], Measured] = {}
 _waiting: dict[tuple[int, str], float] = {}
-"""The cases that had no time yet, and the seconds that each would take, as far as that is known."""
+"""The cases that are not timed yet, and the seconds that each would take, as far as that is known."""
 closed: set[tuple[Any, ...]] = set()
 """The calls, see :func:`unmeasured`, that have nothing to time any more."""
 _began = 0.0
@@ -59,12 +63,12 @@ def is_on() -> bool:
     return os.environ.get("HFTA_FUNC_MEASURE") != "0"
 
 
-now = time.perf_counter
+now, thread_seconds = time.perf_counter, time.thread_time
 
 
 def seconds() -> float:
     """A clock for what computes here: of one thread, time that others take from it does not count."""
-    return time.thread_time() if torch.get_num_threads() == 1 else now()
+    return thread_seconds() if torch.get_num_threads() == 1 else now()
 
 
 def threads() -> int:
@@ -116,7 +120,7 @@ def unmeasured(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
 def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str], Any]) -> bool:
     """Settle a case by timing ``run`` of the table's choice and of other lowerings; whether there was time for that.
 
-    What has no time waits, and the table decides until there is.
+    What has no time waits, as does all on several threads while other programs have their cores, and the table decides.
     """
     global _spent, _began
     key = threads(), _text(case)
@@ -128,28 +132,26 @@ def measure(case: Case, default: str, names: Iterable[str], run: Callable[[str],
     left = _SHARE * max(_LEAST, start - _began) - _spent
     if left <= _waiting.setdefault(key, 0.0):
         return False
-    begun = seconds()
+    begun, computed = seconds(), thread_seconds()
     times, needed = _times([default, *others], run, left)
-    _spent += seconds() - begun
-    if not times and needed < _SHARE * _LEAST:
-        _waiting[key] = needed
+    took = seconds() - begun
+    _spent += took
+    # Times of threads that wait for each other, while other programs have their cores, say nothing.
+    if took > _BUSY * (thread_seconds() - computed) or (not times and needed < _SHARE * _LEAST):
+        _waiting[key] = max(needed, took)
         return False
     del _waiting[key]
-    choice = TABLE
-    if times:
-        fastest = min(times, key=lambda name: times[name])
-        gain = times[default] / times[fastest]
-        if gain > _CLEAR:
-            choice = Measured(fastest, f"measured here: {gain:.1f}x of {default}")
-        else:
-            choice = Measured(default, "measured here: no other is much faster")
+    choice = Measured(default, "measured here: no other is much faster") if times else TABLE
+    fastest = min(times, key=lambda name: times[name], default=default)
+    if times and times[default] > _CLEAR * times[fastest]:
+        choice = Measured(fastest, f"measured here: {times[default] / times[fastest]:.1f}x of {default}")
     _settle(key, choice)
     _keep(key, choice)
     return True
 
 
 def _times(names: list[str], run: Callable[[str], Any], left: float) -> tuple[dict[str, float], float]:
-    """The seconds of each that is not hopeless, none if timing all would take longer than ``left``; and how long it takes."""
+    """The least seconds of each, none if timing all would take longer than ``left``; and how long it takes."""
 
     def timed(name: str) -> float:
         start = seconds()
@@ -160,15 +162,19 @@ def _times(names: list[str], run: Callable[[str], Any], left: float) -> tuple[di
     spent = timed(names[0])
     first = timed(names[0]) if spent < left else spent
     needed = spent + 2 * len(names) * first
-    times: dict[str, float] = {}
-    for name in names if needed <= left else ():
-        first = timed(name) if times else first
-        if first <= _HOPELESS * min(times.values(), default=float("inf")) + _PREPARATION:
-            # What takes long varies less.
-            times[name] = min(timed(name) for _ in range(2 if first < _PREPARATION else 1))
-    # What would replace the table's choice has to win twice.
-    for name in {names[0], min(times, key=lambda name: times[name])} if len(times) > 1 else ():
-        times[name] = min(times[name], timed(name))
+    if needed > left:
+        return {}, needed
+    times = {names[0]: first} | {name: timed(name) for name in names[1:]}
+    rivals = [name for name in names if times[name] <= _HOPELESS * min(times.values()) + _PREPARATION]
+    # Candidates take turns, in both orders, so that no disturbance falls on one of them alone. What takes long varies less,
+    # and what would replace the table's choice has to win twice as often.
+    few = 1 if first > _PREPARATION else _TURNS
+    for turn in range(2 * few):
+        if len(rivals) < 2 or (turn >= few and times[names[0]] <= _CLEAR * min(times.values())):
+            break
+        for name in rivals:
+            times[name] = min(times[name], timed(name))
+        rivals = [name for name in reversed(rivals) if times[name] <= _HOPELESS * min(times.values())]
     return times, needed
 
 
