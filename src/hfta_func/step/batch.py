@@ -98,9 +98,18 @@ def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
     return tree_map(number, tree), listed
 
 
-def copied(tree: Tree) -> Tree:
-    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+def copied(tree: Tree, own: bool = True) -> Tree:
+    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer.
+
+    Around a call that makes tensors for each member, these are each member's ``own`` or those that members share.
+    """
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.clone() if own else leaf.to(leaf.dtype, copy=True)
+
+    return tree_map(copy, tree)
 
 
 def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None:
