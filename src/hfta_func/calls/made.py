@@ -42,7 +42,7 @@ class MadeCalls:
         return member
 
     def retried(self, run: Callable[[], Any], is_written: Callable[[], bool]) -> Any:
-        """``run()``, and again with such tensors, then also copies of the batch, if it fails and has not written its arguments."""
+        """``run()``, and again with such tensors, then with copies of the batch, if it fails and has written no argument."""
         start = self._level
         try:
             return run()
