@@ -25,7 +25,7 @@ _Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
 _aten = torch.ops.aten
 _random: Any = torch.random
-# A bar of tqdm has a thread that watches it, a notebook has several, and so have queues and writers of logs.
+# Whose threads draw nothing: a bar of tqdm has one, and so have notebooks, queues and writers of logs.
 _QUIET = {"tqdm", "ipykernel", "IPython", "multiprocessing", "tensorboard"}
 
 
@@ -57,20 +57,15 @@ class _Drawing(Mode):
         return func(*args, **kwargs)
 
 
-def _may_draw(thread: threading.Thread) -> bool:
-    """Whether a thread may draw random numbers; those that packages run beside a script do not."""
-    work = getattr(thread, "_target", None) or type(thread)
-    return str(getattr(work, "__module__", "")).partition(".")[0] not in _QUIET
-
-
 @contextlib.contextmanager
 def thread_generator() -> Iterator[None]:
     """A block, one at a time, in which this thread draws on the CPU from a generator of its own.
 
     ``torch.manual_seed``, ``get_rng_state`` and ``fork_rng`` are of it there. It draws the bits that the process's would.
     """
-    here = threading.current_thread()
-    if not any(_may_draw(thread) for thread in threading.enumerate() if thread is not here):
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    works = [getattr(thread, "_target", None) or type(thread) for thread in others]
+    if all(str(work.__module__).partition(".")[0] in _QUIET for work in works):
         # Nobody else draws from the process's meanwhile, and a mode costs some microseconds an operator.
         with torch.random.fork_rng([]):
             yield

@@ -66,9 +66,9 @@ class MadeCalls:
         return self._level > 0
 
     @constant_to_compiler
-    def copies_batch(self) -> bool:
-        """Whether each member also gets its own copy of what members share of the batch."""
-        return self._level > 1
+    def shares_batch(self) -> bool:
+        """Whether what members share of the batch stays one nevertheless."""
+        return self._level == 1
 
 
 class _made(Mode):

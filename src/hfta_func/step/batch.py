@@ -98,16 +98,16 @@ def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
     return tree_map(number, tree), listed
 
 
-def copied(tree: Tree, own: bool = True) -> Tree:
+def copied(tree: Tree, shared: bool = False) -> Tree:
     """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer.
 
-    Around a call that makes tensors for each member, these are each member's ``own`` or those that members share.
+    Around a call that makes tensors for each member, what members share of the tree stays ``shared`` or is not.
     """
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.clone() if own else leaf.to(leaf.dtype, copy=True)
+        return leaf.to(leaf.dtype, copy=True) if shared else leaf.clone()
 
     return tree_map(copy, tree)
 
