@@ -314,6 +314,24 @@ def test_threads_draw_what_one_alone_draws():
     assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
 
 
+class Named(Dataset):
+    """Items with a name, such as the path of a picture."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, row):
+        return {"x": X[row], "name": f"row {row}"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_names_of_items_are_shared_or_left_out(num_workers):
+    shared = next(iter(hfta.DatasetLoader(Named(), 3, shared=True, shuffle=False, device="cpu")))
+    assert shared["name"] == ["row 0", "row 1", "row 2"]
+    with pytest.raises(hfta.errors.BatchError, match=r"batch\['name'\]\[0\] is a str, .* leave it out by collate_fn"):
+        next(iter(hfta.DatasetLoader(Named(), 3, seeds=[0, 1], num_workers=num_workers)))
+
+
 class Modes(Dataset):
     """Items that say whether a dispatch mode slows their operators down."""
 
