@@ -8,7 +8,7 @@ from torch import nn
 import hfta_func as hfta
 from scripts import BATCHES, X, Y, assert_same, loop, make, mse
 
-pytestmark = pytest.mark.filterwarnings("error::hfta_func.errors.LoopWarning")
+as_one = pytest.mark.filterwarnings("error::hfta_func.errors.LoopWarning")
 
 NODES = 12
 EDGES = torch.randint(NODES, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -39,6 +39,7 @@ def known_loss(model, batch):
     return (model(x, edges) - x.sum(1, keepdim=True))[known].square().mean()
 
 
+@as_one
 def test_a_mask_of_nodes_stays_one_beside_sums_that_a_layer_makes():
     batch, seeds = (FEATURES, EDGES, KNOWN), range(3)
     step = hfta.make_train_step(passing(), known_loss, hfta.sgd(lr=0.1), batch_dims=None)
@@ -66,6 +67,7 @@ def shifted(model, batch):
     return y.square().mean()
 
 
+@as_one
 def test_a_batch_that_members_write_is_each_ones_own():
     step = hfta.make_train_step(make(), shifted, hfta.sgd(lr=0.1), batch_dims=None)
     state = step.init(*hfta.init_params(make, range(3)), seeds=range(3))
@@ -126,3 +128,39 @@ def test_a_state_of_another_optimizer(before, after, message):
     state = step.init(*hfta.init_params(make, range(2)), seeds=range(2))
     with pytest.raises(hfta.errors.StateError, match=message + r".*; begin with step.init"):
         other(state, (X, Y))
+
+
+class Teacher(nn.Module):
+    """A student, and an average of it that teaches, moved in each call as scripts of MoCo and BYOL do."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.student, self.teacher, self.way = make(), make(), way
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self.way == "data":
+                    mine.data = mine.data * 0.9 + its.data * 0.1
+                else:
+                    mine.lerp_(its, 0.1)
+            goal = self.teacher(x)
+        return self.student(x), goal
+
+
+def taught(model, batch):
+    found, goal = model(batch[0])
+    return F.mse_loss(found, batch[1]) + F.mse_loss(found, goal)
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("way", ["data", "in place"])
+def test_a_teacher_that_a_call_moves_is_refused_at_once(way, chunk_size):
+    options = {"batch_dims": None, "chunk_size": chunk_size}
+    step = hfta.make_train_step(Teacher(way), taught, hfta.sgd(lr=0.1), **options)
+    state = step.init(*hfta.init_params(lambda: Teacher(way), range(3)), seeds=range(3))
+    with pytest.raises(hfta.errors.StateError, match=r"writes its parameter 'teacher.0.weight'.*hfta.joint"):
+        step(state, BATCHES[0])
