@@ -126,7 +126,7 @@ def frozen():
 def test_a_state_of_another_optimizer(before, after, message):
     step, other = (hfta.make_train_step(made(), mse, optimizer, batch_dims=None) for made, optimizer in (before, after))
     state = step.init(*hfta.init_params(make, range(2)), seeds=range(2))
-    with pytest.raises(hfta.errors.StateError, match=message + r".*; begin with step.init"):
+    with pytest.raises(hfta.errors.StateError, match=message + r".*; begin anew by step.init"):
         other(state, (X, Y))
 
 

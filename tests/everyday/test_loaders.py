@@ -328,7 +328,7 @@ class Named(Dataset):
 def test_names_of_items_are_shared_or_left_out(num_workers):
     shared = next(iter(hfta.DatasetLoader(Named(), 3, shared=True, shuffle=False, device="cpu")))
     assert shared["name"] == ["row 0", "row 1", "row 2"]
-    with pytest.raises(hfta.errors.BatchError, match=r"batch\['name'\]\[0\] is a str, .* leave it out by collate_fn"):
+    with pytest.raises(hfta.errors.BatchError, match=r"batch\['name'\]\[0\] is a str, .* drop it in collate_fn"):
         next(iter(hfta.DatasetLoader(Named(), 3, seeds=[0, 1], num_workers=num_workers)))
 
 

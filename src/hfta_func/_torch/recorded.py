@@ -63,7 +63,7 @@ def thread_generator() -> Iterator[None]:
 
     ``torch.manual_seed``, ``get_rng_state`` and ``fork_rng`` are of it there. It draws the bits that the process's would.
     """
-    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    others = {*threading.enumerate()} - {threading.current_thread()}
     works = [getattr(thread, "_target", None) or type(thread) for thread in others]
     if all(str(work.__module__).partition(".")[0] in _QUIET for work in works):
         # Nobody else draws from the process's meanwhile, and a mode costs some microseconds an operator.

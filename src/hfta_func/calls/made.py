@@ -44,21 +44,15 @@ class MadeCalls:
     def retried(self, run: Callable[[], Any], is_written: Callable[[], bool]) -> Any:
         """``run()``, and again with such tensors, then with copies of the batch, if it fails and has written no argument."""
         start = self._level
-        try:
-            return run()
-        except RuntimeError as error:
-            if start == 2 or isinstance(error, Diverged | torch.OutOfMemoryError) or is_written():
-                raise
-            failure = error
-        for self._level in range(start + 1, 3):
+        for self._level in range(start, 3):
             try:
                 return run()
-            except Diverged:
-                raise
             except RuntimeError as error:
-                failure = error
-        self._level = start
-        raise failure
+                if isinstance(error, Diverged | torch.OutOfMemoryError) or (self._level == start and is_written()):
+                    raise
+                if self._level == 2:
+                    self._level = start
+                    raise
 
     @constant_to_compiler
     def is_needed(self) -> bool:

@@ -14,8 +14,7 @@ from hfta_func.errors import HFTAError, RandomnessError, TraceError
 _VMAP = os.path.join(os.path.dirname(__file__), "vmap.py")
 UNROUTED = (
     "draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with torch.rand, "
-    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=), or, as mixup by a Beta "
-    "distribution, in the collate_fn of a DatasetLoader"
+    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=), or in a loader's collate_fn"
 )
 _OTHERWISE = (
     "; buffers that are equal in all models, of modules that train no parameter, can be read with share_frozen=True, which "

@@ -178,8 +178,7 @@ class _MemberBatches(Dataset[Any]):
         parts = [plain(batches.get(member, some)) for member in range(len(draw[0]))]
         for path, leaf in zip(paths(parts[0], "batch"), leaves(parts[0]), strict=True):
             if not isinstance(leaf, Tensor):
-                kind = type(leaf).__name__
-                raise BatchError(f"{path} is a {kind}, which cannot be stacked for members; leave it out by collate_fn")
+                raise BatchError(f"{path} is a {type(leaf).__name__}, no tensor to stack; drop it in collate_fn")
         return restored(tree_map(lambda *leaves: torch.stack(leaves), *parts), some)
 
     def _member_batch(self, rows: list[int], seeds: list[int], collate_seed: int) -> Any:

@@ -104,12 +104,10 @@ def copied(tree: Tree, shared: bool = False) -> Tree:
     Around a call that makes tensors for each member, what members share of the tree stays ``shared`` or is not.
     """
 
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def copy(leaf: Tensor) -> Tensor:
         return leaf.to(leaf.dtype, copy=True) if shared else leaf.clone()
 
-    return tree_map(copy, tree)
+    return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None:

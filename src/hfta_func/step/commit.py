@@ -254,8 +254,7 @@ class Commit:
             except (AttributeError, KeyError, TypeError) as error:
                 fresh = self._optimizer.init(outputs.params)
                 if different := difference(state.opt_state, fresh, "opt_state", "the state", "this step's optimizer"):
-                    cure = "begin with step.init(state.params, state.buffers, seeds=state.keys)"
-                    raise StateError(f"the state is of another optimizer: {different}; {cure}") from error
+                    raise StateError(f"another optimizer's state: {different}; begin anew by step.init") from error
                 raise
         old = {path: state.params[path] for path in outputs.params}
         # Members that are not kept keep the parameters of the state, which the model may have written in a copy.

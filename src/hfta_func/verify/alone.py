@@ -12,17 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import _torch
-from hfta_func._torch import (
-    batch_dim,
-    get_unwrapped,
-    is_compiled,
-    is_wrapped,
-    out_of_sight,
-    pytree,
-    run_uncompiled,
-    storage_number,
-    writes,
-)
+from hfta_func._torch import batch_dim, get_unwrapped, is_compiled, is_wrapped, out_of_sight, pytree, run_uncompiled
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
 from hfta_func.calls.rewrites import OPERATORS
@@ -48,11 +38,6 @@ WRITES = (
 )
 
 _SEEDING = threading.RLock()
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return writes(tensor), storage_number(tensor)
-
 
 Cast = Callable[[Any], Any]
 """Copies a tree, in float64 where that is judged."""
@@ -103,7 +88,8 @@ class Case(NamedTuple):
         device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
         before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
         # A write of a frozen one is told by its count: a teacher that begins as its student keeps its values at first.
-        frozen = [(path, x, _place(x)) for path, x in model.named_parameters() if trained and not x.requires_grad]
+        fixed = [(path, x) for path, x in model.named_parameters() if trained and not x.requires_grad]
+        frozen = [(path, x, _torch.writes(x), _torch.storage_number(x)) for path, x in fixed]
         is_training = self.training is not False and any(module.training for module in model.modules())
         evaluates = self.kept is not None and not is_training
         buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
@@ -117,8 +103,8 @@ class Case(NamedTuple):
                 after = now[path].detach().to(leaf.dtype)
                 if not (torch.equal(after, leaf) or torch.allclose(after, leaf, 1e-4, equal_nan=True)):
                     raise StateError(WRITES.format(path))
-            for path, x, place in frozen:
-                if now.get(path) is not x or _place(x) != place:
+            for path, x, count, number in frozen:
+                if now.get(path) is not x or (_torch.writes(x), _torch.storage_number(x)) != (count, number):
                     raise StateError(WRITES.format(path))
             if self.trained:
                 results["outside"] = _outside(model, value)
