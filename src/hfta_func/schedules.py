@@ -212,6 +212,9 @@ def one_cycle(
 ) -> Schedule:
     """Rise to ``max_lr``, then decay to far below the initial value, as ``torch.optim.lr_scheduler.OneCycleLR`` does.
 
+    PyTorch's also moves ``momentum``, or the first of ``betas``, from 0.95 to 0.85 and back, unless it has
+    ``cycle_momentum=False``; :func:`from_torch` takes both from it.
+
     Args:
         max_lr: Highest value.
         total_steps: Updates in the cycle. The last value is kept after it.

@@ -1,6 +1,7 @@
 """Loaders, samplers and counts of rows as scripts have them, each beside the loop of a script."""
 
 import concurrent.futures
+import io
 import queue
 import random as python_random
 import threading
@@ -11,6 +12,7 @@ import numpy
 import optree
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -23,6 +25,7 @@ from torch.utils.data import (
 )
 
 import hfta_func as hfta
+from hfta_func._torch import num_dispatch_modes
 
 X = torch.randn(26, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1) + X[:, 0] * X[:, 1]
@@ -309,6 +312,45 @@ def test_threads_draw_what_one_alone_draws():
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = [*threads.map(job, range(12))]
     assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
+
+
+class Named(Dataset):
+    """Items with a name, such as the path of a picture."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, row):
+        return {"x": X[row], "name": f"row {row}"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_names_of_items_are_shared_or_left_out(num_workers):
+    shared = next(iter(hfta.DatasetLoader(Named(), 3, shared=True, shuffle=False, device="cpu")))
+    assert shared["name"] == ["row 0", "row 1", "row 2"]
+    with pytest.raises(hfta.errors.BatchError, match=r"batch\['name'\]\[0\] is a str, .* drop it in collate_fn"):
+        next(iter(hfta.DatasetLoader(Named(), 3, seeds=[0, 1], num_workers=num_workers)))
+
+
+class Modes(Dataset):
+    """Items that say whether a dispatch mode slows their operators down."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        return num_dispatch_modes()
+
+
+def test_a_progress_bar_does_not_slow_loading_down(monkeypatch):
+    def modes(*others):
+        monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), *others])
+        return next(iter(hfta.DatasetLoader(Modes(), 4, seeds=[0]))).sum().item()
+
+    with tqdm.tqdm(total=1, file=io.StringIO()) as bar:
+        assert modes(bar.monitor) == 0
+        # Of any other thread nobody knows whether it draws.
+        assert modes(bar.monitor, threading.Thread(target=prefetched)) == 4
 
 
 def seeded_anew():

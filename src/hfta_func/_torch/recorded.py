@@ -25,6 +25,8 @@ _Guards = private("torch._C._dynamo.guards", "TensorGuards")
 _is_zeros = private("torch", "_is_zerotensor")
 _aten = torch.ops.aten
 _random: Any = torch.random
+# Whose threads draw nothing: a bar of tqdm has one, and so have notebooks, queues and writers of logs.
+_QUIET = {"tqdm", "ipykernel", "IPython", "multiprocessing", "tensorboard"}
 
 
 class Mode(_DispatchMode):
@@ -61,7 +63,9 @@ def thread_generator() -> Iterator[None]:
 
     ``torch.manual_seed``, ``get_rng_state`` and ``fork_rng`` are of it there. It draws the bits that the process's would.
     """
-    if threading.active_count() == 1:
+    others = {*threading.enumerate()} - {threading.current_thread()}
+    works = [getattr(thread, "_target", None) or type(thread) for thread in others]
+    if all(str(work.__module__).partition(".")[0] in _QUIET for work in works):
         # Nobody else draws from the process's meanwhile, and a mode costs some microseconds an operator.
         with torch.random.fork_rng([]):
             yield

@@ -1,7 +1,8 @@
 """Tensors that a model makes in a call and then writes members' values into.
 
 ``out = torch.zeros(6, 8)`` makes one tensor for all members, into which ``out[:, :4] = self.layer(x)`` cannot write a value
-per member. So the function runs again, and from then on each member gets its own of the tensors that the function makes.
+per member. So the function runs again, and from then on each member gets its own of the tensors that the function makes;
+and if that is not enough, once more with its own copy of what members share of the batch, which stays one otherwise.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class MadeCalls:
     """Whether each member gets its own of the tensors that a function makes, because members' values are written into one."""
 
     def __init__(self) -> None:
-        self._is_needed = False
+        self._level = 0
 
     def need(self) -> None:
         """Give each member its own from now on."""
-        self._is_needed = True
+        self._level = max(self._level, 1)
 
     def within(self, func: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``func``, for a ``vmap`` with these ``in_dims``."""
@@ -40,26 +41,27 @@ class MadeCalls:
         return member
 
     def retried(self, run: Callable[[], Any], is_written: Callable[[], bool]) -> Any:
-        """``run()``, and once more with such tensors if it fails, unless it has written its arguments."""
-        try:
-            return run()
-        except RuntimeError as error:
-            if self._is_needed or isinstance(error, Diverged | torch.OutOfMemoryError) or is_written():
-                raise
-            failure = error
-        self._is_needed = True
-        try:
-            return run()
-        except Diverged:
-            raise
-        except RuntimeError:
-            self._is_needed = False
-        raise failure
+        """``run()``, and again with such tensors, then with copies of the batch, if it fails and has written no argument."""
+        start = self._level
+        for self._level in range(start, 3):
+            try:
+                return run()
+            except RuntimeError as error:
+                if isinstance(error, Diverged | torch.OutOfMemoryError) or (self._level == start and is_written()):
+                    raise
+                if self._level == 2:
+                    self._level = start
+                    raise
 
     @constant_to_compiler
     def is_needed(self) -> bool:
         """Whether it is so."""
-        return self._is_needed
+        return self._level > 0
+
+    @constant_to_compiler
+    def shares_batch(self) -> bool:
+        """Whether what members share of the batch stays one nevertheless."""
+        return self._level == 1
 
 
 class _made(Mode):

@@ -186,8 +186,8 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
     training = options[0]
     if training and stats[0] is not None and x_dim is not None and None in stat_dims:
         raise TraceError(
-            "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
-            "as functional(model) does; in a model, make them buffers"
+            "a normalisation would update running statistics that all members share; put a network that is no part of the "
+            "model in eval mode; under a vmap of your own pass its stacked buffers, too, as functional(model) does"
         )
     if x_dim is None and (training or stat_dims == (None, None)):
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]

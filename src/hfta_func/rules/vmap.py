@@ -189,7 +189,7 @@ def _num_models(leaves: list[Any], dims: list[Any]) -> int | None:
 
 UNROUTED = (
     "draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with torch.rand, "
-    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
+    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=), or in a loader's collate_fn"
 )
 _OTHERWISE = (
     "; buffers that are equal in all models, of modules that train no parameter, can be read with share_frozen=True, which "

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from hfta_func import random
 from hfta_func._torch import seed_cpu
-from hfta_func._tree import tree_map
+from hfta_func._tree import leaves, paths, tree_map
+from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.step.batch import plain, restored
 
@@ -126,13 +127,14 @@ class DatasetLoader(ArrayLoader):
         with contextlib.suppress(GeneratorExit):
             for batch in loader:
                 if self._device is not None:
-                    batch = restored(
-                        tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch
-                    )
+                    batch = restored(tree_map(self._moved, plain(batch)), batch)
                 yield batch
         # What is left of it would hold this loader in a circle, and PyTorch ends processes of such by waiting for seconds.
         draws.close()
         self._idle.append(loader)
+
+    def _moved(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.
@@ -174,6 +176,9 @@ class _MemberBatches(Dataset[Any]):
         # For those that rest, anything of that shape will do.
         some = next(iter(batches.values()))
         parts = [plain(batches.get(member, some)) for member in range(len(draw[0]))]
+        for path, leaf in zip(paths(parts[0], "batch"), leaves(parts[0]), strict=True):
+            if not isinstance(leaf, Tensor):
+                raise BatchError(f"{path} is a {type(leaf).__name__}, no tensor to stack; drop it in collate_fn")
         return restored(tree_map(lambda *leaves: torch.stack(leaves), *parts), some)
 
     def _member_batch(self, rows: list[int], seeds: list[int], collate_seed: int) -> Any:

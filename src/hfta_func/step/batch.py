@@ -98,9 +98,16 @@ def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
     return tree_map(number, tree), listed
 
 
-def copied(tree: Tree) -> Tree:
-    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+def copied(tree: Tree, shared: bool = False) -> Tree:
+    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer.
+
+    Around a call that makes tensors for each member, what members share of the tree stays ``shared`` or is not.
+    """
+
+    def copy(leaf: Tensor) -> Tensor:
+        return leaf.to(leaf.dtype, copy=True) if shared else leaf.clone()
+
+    return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None:

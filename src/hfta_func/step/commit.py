@@ -17,10 +17,10 @@ from hfta_func import random
 from hfta_func._kernels import nonfinite
 from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
-from hfta_func._tree import leaves, per_model, tree_map, where, write
+from hfta_func._tree import difference, leaves, per_model, tree_map, where, write
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
-from hfta_func.errors import NonFiniteError
+from hfta_func.errors import NonFiniteError, StateError
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim import GradientTransformation
 from hfta_func.optim._base import is_of_package, renew
@@ -249,7 +249,13 @@ class Commit:
         drawing = self._draws and routed_by_member(random.fold_in(state.keys, state.step + NOISE))
         with drawing or contextlib.nullcontext():
             given = self._optimizer, outputs.grads, state.opt_state, outputs.params, keep
-            params, opt_state = renew(*given, donate=self._in_place)
+            try:
+                params, opt_state = renew(*given, donate=self._in_place)
+            except (AttributeError, KeyError, TypeError) as error:
+                fresh = self._optimizer.init(outputs.params)
+                if different := difference(state.opt_state, fresh, "opt_state", "the state", "this step's optimizer"):
+                    raise StateError(f"another optimizer's state: {different}; begin anew by step.init") from error
+                raise
         old = {path: state.params[path] for path in outputs.params}
         # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
         if keep is not None and any(old[path] is not param for path, param in outputs.params.items()):

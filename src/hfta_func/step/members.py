@@ -122,7 +122,7 @@ class ArrayFunction(Rehearsed):
 
         def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
             # A loss or a metric may write its batch and its numbers.
-            arguments = copied((tree, hparams) if self.takes_hparams else (tree,))
+            arguments = copied((tree, hparams) if self.takes_hparams else (tree,), self._made.shares_batch())
             return func(model, restored(arguments[0], like()), *arguments[1:])
 
         self._bound: Any = Bound(model, call, training=self.training, share_frozen=options.share_frozen, **how)

@@ -33,8 +33,8 @@ Results = dict[str, Params]
 
 WRITES = (
     "the model writes its parameter '{}' in place, which a step must not do; make it a buffer, which a step returns anew, "
-    "or change it between steps: state._replace(params=...); what only a first call writes, write by calling each model "
-    "once on a batch before stacking"
+    "or change it between steps: state._replace(params=...), or by hfta.joint if it follows another network; what only a "
+    "first call writes, write by calling each model once on a batch before stacking"
 )
 
 _SEEDING = threading.RLock()
@@ -87,6 +87,9 @@ class Case(NamedTuple):
         attributes = Snapshot(model)
         device, trained = self.keys.device, self.trained and not tables_with_max_norm(model)
         before = {path: x.detach().clone() for path, x in model.named_parameters() if trained and x.requires_grad}
+        # A write of a frozen one is told by its count: a teacher that begins as its student keeps its values at first.
+        fixed = [(path, x) for path, x in model.named_parameters() if trained and not x.requires_grad]
+        frozen = [(path, x, _torch.writes(x), _torch.storage_number(x)) for path, x in fixed]
         is_training = self.training is not False and any(module.training for module in model.modules())
         evaluates = self.kept is not None and not is_training
         buffers = {path: x.clone() for path, x in model.named_buffers() if evaluates and x.layout == torch.strided}
@@ -99,6 +102,9 @@ class Case(NamedTuple):
                 # Some are restored, to rounding.
                 after = now[path].detach().to(leaf.dtype)
                 if not (torch.equal(after, leaf) or torch.allclose(after, leaf, 1e-4, equal_nan=True)):
+                    raise StateError(WRITES.format(path))
+            for path, x, count, number in frozen:
+                if now.get(path) is not x or (_torch.writes(x), _torch.storage_number(x)) != (count, number):
                     raise StateError(WRITES.format(path))
             if self.trained:
                 results["outside"] = _outside(model, value)

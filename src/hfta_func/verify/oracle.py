@@ -243,7 +243,7 @@ class Trial:
         for name in filter(None, moved if again else ()):
             raise RandomnessError(
                 f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
-                f"draw by torch.rand, torch.randn and the like without a generator, which take the member's own key"
+                "draw by torch.randn and the like, which take the member's own key, or in the collate_fn of a DatasetLoader"
             )
         alone["attribute"] = {path: x for path, x in alone["attribute"].items() if path not in self._clocks}
         if dropped and not self._oracle.has_warned:
