@@ -58,7 +58,7 @@ class Running:
             if present is not None and value.shape[:1] == present.shape:
                 mask = present.view(-1, *[1] * (value.dim() - 1))
                 total, weight = torch.where(mask, total, 0), torch.where(present, weight, 0)
-            self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value))
+            self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value), copy=True)
             self.counts[name] = self.counts.get(name, 0) + weight
             self.dtypes[name] = _mean_in(value.dtype)
 
