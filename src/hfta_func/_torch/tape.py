@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,8 +104,14 @@ class Tape:
             if over[number]:
                 lines.append(f"    del {', '.join(f't{slot}' for slot in over[number])}")
         lines.append(f"    return [{', '.join(f't{slot}' for slot in self.outputs)}]")
-        exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
+        exec(_code("\n".join(lines)), names)
         return names["run"]
+
+
+@functools.lru_cache(256)
+def _code(source: str) -> Any:
+    """Compiled once for all steps of the same operators, such as those of the folds or trials of a study."""
+    return compile(source, "<replayed step>", "exec")
 
 
 class _Differs(Exception):

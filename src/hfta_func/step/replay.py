@@ -202,7 +202,7 @@ def kind_of(leaf: Tensor) -> tuple[Any, ...]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
+    return a is b or torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
 
 
 @dataclasses.dataclass(eq=False)
