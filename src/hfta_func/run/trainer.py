@@ -84,7 +84,7 @@ class LocalTrainer(Trainer):
             self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
         self._loader, state = run.loader, run.state
         is_indexed = isinstance(original(self.step), IndexedStep)
-        may_own = type(self.step) is TrainStep and not self.step.options.donate
+        may_overwrite = type(self.step) is TrainStep and not self.step.options.donate
         for batch in self._left:
             run.begin()
             present = None if dealt is None else dealt.present()
@@ -92,7 +92,7 @@ class LocalTrainer(Trainer):
             # A copy, because a step with donate=True writes the state.
             active = before.clone() if present is None else before & present
             # What a step of this segment has made, nobody else holds.
-            how = {"owned": True} if may_own and state is not run.state else {}
+            how = {"owned": True} if may_overwrite and state is not run.state else {}
             given = state if present is None else state._replace(active=active.clone())
             state, metrics = self.step(given, batch, **how)
             if present is not None:

@@ -202,7 +202,7 @@ def kind_of(leaf: Tensor) -> tuple[Any, ...]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
+    return a is b or torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -344,17 +344,3 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
             "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"
         )
     return None
-
-
-def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
-    """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
-    step = step.many.in_graph
-    with torch.no_grad():
-        # The first call learns what the model does.
-        step.eagerly(state, batch)
-
-        def at_once(state: TrainState, batch: Tree) -> Any:
-            return step.finish(state, *step.decide(state, batch), looks=False)
-
-        tape, result = recorded(at_once, state, batch, compiling=True)
-    return tape, optree.tree_structure(result)
