@@ -84,7 +84,7 @@ class LocalTrainer(Trainer):
             self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
         self._loader, state = run.loader, run.state
         is_indexed = isinstance(original(self.step), IndexedStep)
-        may_overwrite = type(self.step) is TrainStep and not self.step.options.donate
+        may_overwrite = isinstance(self.step, TrainStep) and not self.step.options.donate
         for batch in self._left:
             run.begin()
             present = None if dealt is None else dealt.present()
