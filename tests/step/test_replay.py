@@ -538,6 +538,55 @@ def test_updates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.status.startswith("replayed"), step.status
 
 
+def _square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _reporting(model: nn.Module, x: Tensor) -> Any:
+    return model(x).square().mean(), {"weight": model.weight, "mean": model.weight.mean()}
+
+
+OWNED: dict[str, tuple[Callable[[], Any], Any, bool]] = {
+    "sgd": (lambda: hfta.sgd(lr=[0.1, 0.2]), _square, True),
+    "adam": (lambda: hfta.adam(lr=[0.1, 0.2]), _square, True),
+    "a chain": (lambda: hfta.chain(hfta.clip_grad_norm([0.1, 1.0]), hfta.sgd(lr=0.1, momentum=0.9)), _square, True),
+    "not the last part": (lambda: hfta.chain(hfta.sgd(lr=0.1), hfta.add_decayed_weights(0.1)), _square, False),
+    "updates now and then": (lambda: hfta.accumulate(hfta.sgd(lr=0.1, momentum=0.9), 2), _square, False),
+    "a metric that is a parameter": (lambda: hfta.sgd(lr=[0.1, 0.2]), _reporting, False),
+}
+"""Optimizers, the loss, and whether the parameters of a state are overwritten that nobody else holds."""
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_what_nobody_else_holds_is_overwritten_and_nothing_else(name: str) -> None:
+    make, loss_fn, is_overwritten = OWNED[name]
+    batches = [torch.randn(M, 4, 3, dtype=torch.float64) for _ in range(6)]
+    step, plain = (
+        hfta.make_train_step(nn.Linear(3, 2, dtype=torch.float64), loss_fn, make(), replay=on) for on in (None, False)
+    )
+    start = _state(step, lambda: nn.Linear(3, 2, dtype=torch.float64))
+    seen = [(start, optree.tree_map(torch.clone, start))]
+    results = [
+        hfta.fit(
+            one, start, batches, epochs=3, progress=False,
+            callbacks=[lambda state, history: seen.append((state, optree.tree_map(torch.clone, state)))],
+        )
+        for one in (step, plain)
+    ]  # fmt: skip
+    assert step.status.startswith("replayed")
+    assert _equal(results[0].state, results[1].state)
+    assert all(_equal(a, b) for a, b in zip(*(result.history.epochs for result in results), strict=True))
+    assert len(seen) == 7 and all(_equal(state, copy) for state, copy in seen)
+    # A call that owns its state overwrites it, and any other leaves it as it is.
+    state = optree.tree_map(torch.clone, start)
+    for owned in (False, True):
+        after, reported = step(state, batches[0], owned=owned)
+        expected = plain(start, batches[0])
+        assert _equal((after, reported), expected)
+        assert (after.params["weight"].data_ptr() == state.params["weight"].data_ptr()) == (owned and is_overwritten)
+        assert _equal(state, start) != (owned and is_overwritten)
+
+
 class Counted:
     """Counts the calls of a function."""
 

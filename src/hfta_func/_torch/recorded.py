@@ -115,7 +115,7 @@ def mapped(func: Callable[[Any], Any], arguments: Any) -> Any:
 
 
 def slots_in(tree: Any) -> list[Slot]:
-    return [leaf for leaf in _tree.tree_leaves(tree) if isinstance(leaf, Slot)]
+    return [tree] if isinstance(tree, Slot) else [leaf for leaf in _tree.tree_leaves(tree) if isinstance(leaf, Slot)]
 
 
 def simplified(calls: Sequence[Call], outputs: Sequence[Slot], constants: Iterable[Slot]) -> list[Call]:

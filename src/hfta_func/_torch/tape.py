@@ -6,6 +6,7 @@ A library runs without the compiler's modules, too.
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import pathlib
 import warnings
@@ -113,8 +114,14 @@ class Tape:
             if over[number]:
                 lines.append(f"    del {', '.join(f't{slot}' for slot in over[number])}")
         lines.append(f"    return [{', '.join(f't{slot}' for slot in self.outputs)}]")
-        exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
+        exec(_code("\n".join(lines)), names)
         return names["run"]
+
+
+@functools.lru_cache(256)
+def _code(source: str) -> Any:
+    """Compiled once for all steps of the same operators, such as those of the folds or trials of a study."""
+    return compile(source, "<replayed step>", "exec")
 
 
 class _Differs(Exception):

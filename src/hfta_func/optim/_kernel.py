@@ -11,6 +11,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ _Columns = Sequence[Sequence[Tensor]]
 MAX_INLINE_LEAVES = 16
 """With more leaves, a compiled step calls the kernel as one operator instead of generating code for every leaf."""
 
+overwrites: ContextVar[bool] = ContextVar("overwrites", default=False)
+"""Whether the operator ``update`` may write new parameters and slots into the old ones, which nobody else holds then."""
+
 
 class Kernel:
     """The kernel of a rule ``rule(grad, param, k, *slots) -> change`` of one element that writes its slots."""
@@ -95,7 +99,7 @@ class Kernel:
             if donate and apply:
                 torch.ops.hfta_func.update_(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
                 return [*columns[1:]]
-            results = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
+            results = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source, apply)
             return [results[at : at + width] for at in range(0, len(results), width)]
         # The kernel reads memory.
         plain = all(type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous() for leaf in leaves[width:])
@@ -191,9 +195,12 @@ def _define() -> bool:
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
-    def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> list[Tensor]:
+    def outputs(leaves: list[Tensor], apply: bool) -> list[Tensor]:
+        return leaves if apply and overwrites.get() else [*map(torch.empty_like, leaves)]
+
+    def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str, apply: bool) -> Any:
         plain = [leaf.contiguous() for leaf in leaves]
-        outs = [*map(torch.empty_like, plain)]
+        outs = outputs(plain, apply)
         _run(outs, grads, plain, numbers, keep, _as_written(source))
         return outs
 
@@ -205,22 +212,23 @@ def _define() -> bool:
                 leaf.copy_(written)
         _note_writes(leaves)
 
-    def prepare(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> Any:
+    def prepare(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str, apply: bool) -> Any:
         if not all(leaf.is_contiguous() for leaf in (*grads, *leaves)):
             return None
         program, models = native.program(_as_written(source)), numbers.shape[1]
         sizes = [grad.numel() // models for grad in grads]
         assert program is not None
 
-        def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> list[Tensor]:
-            outs = [*map(torch.empty_like, leaves)]
+        def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, *_: Any) -> list[Tensor]:
+            outs = outputs(leaves, apply)
             program(sizes, models, [[*grads, *leaves, *outs], numbers, keep])
             return outs
 
         return update
 
     arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
-    define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake, prepare=prepare)
+    schema = f"update({arguments.format('')}, bool apply) -> Tensor[]"
+    define_operator(schema, {"CPU": update}, fake=fake, prepare=prepare)
     define_operator(f"update_({arguments.format('(a!)')}) -> ()", {"CPU": update_}, fake=lambda *args: None)
     return True
 

@@ -195,7 +195,7 @@ class Running:
                 total = total * (per_model(weight, total) if isinstance(weight, Tensor) else weight)
             if present is not None and value.shape[:1] == present.shape:
                 total, weight = where(present, total, total.new_zeros(())), torch.where(present, weight, 0)
-            self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value))
+            self.sums[name] = self.sums[name] + total if name in self.sums else total.to(summed_in(value), copy=True)
             self.counts[name] = self.counts.get(name, 0) + weight
             self.dtypes[name] = _mean_in(value.dtype)
 

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
-from hfta_func._torch import compile_ahead, load_ahead, may_change, stays
+from hfta_func._torch import Tape, compile_ahead, load_ahead, may_change, stays
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Schedule, Tree, recipe
 from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.step.replay import kind_of, only_computing, reached_by, recorded_whole
+from hfta_func.step.replay import kind_of, only_computing, reached_by, recorded
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import SETTINGS
@@ -139,6 +139,20 @@ def _machine() -> str:
         digest.update(source.read_bytes())
     facts = sys.version, torch.__version__, torch.version.git_version, platform.platform(), native.processor()
     return repr((digest.hexdigest(), native.compiler(), *facts))
+
+
+def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
+    """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
+    step = step.many.in_graph
+    with torch.no_grad():
+        # The first call learns what the model does.
+        step.eagerly(state, batch)
+
+        def at_once(state: TrainState, batch: Tree) -> Any:
+            return step.finish(state, *step.decide(state, batch), looks=False)
+
+        tape, result = recorded(at_once, state, batch, compiling=True)
+    return tape, optree.tree_structure(result)
 
 
 def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:

@@ -186,7 +186,7 @@ def _summed_up(step: Any, state: Any, batch: Any, kind: str, plain: list[float],
     """The profile of steps, by their seconds when they were not recorded and by the events when they were."""
     iterations = [span for events in sessions for span in iterations_of(events)[1:]]
     # As it runs eagerly: a record has no rules.
-    with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
+    with replaced(replay.Replay, "__call__", lambda replay, state, batch, *_: replay._step.eagerly(state, batch)):
         choices = _choice.explain(step, tree_map(torch.clone, state), batch)
     lowerings, reasons = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for choice in choices:

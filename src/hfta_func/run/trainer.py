@@ -21,6 +21,7 @@ from hfta_func.run.history import Metrics
 from hfta_func.step.batch import take_batch
 from hfta_func.step.indexed import IndexedStep
 from hfta_func.step.state import TrainState
+from hfta_func.step.train import TrainStep
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 END = sys.maxsize
@@ -83,13 +84,17 @@ class LocalTrainer(Trainer):
             self._left = iter(run.loader) if dealt is None else dealt.iterate(resting=True)
         self._loader, state = run.loader, run.state
         is_indexed = isinstance(original(self.step), IndexedStep)
+        may_overwrite = isinstance(self.step, TrainStep) and not self.step.options.donate
         for batch in self._left:
             run.begin()
             present = None if dealt is None else dealt.present()
             before = state.active
             # A copy, because a step with donate=True writes the state.
             active = before.clone() if present is None else before & present
-            state, metrics = self.step(state if present is None else state._replace(active=active.clone()), batch)
+            # What a step of this segment has made, nobody else holds.
+            how = {"owned": True} if may_overwrite and state is not run.state else {}
+            given = state if present is None else state._replace(active=active.clone())
+            state, metrics = self.step(given, batch, **how)
             if present is not None:
                 state = state._replace(active=torch.where(present, state.active, before))
             present = metrics["rows"] > 0 if is_indexed else present

@@ -158,7 +158,9 @@ class IndexedStep(TrainStep):
     def __reduce__(self) -> Any:
         return IndexedStep, self._made_from
 
-    def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
+    def __call__(
+        self, state: TrainState, batch: Tree = None, *, owned: bool = False
+    ) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member that has a row; raises a BatchError if an index is none of a member."""
         (rows, index, weights), count = _mixed(batch), len(state.keys)
         _check_index(index, count)
@@ -167,7 +169,7 @@ class IndexedStep(TrainStep):
         number = _sums(torch.ones_like(index), index, count)
         # A copy, because a step with donate=True writes the state.
         present, before = _sums(weights, index, count) > 0, state.active.clone()
-        after, metrics = super().__call__(state._replace(active=before & present), mixed)
+        after, metrics = super().__call__(state._replace(active=before & present), mixed, owned=owned)
         if "rows" in metrics:
             raise LossError("metric 'rows' hides what a step by_index reports; give it another name")
         numbers = {name: value for name, value in metrics.items() if value.is_floating_point()}

@@ -32,6 +32,7 @@ from hfta_func._types import Tree
 from hfta_func.calls.body import Mode
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.optim._base import is_of_package
+from hfta_func.optim._kernel import overwrites
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import is_plain
@@ -146,13 +147,16 @@ class Record:
                 writes = functools.partial(_written, step)
                 self._second, written = recorded(writes, state, decision, fixed=fixed)
                 self._result: Any = optree.tree_structure(written)
+                # A metric may be a parameter of the state.
+                others = state._replace(params={}), decision[0][1:], decision[1]
+                self._is_apart = _storages(state.params).isdisjoint(_storages(others))
                 result = written if not self._looks or leaves(decision)[self._keep].all() else None
         self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
         outputs, verdict = decision
         self.first_result: Any = result or step.finish(state, StepOutputs(*outputs), verdict)
 
-    def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any) -> Any:
-        """What the step returns."""
+    def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any, owned: bool) -> Any:
+        """What the step returns; what is trained of a state that is ``owned`` is overwritten where that is faster."""
         self.uses += 1
         trial = step.oracle(state.keys)
         decision = self._first(inputs)
@@ -161,7 +165,11 @@ class Record:
         if self._second is None or (self._looks and not decision[self._keep].all()):
             parts, verdict = self._decision.unflatten(decision)
             return step.finish(state, StepOutputs(*parts), verdict)
-        return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
+        token = overwrites.set(owned and self._is_apart)
+        try:
+            return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
+        finally:
+            overwrites.reset(token)
 
     def check(self, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
         """Compare what the step has decided with the record, which is used from then on, or says why not."""
@@ -184,13 +192,17 @@ def member_sizes(state: TrainState) -> list[Tensor]:
     return [leaf for path, leaf in state.buffers.items() if path.rpartition(".")[2] in (SIZE, PRESENT)]
 
 
+def _storages(tree: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves(tree)}
+
+
 def kind_of(leaf: Tensor) -> tuple[Any, ...]:
     """What a graph of operators rests on about a tensor."""
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
+    return a is b or torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,8 +250,8 @@ class Replay:
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
-    def __call__(self, state: TrainState, batch: Tree) -> Any:
-        """The next state and the metrics."""
+    def __call__(self, state: TrainState, batch: Tree, owned: bool = False) -> Any:
+        """The next state and the metrics; what is trained of a state that is ``owned`` may be overwritten."""
         if self.left is not None:
             self.left -= 1
         decided, self._decided = self._decided, ()
@@ -251,7 +263,7 @@ class Replay:
         record = next((one for one in shape.records if one.reads.holds()), None)
         if record is not None and record.is_checked:
             self._latest, self.status = shape, record.status
-            return record(inputs, state, batch, self._step)
+            return record(inputs, state, batch, self._step, owned)
         self.status = f"eager: {shape.why_not or 'a record has not paid yet'}"
         if not self._recording.acquire(blocking=False):
             return self._step.eagerly(state, batch)
@@ -332,17 +344,3 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
             "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"
         )
     return None
-
-
-def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
-    """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
-    step = step.many.in_graph
-    with torch.no_grad():
-        # The first call learns what the model does.
-        step.eagerly(state, batch)
-
-        def at_once(state: TrainState, batch: Tree) -> Any:
-            return step.finish(state, *step.decide(state, batch), looks=False)
-
-        tape, result = recorded(at_once, state, batch, compiling=True)
-    return tape, optree.tree_structure(result)

@@ -179,12 +179,19 @@ class TrainStep(Compiled):
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
 
-    def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
+    def __call__(
+        self, state: TrainState, batch: Tree = None, *, owned: bool = False
+    ) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
         Without a batch, a step with ``collect`` makes one iteration of its :attr:`loop` and reports means over its K steps.
 
         A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
         ``metrics["failure"]`` says why. Inactive members keep everything.
+
+        Args:
+            state: The state.
+            batch: The batch.
+            owned: Whether nobody else holds the trained parameters and the optimizer's state, which a replay then overwrites.
 
         Returns:
             The new state and the metrics, each ``[M, ...]``: ``loss``; ``finite``, whether loss and gradient are finite;
@@ -204,8 +211,9 @@ class TrainStep(Compiled):
         with torch.set_grad_enabled(inside_transform()):
             if self._searching is not None:
                 return self._searching(state, batch)
-            call = self.eagerly if self._replay is None or torch.compiler.is_compiling() else self._replay
-            return call(state, batch)
+            if self._replay is None or torch.compiler.is_compiling():
+                return self.eagerly(state, batch)
+            return self._replay(state, batch, owned)
 
     def eagerly(
         self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None

@@ -64,7 +64,8 @@ def close(a: Tensor, b: Tensor, eps: float, floor: float = 1e-3) -> bool:
         return bool(torch.equal(a, b))
     # A number of a member's own takes the precision of what it meets, alone it may raise that.
     share = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps, eps) ** 0.5
-    if bool(((a - b).abs() <= share * floor).all()):
+    # In a seventh of the time of ``all``; not if there is a NaN.
+    if not a.numel() or bool((a - b).abs().amax() <= share * floor):
         return True
     common = torch.promote_types(a.dtype, b.dtype)
     return bool(torch.allclose(a.to(common), b.to(common), share, share * max(_largest(b), floor), equal_nan=True))

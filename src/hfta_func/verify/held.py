@@ -56,8 +56,11 @@ class Held:
         """Hold a generator, or the one of a module."""
         self.generators.append((name, generator, _state(generator)))
 
-    def restore(self) -> str:
-        """Put everything back; returns the name of a generator that has drawn, empty if none has."""
+    def restore(self, now: Held | None = None) -> str:
+        """Put everything back; returns the name of a generator that has drawn, empty if none has.
+
+        The states of generators are those of ``now``, if it is given: reading them takes as long as a small step.
+        """
         undo((content, None, before) for content, before in self.contents if is_changed(content, before))
         for tensor, count, values in self.tensors:
             if values is not None and _is_written(tensor, count, values):
@@ -65,8 +68,10 @@ class Held:
         for holder, key, value in self.names:
             put(holder, key, value)
         moved = ""
-        for name, generator, state in self.generators:
-            if not _same(_state(generator), state):
+        states = (_state(generator) for _, generator, _ in self.generators)
+        states = states if now is None else (state for *_, state in now.generators)
+        for (name, generator, state), current in zip(self.generators, states, strict=True):
+            if not _same(current, state):
                 _state(generator, state)
                 moved = moved or name
         return moved

@@ -52,6 +52,8 @@ class Oracle:
         # What calls change in Python; all that functions hold, until the first call is compared.
         self.changing: Held | None = None
         self.has_warned = self.is_comparing = False
+        # Whether the model has generators of its own, once a member has run.
+        self.has_generators: bool | None = None
 
     def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
         """Count a call; what compares it, where it is compared.
@@ -134,7 +136,7 @@ class Trial:
             if x.data_ptr() in written:
                 raise StateError(f"a call writes '{path}', which all members share; leave its module in eval mode")
         after = self.before.again()
-        self.before.restore()
+        self.before.restore(after)
         left = self.before
         try:
             for member in _chosen(case) if members is None else members:
@@ -152,8 +154,8 @@ class Trial:
                 stacklevel=2,
             )
         finally:
-            # After an error, generators are as before the call.
-            left.restore()
+            # Members have left generators as they were before the call, as they are after an error.
+            left.restore(self.before)
             # The next call may be recorded, which asks nobody whether it is compared.
             self._oracle.is_comparing = False
 
@@ -216,11 +218,11 @@ class Trial:
 
         def start(model: Any) -> None:
             models.append(model)
-            # With generators of the model's own.
-            generators = Reached(model, device=case.keys.device).held.generators
-            held.append(
-                Held(generators=[x for x in generators if all(x[1] is not y[1] for y in self.before.generators)])
-            )
+            if self._oracle.has_generators is not False:
+                generators = Reached(model, device=case.keys.device).held.generators
+                generators = [x for x in generators if all(x[1] is not y[1] for y in self.before.generators)]
+                held.append(Held(generators=generators))
+                self._oracle.has_generators = bool(generators)
             if watch is not None:
                 watch(model)
 
