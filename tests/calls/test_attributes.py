@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.models.attributes import Snapshot, undo
 from hfta_func.step import replay
 
 LRS = [0.1, 0.05, 0.02]
@@ -376,28 +375,6 @@ def test_evaluation_may_cache_what_training_drops() -> None:
         evaluate(hfta.stack_params(members(CachesInputs, 3)), data[0])
 
 
-class CountsModes(Auxiliary):
-    """Attributes that each change of the mode changes, and of which the results are made."""
-
-    def __init__(self):
-        super().__init__()
-        self.modes, self.mask = [], torch.ones(2)
-
-    def train(self, mode=True):
-        self.modes.append(mode)
-        self.mask = torch.ones(2)
-        return super().train(mode)
-
-    def use(self, y):
-        return super().use(y) + len(self.modes) * self.mask
-
-
-def test_modes_that_are_set_meanwhile_carry_nothing() -> None:
-    models, (batch, *_) = members(CountsModes, 3), batches(3)
-    evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
-    assert evaluate(hfta.stack_params(models), batch)["loss_fn"].shape == (3,)
-
-
 def test_no_tensor_of_a_call_outlives_it() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
@@ -430,24 +407,3 @@ def test_noise_and_the_global_generator_stay_as_they_were() -> None:
         first = hfta.vmap(apply, randomness="different")(*hfta.stack_params(models), batches(3)[0][0])[0]
         results.append((first, torch.rand(2)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def test_every_kind_of_change_is_found_and_undone() -> None:
-    model = nn.Sequential(Nested(), nn.Dropout(0.5))
-    model.extra = (["a"], {1, 2})
-    before = copy.deepcopy(model)
-    attributes = Snapshot(model)
-    assert attributes.changed() == {}
-    model[0].memory["seen"].append(1)
-    model[1].p = 0.25
-    model.new = model.extra
-    model.extra[0].append("b")
-    model.extra[1].add(3)
-    model[1].eval()
-    del model[0].layer
-    changed = attributes.changed()
-    assert changed.keys() == {"0.memory", "1.p", "new", "extra", "1.training", "0.layer"}
-    undo(attributes.undoing(changed))
-    assert attributes.changed() == {} and repr(model) == repr(before)
-    assert model.extra == before.extra and not model[0].memory["seen"] and not hasattr(model, "new")
-    assert model[1].training

@@ -103,20 +103,6 @@ def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], options: dic
             torch.testing.assert_close(own, tensor, rtol=1e-10, atol=1e-12)
 
 
-def test_noise_is_that_of_arrays_of_one() -> None:
-    members, _, _ = array(by_if)
-    for member in members:
-        member.dropout.p = 0.5
-    step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=1e-2))
-    state = step.init(*hfta.stack_params(members), seeds=range(M))
-    batch = torch.randn(M, 12, 4, dtype=torch.float64)
-    with pytest.warns(hfta.errors.LoopWarning):
-        together = step(step(state, batch)[0], batch)[0]
-    for i in range(M):
-        alone = step(step(hfta.take(state, [i]), batch[[i]])[0], batch[[i]])[0]
-        torch.testing.assert_close(hfta.take(together.params, [i]), alone.params, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("value", [0.0, 2.0])
 def test_members_that_agree_stay_together(value: float) -> None:
     calls = []
@@ -178,20 +164,6 @@ def test_the_warning_names_the_line() -> None:
     where = f"the model (Branching), by_if ({__file__}:{line}) branches on"
     with pytest.warns(hfta.errors.LoopWarning, match=re.escape(where)):
         step(state, torch.randn(M, 12, 4, dtype=torch.float64) / 10 + torch.arange(M)[:, None, None] / 8)
-
-
-def test_gradients_of_a_step_whose_members_part() -> None:
-    _, step, state = array(by_if)
-    batch = torch.randn(M, 12, 4, dtype=torch.float64)
-
-    def total(lr: Tensor) -> Tensor:
-        return step(hfta.with_hyperparams(state, lr=lr), batch)[0].params["inner.weight"].square().sum((1, 2))
-
-    lr = torch.full((M,), 0.1, dtype=torch.float64)
-    with pytest.warns(hfta.errors.LoopWarning):
-        found = torch.func.grad(lambda lr: total(lr).sum())(lr)
-        slope = (total(lr + 1e-6) - total(lr - 1e-6)) / 2e-6
-    torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-6)
 
 
 def test_vmap_alone_refuses_members_that_disagree() -> None:

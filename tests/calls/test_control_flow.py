@@ -161,24 +161,6 @@ def test_wrapped_modules(way: str) -> None:
     assert_as_alone(Wrapped, rows(), way)
 
 
-def asks(model: Any, x: Tensor) -> Tensor:
-    return model.layer(x) * (2 if model.layer.weight.requires_grad else 3) * (5 if x.requires_grad else 7)
-
-
-def frozen() -> nn.Module:
-    model = Model(asks)
-    model.layer.weight.requires_grad = False
-    return model
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", ["together", "one by one", "in pairs", "evaluated"])
-@pytest.mark.parametrize("make", [lambda: Model(asks), frozen], ids=["trained", "frozen"])
-def test_parameters_require_grad_as_alone(make: Any, way: str, count: int) -> None:
-    assert_as_alone(make, rows(), way, count)
-
-
 REFUSED = {
     "sparse": (of_sparse, lambda x: x, "torch.compile does not support sparse Tensors"),
     "jagged": (of_jagged_constant, lambda x: x, "computes with a nested tensor"),

@@ -311,17 +311,6 @@ def test_training_is_that_of_a_loop():
         torch.testing.assert_close(result.state.params["weight"][member], weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("after", [2, 3, 7])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_goes_on_to_the_same_bits(after, num_workers, tmp_path):
-    options = {"resume": tmp_path / "run", "save_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        trained(after, loader(num_workers=num_workers), **options)
-    result, expected = trained(None, loader(), **options), trained()
-    assert same([result.state.params, result.history["loss"]], [expected.state.params, expected.history["loss"]])
-
-
 def test_inactive_members_are_not_loaded():
     class Counted(Noisy):
         def __getitem__(self, row):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import io
 import itertools
 import pickle
 from typing import Any
@@ -243,58 +242,6 @@ def test_torch_exports_it(name):
     assert_same(program.module()(inputs), whole(inputs))
     found = {str(node.target) for node in program.graph.nodes}
     assert "aten.copy_.default" not in found and not [name for name in found if "hfta" in name]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_onnx_runtime_runs_it():
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    whole = ensemble("cnn").float().eval()
-    program = torch.onnx.export(whole, (X[0].float(),), dynamo=True, verbose=False)
-    file = io.BytesIO()
-    program.save(file)
-    session = onnxruntime.InferenceSession(file.getvalue())
-    (found,) = session.run(None, {session.get_inputs()[0].name: X[1].float().numpy()})
-    members = [member.eval() for member in whole.members()]
-    torch.testing.assert_close(torch.tensor(found), loop(members, [X[1].float()] * M), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_it(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Regression(lightning.LightningModule):
-        def __init__(self, whole: hfta.Ensemble) -> None:
-            super().__init__()
-            self.whole = whole
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return (self.whole(batch[0]) - batch[1]).square().mean((1, 2)).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-    x = torch.randn(32, 4).double()
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.flip(1)), batch_size=8)
-    twin = ensemble()
-    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-2)
-    for _, (inputs, targets) in itertools.product(range(2), data):
-        optimizer.zero_grad()
-        (twin(inputs) - targets).square().mean((1, 2)).sum().backward()
-        optimizer.step()
-    module = Regression(ensemble())
-    options = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **options)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    held = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
-    assert_same({name.removeprefix("whole."): value for name, value in held.items()}, twin.state_dict())
 
 
 def test_predictions_are_those_of_the_members():
