@@ -257,38 +257,6 @@ def test_step_writes_nothing_of_the_callers(chunk_size):
     assert all(parameter.grad is None for model in (*models, template) for parameter in model.parameters())
 
 
-class InPlace(nn.Module):
-    """Writes its input, a frozen parameter, or a buffer."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
-        self.register_buffer("buffer", torch.randn(4))
-        self.what = what
-
-    def forward(self, x):
-        written = {"input": x, "frozen": self.frozen, "buffer": self.buffer}[self.what]
-        written.mul_(0.5)
-        return self.linear(x * self.frozen + self.buffer)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("what", ["input", "buffer"])
-def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_size):
-    step = hfta.make_train_step(
-        InPlace(what),
-        lambda model, batch: model(batch).square().mean(),
-        hfta.sgd(lr=[0.1, 0.2, 0.3]),
-        chunk_size=chunk_size,
-    )
-    state = step.init(*hfta.init_params(lambda: InPlace(what), [0, 1, 2]), seeds=[2, 0, 1])
-    batch = torch.randn(3, 8, 4)
-    before = leaves((state, batch))
-    step(state, batch)
-    assert equal((state, batch), before)
-
-
 @pytest.mark.parametrize("steps", [1, 20])
 def test_tied_and_frozen_parameters_train_as_in_a_loop(steps):
     models = [Tied().double() for _ in range(NUM_MODELS)]

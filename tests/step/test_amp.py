@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.rules._autocast import casting
 
 M, N = 3, 8
 NORMS = {
@@ -204,12 +203,3 @@ def test_numbers_out_of_range(knobs: dict[str, Any], message: str) -> None:
 def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _array(**options)
-
-
-def test_only_autocast_that_is_on_puts_its_kernels_in_front():
-    started = []
-    with casting(lambda *kernel: started.append(kernel), {}):
-        with torch.autocast("cpu", enabled=False):
-            assert not started
-        with torch.autocast("cpu", torch.bfloat16):
-            assert started

@@ -289,12 +289,6 @@ def test_failures_keep_their_numbers() -> None:
     }
 
 
-def test_numbers_that_the_loss_does_not_take_are_refused() -> None:
-    models, step, _ = _array()
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"smoothing.*third argument"):
-        step.init(*hfta.stack_params(models), seeds=SEEDS, hparams={"smoothing": 0.1})
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_loss_of_a_model_that_a_global_holds_is_refused(count: int) -> None:
     models = [nn.Linear(4, 1) for _ in range(count)]
