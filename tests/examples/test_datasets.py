@@ -3,19 +3,16 @@
 import functools
 import gzip
 import hashlib
-import http.server
 import io
 import json
-import re
 import tarfile
-import threading
 import zipfile
 
 import numpy
 import PIL.Image
 import pytest
 import torch
-from examples.common.data import augment, files, images, points, shapes, text
+from examples.common.data import files, images, points, shapes, text
 from examples.common.errors import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,68 +43,6 @@ def write_zip(path, content):
 # Downloads
 
 
-@pytest.fixture
-def server(tmp_path):
-    """A folder, and the address under which it is served; ``/cut`` breaks off, and ``/garbage`` is no answer."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(folder))
-
-        def log_message(self, *_):
-            pass
-
-        def do_GET(self):
-            if self.path == "/cut":
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhalf")
-            elif self.path == "/garbage":
-                self.wfile.write(b"garbage\r\n\r\n")
-            else:
-                super().do_GET()
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield folder, f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
-
-
-MD5 = f"md5:{hashlib.md5(b'good').hexdigest()}"
-
-
-def test_download_checks_and_keeps(server, tmp_path, capsys):
-    folder, address = server
-    (folder / "a.bin").write_bytes(b"good")
-    source = files.Source("a.bin", MD5, (f"{address}/missing", f"{address}/a.bin"))
-    path = files.obtain(source, tmp_path / "new" / "data")
-    assert path.read_bytes() == b"good" and [p.name for p in path.parent.iterdir()] == ["a.bin"]
-    assert f"downloading {address}/a.bin" in capsys.readouterr().out
-    assert files.obtain(source, tmp_path / "new" / "data") == path
-    assert not capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("places", "messages"),
-    [
-        (("{}/evil",), [rf"has md5:\w+ instead of {MD5}"]),
-        (("{}/a", "http://127.0.0.1:1/a", "nonsense"), ["404", "refused", "nonsense"]),
-        (("{}/cut",), ["/cut: IncompleteRead"]),
-        (("{}/garbage",), ["/garbage: garbage"]),
-    ],
-)
-def test_download_that_fails_tells_of_every_place_and_leaves_nothing(server, tmp_path, places, messages):
-    folder, address = server
-    (folder / "evil").write_bytes(b"evil")
-    source = files.Source("a", MD5, tuple(place.format(address) for place in places))
-    with pytest.raises(BadInput, match=r"could not download a \(http.*\); put it into") as error:
-        files.obtain(source, tmp_path / "data")
-    assert all(re.search(message, str(error.value)) for message in messages) and "\n" not in str(error.value)
-    assert not list((tmp_path / "data").iterdir())
-
-
 def test_without_a_published_checksum_nothing_is_downloaded(tmp_path):
     with pytest.raises(BadInput, match=r"there is no .*shapenetcore.*\.zip; get it from https://.* and put it there"):
         shapes.load("shapenet", tmp_path, 8)
@@ -125,28 +60,8 @@ def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
             files.cached(path, lambda: None)
 
 
-def fill_with(number):
-    def fill(out):
-        assert not out.any() or not isinstance(out, numpy.memmap)
-        out[:] = number
-
-    return fill
-
-
 def not_again(_):
     pytest.fail("made twice")
-
-
-def test_mapped_bytes_are_made_once_for_a_key(tmp_path):
-    first = files.mapped(tmp_path / "a-1", ["key", 1], (30, 2), fill_with(3))
-    other = files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), fill_with(4))
-    (path,) = tmp_path.glob("a-1.*")
-    for again in (first, files.mapped(tmp_path / "a-1", ["key", 1], (30, 2), not_again)):
-        assert again.dtype == torch.uint8 and torch.equal(again, torch.full((30, 2), 3, dtype=torch.uint8))
-    # The new key's file replaces the old key's, and no other; what is in use stays.
-    assert files.mapped(tmp_path / "a-1", ["key", 2], (4,), fill_with(5)).tolist() == [5] * 4
-    assert not path.exists() and len(list(tmp_path.iterdir())) == 2 and bool((first == 3).all())
-    assert torch.equal(files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), not_again), other)
 
 
 # Images
@@ -310,16 +225,6 @@ def test_wikitext2(tmp_path, monkeypatch):
     assert data.test[0].tolist() == [[number["the"], number["<unk>"]]] and data.test[1].tolist() == [[1 + 3, 2]]
 
 
-def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
-    path = tmp_path / "wikitext-2-v1.zip"
-    write_wikitext(path, monkeypatch, "a b c d e", "a b c")
-    assert len(text.load("wikitext2", tmp_path, 3).test[0]) == 1
-    with pytest.raises(
-        BadInput, match="--length 4 needs 5 tokens, but the test part of wikitext2 has 4; take a smaller"
-    ):
-        text.load("wikitext2", tmp_path, 4)
-
-
 # Clouds
 
 
@@ -354,22 +259,6 @@ def test_shapenet(tmp_path, monkeypatch, top):
         assert torch.equal(own[:, None].expand_as(same)[same], own[None].expand_as(same)[same])
     chairs = shapes.load("shapenet", tmp_path, 50, category="Chair")
     assert len(chairs.train[0]) == 2 and chairs.classes == 1 and int(chairs.train[2].max()) < chairs.parts
-
-
-def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
-    path = tmp_path / shapes.SHAPENET.file
-    write_shapenet(path, monkeypatch)
-    with pytest.raises(BadInput, match="--category Cat is none of ShapeNet's: Bag, Chair"):
-        shapes.load("shapenet", tmp_path, 8, category="Cat")
-    with pytest.raises(BadInput, match=r"v0\.zip: damaged.*list for test has no shape of Bag"):
-        shapes.load("shapenet", tmp_path, 8, category="Bag")
-    content = bytearray(path.read_bytes())
-    content[content.index(b"Chair")] ^= 1
-    path.write_bytes(content)
-    place(monkeypatch, shapes, "SHAPENET", path)
-    # Without a published checksum it is checked all the same.
-    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S"):
-        shapes.load("shapenet", tmp_path, 8)
 
 
 TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
@@ -416,22 +305,3 @@ def test_generated_clouds(tmp_path):
 
 
 # Augmentation
-
-
-def test_crop_flip_turn_and_jitter():
-    pictures = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
-    cropped = augment.random_crop(pictures, 2)
-    padded = torch.nn.functional.pad(pictures, [2] * 4)
-    windows = padded.unfold(2, 8, 1).unfold(3, 8, 1)
-    for i in range(6):
-        assert (windows[i].permute(1, 2, 0, 3, 4) == cropped[i]).flatten(2).all(-1).any()
-    assert not torch.equal(cropped, pictures) and cropped.dtype == torch.uint8
-    flipped = augment.random_flip(pictures)
-    either = [(flipped == other).flatten(1).all(1) for other in (pictures, pictures.flip(-1))]
-    assert bool((either[0] | either[1]).all()) and either[0].any() and either[1].any()
-    clouds = torch.randn(6, 3, 20)
-    turned = augment.random_turn(clouds)
-    torch.testing.assert_close(turned[:, 2], clouds[:, 2])
-    torch.testing.assert_close(turned.norm(dim=1), clouds.norm(dim=1))
-    assert not torch.allclose(turned, clouds)
-    assert 0.01 < (augment.jitter(clouds) - clouds).std() < 0.03
