@@ -330,27 +330,3 @@ def test_recurrent_networks(bench, capsys, tmp_path):
     assert "GRUCell, H 4, N 2, T 3: M 2" in capsys.readouterr().out
     table = bench("report").recurrent(json.loads(file.read_text()))
     assert "| eager / replayed / fit | M 2 |" in table and "| LSTM, H 4, N 2, T 3 |" in table
-
-
-@pytest.mark.soak
-def test_a_curve_goes_on_where_it_ended(bench, capsys, tmp_path, monkeypatch):
-    curve, file = bench("curve"), tmp_path / "curve.json"
-    order = [*"--workloads mlp --models 2 --rounds 2 --json".split(), str(file), "--ways", "serial"]
-    monkeypatch.setattr(curve, "MOST", 1)
-    assert curve.main([*order, "array in fit", "--budget", "0s"]) == 2 and not file.exists()
-    assert "2 cells are left" in capsys.readouterr().out
-    assert curve.main(order) == 0
-    serial = json.loads(file.read_text())["mlp"]["2"]["rows"]["serial"]
-    assert curve.main([*order, "array in fit"]) == 0
-    rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
-    array = rows["array in fit"]
-    # The loop was not measured again, and trained one model in the place of two.
-    assert rows["serial"] == serial and serial["trained"] == 1 and array["trained"] == 2
-    assert array["alike"] < 0.3 and 0 < array["first"] < array["hundredth"] and array["bytes"] > serial["bytes"] > 0
-    # Products and their gradients, of which the first layer has one; each weight is read and written by Adam.
-    roofline, weights = serial["roofline"], 64 * 64 + 64 * 64 + 64 * 10
-    assert roofline["flops"] == 2 * 32 * (3 * weights - 64 * 64) and roofline["bytes"] > 7 * 4 * weights
-    assert 0 < curve.roofline({"2": {"rows": rows}}) == roofline["seconds"]
-    tables = curve.tables(json.loads(file.read_text()))
-    assert tables.count("| MLP | 2 |") == 3 and "stock" not in tables and str(serial["commit"])[:8] in tables
-    curve.picture(json.loads(file.read_text())).savefig(tmp_path / "curve.png")

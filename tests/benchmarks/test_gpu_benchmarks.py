@@ -1,7 +1,6 @@
 """The measurement of a GPU within a budget, rehearsed on a CPU, and what comes of its rows."""
 
 import importlib
-import json
 import pathlib
 import re
 import shutil
@@ -111,45 +110,6 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     monkeypatch.setattr(stages, "measure", measure)
     rehearse(bench, tmp_path, "--stages", stage)
     assert lasting(bench, tmp_path) == expected
-
-
-def test_rows_are_read_back(bench, tmp_path, monkeypatch):
-    ledger = bench("gpu.ledger")
-    committed = tmp_path / "committed.jsonl"
-    about = {"machine": bench("_measure").machine()}
-    rows = [
-        {"stage": "updates", "key": "a", "code": "1", **about},
-        {"stage": "updates", "key": "b", "code": "1", **about, "late": True},
-        {"stage": "updates", "key": "c", "code": "1", "machine": GPU},
-        {"stage": "updates", "key": "d", "code": "0", **about},
-    ]
-    # The last line was cut off when time was up.
-    committed.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"stage": "upd')
-    one = ledger.Ledger(tmp_path / "new", (committed,))
-    assert one.others == ["NVIDIA H100"]
-    assert one.left("updates", "abcd", lambda key: (key, "1")) == ["c", "b", "d"]
-    one.add("updates", "c", "1", {})
-    one.add("updates", "e", "1", {"outcome": "failed"})
-    assert one.left("updates", "eabcd", lambda key: (key, "1")) == ["e", "b", "d"]
-    assert ledger.Ledger(tmp_path / "new", ()).state("updates", "c", "1") == "done"
-    committed.write_text("no row\n" + json.dumps(rows[0]) + "\n")
-    with pytest.raises(SystemExit, match=r"committed.jsonl:1 is no row of results; take the line out"):
-        ledger.read(committed)
-
-
-def test_rows_are_added_to_the_committed_ones(bench, tmp_path, monkeypatch):
-    stages, file = bench("gpu.stages"), tmp_path / "new.jsonl"
-    monkeypatch.setattr(stages, "COMMITTED", tmp_path / "gpu.jsonl")
-    row = {"stage": "busy", "key": "a", "machine": GPU, "busy": 0.1}
-    for value in (0.1, 0.2):
-        file.write_text(json.dumps({**row, "busy": value}) + "\n")
-        assert bench("gpu").main(["--add", str(file)]) == 0
-    assert [json.loads(line)["busy"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == [0.2]
-    file.write_text(json.dumps({**row, "quick": True}) + "\n")
-    with pytest.raises(SystemExit, match="rows of --quick"):
-        bench("gpu").main(["--add", str(file)])
-    with pytest.raises(SystemExit, match=r"nothing.jsonl does not exist"):
-        bench("gpu").main(["--add", str(tmp_path / "nothing.jsonl")])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import optree
 import pytest
 import torch
 from examples.bert.model import BERT
-from examples.common import fused, solo
-from examples.common.flags import AdamFlags, parse
+from examples.common import fused
+from examples.common.flags import parse
 from examples.dcgan import fused as gan
 from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 from examples.mobilenet.model import MobileNet
@@ -24,7 +24,6 @@ from examples.pointnet.model import PointNetClassifier
 from examples.resnet.model import ResNet18
 from examples.transformer.model import TransformerLM
 from matplotlib import pyplot
-from torch import nn
 
 import hfta_func as hfta
 from hfta_func.testing import assert_matches_solo
@@ -202,30 +201,6 @@ def test_dcgan_trains_as_an_ordinary_loop():
         torch.testing.assert_close(metrics["loss_g"][i], loss_g.detach(), rtol=1e-9, atol=0)
         for trained, expected in zip((both[i] for both in models[1]), (generator, discriminator), strict=True):
             torch.testing.assert_close(trained.state_dict(), expected.state_dict(), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["adam", "adadelta"])
-def test_both_ways_have_the_same_optimizer(name):
-    argv = (
-        "--lr 0.1 0.2 --beta1 0.9 0.5 --beta2 0.99 0.9 --weight-decay 0 0.1 --gamma 0.5 0.3 --step-size 1 2 --seeds 0 1"
-    )
-    (own,) = parse(AdamFlags, argv.split(), None)
-    optimizer = fused.OPTIMIZERS[name](own.flags.per_model(), 3)
-    params, grads = ({"w": torch.randn(2, 4, dtype=torch.float64)} for _ in range(2))
-    moved, state = params, optimizer.init(params)
-    for _ in range(4 * 3):
-        updates, state = optimizer.update(grads, state, moved)
-        moved = hfta.apply_updates(moved, updates)
-    for member in range(2):
-        model = nn.Linear(4, 1, bias=False).double()
-        model.weight.data.copy_(params["w"][member])
-        alone, schedule = solo.make_optimizer(name, model, own.flags.member(member))
-        model.weight.grad = grads["w"][member : member + 1].clone()
-        for _ in range(4):
-            for _ in range(3):
-                alone.step()
-            schedule.step()
-        torch.testing.assert_close(model.weight.data[0], moved["w"][member], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.exhaustive
