@@ -100,33 +100,15 @@ def train(
     return state, metrics["loss"]
 
 
-def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: float) -> Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for batch in data:
-        optimizer.zero_grad()
-        value = loss(model, tuple(x.clone() for x in batch))
-        value.backward()
-        optimizer.step()
-    return value.detach()
-
-
 @pytest.mark.filterwarnings("ignore:members run one after another.*is_grads_batched:hfta_func.errors.LoopWarning")
 @pytest.mark.sampled(every=9)
-@pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("count", "way"), [(1, "together"), (3, "together"), (3, "one by one"), (3, "in pairs")])
 @pytest.mark.parametrize("loss", [*LOSSES, casts_to_its_own_dtype])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None, shared: bool) -> None:
-    torch.manual_seed(5)
+def test_the_array_equals_the_loop(loss: Any, count: int, way: str, shared: bool) -> None:
     axes = (5, 4) if shared else (count, 5, 4)
-    data = [(torch.randn(axes).double(), torch.randn(axes).double()) for _ in range(3)]
-    batch_dims = None if shared else 0
-    state, losses = train(members(count), loss, data, chunk_size=chunk_size, batch_dims=batch_dims)
-    for member, model in enumerate(members(count)):
-        own = data if shared else [(first[member], second[member]) for first, second in data]
-        expected = alone(model, loss, own, LRS[member])
-        torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=1e-12)
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+    batch = torch.randn(axes).double(), torch.randn(axes).double()
+    assert_as_alone(lambda: critic().double(), batch, way, count, shared, loss_fn=loss)
 
 
 class Score(nn.Module):
