@@ -98,38 +98,6 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     assert json.loads(file.read_text())["mlp"]["2"]["rows"] == {}
 
 
-def test_a_row_names_the_code_that_was_measured(bench, tmp_path):
-    code = bench("_code")
-    source = 'def f(x):\n    """It adds."""\n    return f"{x + 1!r:>3}"\n'
-    same = '# About it.\ndef f(x):\n    """Adds."""\n\n    return f"{(x + 1)!r:>3}"\n'
-    assert code.digest([source]) == code.digest([same]) != code.digest([source.replace("1", "2")])
-    # The same under every version of Python.
-    assert code.digest([source]) == "43f40c7642c4e7ac"
-    assert code.code("serial") is None and not code.is_older("serial", {})
-    assert code.is_older("array", {}) and not code.is_older("array auto", {"code": code.code("array")})
-    # How its graph is made is part of a compiled one.
-    assert code.is_older("array compiled", {"code": code.code("array")})
-    assert all((code.PACKAGE / f"{name}.py").exists() for name in (*code.STEP, *code.COMPILED))
-    # What the step does not import, such as an optimizer that no workload uses, makes no row older.
-    found = {str(path.relative_to(code.PACKAGE)) for path in code.files("array")}
-    assert found >= {"_torch/dispatcher.py", "_kernels/noise.py", "optim/_leafwise.py", "rules/conv.py"}
-    assert not found & {"optim/_matrices.py", "run/fit.py", "__init__.py", "run/compiler.py"}
-
-    def git(*order):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)
-
-    assert code.commit(tmp_path) == {}
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.py").write_text("a = 1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    found = code.commit(tmp_path, ["src"])
-    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
-    (tmp_path / "src" / "a.py").write_text("a = 2")
-    assert code.commit(tmp_path, ["src"]) == {**found, "dirty": True}
-
-
 @pytest.mark.parametrize(
     ("command", "order", "says"),
     [
@@ -260,16 +228,6 @@ def test_a_process_that_fails_says_why(bench):
             one.ask("start")
     finally:
         one.close()
-
-
-def test_pages_that_do_not_show_the_results_are_named(bench, monkeypatch, capsys):
-    report = bench("report")
-    assert report.main(["--check"]) == 0
-    rows = capsys.readouterr().out
-    pages = report.pages()
-    monkeypatch.setattr(report, "pages", lambda: {**pages, report.PAGE: "something else"})
-    assert report.main(["--check"]) == 1
-    assert capsys.readouterr().out.removeprefix(rows).startswith("docs/benchmarks.md does not show the results")
 
 
 def test_the_documentation_shows_the_committed_results(bench):

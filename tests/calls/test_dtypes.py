@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import hfta_func as hfta
-from ways import loss
+from ways import assert_as_alone
 
 Func = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -32,15 +31,7 @@ class Applies(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", ["together", "evaluated"])
 @pytest.mark.parametrize("name", PROMOTED)
-def test_numbers_count_less_than_tensors_with_axes(name, count):
-    torch.manual_seed(0)
-    models, x = [Applies(PROMOTED[name]) for _ in range(count)], torch.randn(count, 5, 4, dtype=torch.float64)
-    stacked, expected = hfta.stack_params(models), loss(models[0], x[0].clone()).detach()
-    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
-    for metrics in (
-        hfta.make_eval_step(models[0], loss, batch_dims=0)(stacked, x),
-        step(step.init(*stacked, seeds=range(count)), x)[1],
-    ):
-        assert metrics["loss"].dtype == expected.dtype
-        torch.testing.assert_close(metrics["loss"][0], expected)
+def test_numbers_count_less_than_tensors_with_axes(name, way, count):
+    assert_as_alone(lambda: Applies(PROMOTED[name]), torch.randn(3, 5, 4, dtype=torch.float64), way, count)

@@ -1,6 +1,5 @@
 """The data of the examples: original formats, read from small archives made here, and what is embedded or generated."""
 
-import functools
 import gzip
 import hashlib
 import io
@@ -12,7 +11,7 @@ import numpy
 import PIL.Image
 import pytest
 import torch
-from examples.common.data import files, images, points, shapes, text
+from examples.common.data import images, shapes, text
 from examples.common.errors import BadInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,18 +45,6 @@ def write_zip(path, content):
 def test_without_a_published_checksum_nothing_is_downloaded(tmp_path):
     with pytest.raises(BadInput, match=r"there is no .*shapenetcore.*\.zip; get it from https://.* and put it there"):
         shapes.load("shapenet", tmp_path, 8)
-
-
-def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
-    path = tmp_path / "kept.pt"
-    made = (torch.arange(3), "name", 4)
-    assert files.cached(path, lambda: made) is made
-    again = files.cached(path, lambda: pytest.fail("made twice"))
-    assert torch.equal(again[0], made[0]) and again[1:] == made[1:]
-    for spoil in (lambda: torch.save(functools.partial(print, "code"), path), lambda: path.write_bytes(b"")):
-        spoil()
-        with pytest.raises(BadInput, match=r"kept\.pt: damaged: .*; remove it to make it again"):
-            files.cached(path, lambda: None)
 
 
 def not_again(_):
@@ -288,20 +275,6 @@ def test_modelnet40(tmp_path, monkeypatch):
     variance = clouds.var(-1)
     torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
     assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
-
-
-def test_generated_clouds(tmp_path):
-    data = shapes.load("surfaces", tmp_path, 128, 39)
-    clouds, classes, parts = data.train
-    assert data.classes == len(points.SURFACES) >= 10 and clouds.shape == (39, 3, 128)
-    assert torch.bincount(classes).tolist() == [3] * 13
-    torch.testing.assert_close(clouds.norm(dim=1).amax(-1), torch.ones(39))
-    torch.testing.assert_close(clouds.mean(-1), torch.zeros(39, 3), atol=1e-5, rtol=0)
-    # Every part belongs to one class.
-    pairs = {(int(label), int(part)) for label, own in zip(classes, parts, strict=True) for part in own}
-    assert len(pairs) == data.parts == len({part for _, part in pairs})
-    assert torch.equal(points.surfaces(128, 39, 39).train[0], clouds)
-    assert not torch.equal(data.test[0], clouds)
 
 
 # Augmentation

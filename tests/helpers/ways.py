@@ -49,7 +49,7 @@ def assert_as_alone(
     step: Any = hfta.make_train_step(
         models[0], loss_fn, hfta.sgd(lr=[0.1 + 0.1 * i for i in range(count)]), batch_dims=dims, **options
     )
-    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    state = step.init(*hfta.stack_params(models, share_frozen=options.get("share_frozen", False)), seeds=range(count))
     if way == "compiled":
         torch._dynamo.reset()
         step = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -76,20 +76,6 @@ def test_items_are_dealt_as_rows_of_tensors(deal):
     assert batches.state_dict() == rows.state_dict()
 
 
-@pytest.mark.parametrize("deal", ["shuffled", "rows", "bootstrap", "folds", "weights"])
-def test_a_member_s_batches_alone_are_those_in_the_array(deal):
-    # Only lists of one length give epochs of one length alone and in the array.
-    options = {"rows": [[0, 1, 2, 3], [5, 3], [9, 8, 7]], "batches_per_epoch": 2} if deal == "rows" else DEALS[deal]
-    array, epochs = loader(**options), 2
-    expected = [list(array.batches(epoch)) for epoch in range(epochs)]
-    for member, seed in enumerate(SEEDS):
-        # Which part of folds a member has depends on its place.
-        chosen = {**options, "rows": [options["rows"][member]]} if deal == "rows" else options
-        alone = array.take(member) if deal == "folds" else loader([seed], **chosen)
-        for epoch in range(epochs):
-            assert same(alone.batches(epoch), of_member(expected[epoch], member))
-
-
 def test_noise_belongs_to_member_epoch_and_item():
     shuffled, ordered, small = loader(), loader(shuffle=False), hfta.DatasetLoader(Noisy(), 3, seeds=SEEDS)
     epochs = [noise_by_row([*shuffled.batches(epoch)]) for epoch in range(2)]

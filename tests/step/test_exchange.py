@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
 
+pytestmark = pytest.mark.usefixtures("double")
 M = 3
 CASES = [case for case in OPTIMIZERS if getattr(torch.optim, case.theirs.__name__, None) is case.theirs]
 CASES += [
@@ -27,14 +28,6 @@ CASES.append(
         theirs=torch.optim.Muon, options={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
     )
 )
-
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    """torch.optim keeps some of its numbers in the default type."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Tree(nn.Module):
