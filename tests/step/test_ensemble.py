@@ -216,19 +216,6 @@ def test_what_it_is_made_of_is_never_written():
     assert all(map(torch.equal, before, [leaf for tree in stacked for leaf in tree.values()]))
 
 
-@pytest.mark.exhaustive
-def test_compiled_it_is_one_graph_for_each_mode():
-    torch._dynamo.reset()
-    whole, twin = ensemble(), ensemble()
-    graphs = []
-    compiled = torch.compile(whole, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    for mode in (True, False, True, False, True):
-        assert_same(compiled.train(mode)(X[0]), twin.train(mode)(X[0]))
-        assert_same(compiled(X, batch_dims=0), twin(X, batch_dims=0))
-    assert len(graphs) == 4
-    assert_same(whole.state_dict(), twin.state_dict())
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["cnn", "convolution"])
 def test_torch_exports_it(name):
