@@ -301,6 +301,14 @@ def test_a_gradient_whose_imaginary_part_is_not_finite() -> None:
     assert found.tolist() == [Failure.NONE, Failure.GRADIENT]
 
 
+def test_accumulated_means_in_float64() -> None:
+    optimizer, params = hfta.accumulate(hfta.sgd(lr=1.0), every=3), {"w": torch.zeros(1, 1, dtype=torch.float64)}
+    state = optimizer.init(params)
+    for value in (0.1, 0.2, 0.7):
+        updates, state = optimizer.update({"w": torch.full((1, 1), value, dtype=torch.float64)}, state, params)
+    torch.testing.assert_close(updates["w"], torch.full((1, 1), -1.0 / 3, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
 def test_plain_vmap_runs_beside_a_step() -> None:
     step = hfta.make_train_step(linear(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
     state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1])

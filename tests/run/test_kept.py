@@ -180,6 +180,22 @@ def test_names_differ_by_all_that_a_graph_rests_on() -> None:
     assert Reached(loss_fn, model=model).digest != Reached(loss_fn, model=make()).digest
 
 
+def test_numbers_in_the_state_are_no_part_of_a_recipe() -> None:
+    def digest(optimizer: Any) -> str:
+        return kept.recipe_digest(optimizer, arrayed(optimizer=optimizer)[1].opt_state)
+
+    def falling(rate: float, steps: int) -> Any:
+        return hfta.sgd(lr=hfta.schedules.step_lr(rate, steps))
+
+    assert digest(hfta.sgd(lr=0.1, momentum=0.5)) == digest(hfta.sgd(lr=[1.0, 2.0, 3.0], momentum=0.9))
+    assert digest(hfta.sgd(lr=0.1, momentum=0.5)) != digest(hfta.sgd(lr=0.1))
+    assert digest(hfta.sgd(lr=0.1, momentum=0.0)) != digest(hfta.sgd(lr=0.1, momentum=0.5))
+    assert digest(hfta.sgd(lr=0.1, maximize=False)) != digest(hfta.sgd(lr=0.1, maximize=True))
+    assert digest(falling(0.1, 3)) == digest(falling(0.2, 3))
+    assert digest(falling(0.1, 3)) != digest(hfta.sgd(lr=hfta.schedules.constant(0.1)))
+    assert digest(hfta.chain(hfta.ema(0.9), hfta.sgd(lr=0.1))) != digest(hfta.chain(hfta.sgd(lr=0.1), hfta.ema(0.9)))
+
+
 @pytest.mark.parametrize(
     ("outputs", "in_place"),
     [

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import hfta_func as hfta
+from clocks import press_ctrl_c
 from hfta_func import tune
 from hfta_func.workers import pool, process
 from kills import DRIVER, KILLS, check_kills, epochs_of, kill, once, pids
 from studies import SCHEDULERS, SPACE, STUDY, build, told
-from worker_arrays import arrayed, assert_same, loader
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
 
@@ -120,6 +121,37 @@ def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
         call = crew.submit(dict)
         number, answer = crew.wait(60)
         assert number == call and "its workers died 3 times in a row, last only OSError: the line is cut" in str(answer)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(
+    crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path
+) -> None:
+    def slow(model: Any, batch: Any) -> Any:
+        time.sleep(0.2)
+        return loss_fn(model, batch)
+
+    def many() -> hfta.ArrayLoader:
+        return hfta.ArrayLoader(data(120), 2, seeds=range(M))
+
+    seen: list[float] = []
+
+    def press() -> None:
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(0.01)
+        press_ctrl_c(1.0)
+
+    pressed = threading.Thread(target=press, daemon=True)
+    step, state = arrayed(loss=slow)
+    options: dict[str, Any] = {"epochs": 1, "progress": False, "resume": tmp_path / "run"}
+    pressed.start()
+    found = hfta.fit(step, state, many(), executor=crew, callbacks=[lambda *_: seen.append(1)], **options)
+    steps = {*found.state.step.tolist()}
+    assert found.history.interrupted and not seen
+    assert len(steps) == 1 and 0 < steps.pop() < 60, "all members have seen the same batches, and not the epoch"
+    quick, _ = arrayed()
+    again = hfta.fit(quick, state, many(), executor=crew, **options)
+    assert_same(again, hfta.fit(quick, state, many(), epochs=1, progress=False))
 
 
 def test_errors_and_failures_name_the_member(crew: hfta.workers.WorkerPool) -> None:
