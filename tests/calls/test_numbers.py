@@ -1,6 +1,7 @@
 """Members that differ in numbers of their modules: each is the run that its own model makes alone."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import assert_as_arrays_of_one, train_array
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = [3, 14, 15]
@@ -142,29 +144,11 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
     return (output * torch.linspace(0.5, 1.5, output.numel(), dtype=x.dtype).reshape(output.shape)).square().sum()
 
 
-def train(members, seeds, xs, compiled=False, **options):
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5), **options)
-    state = step.init(*hfta.stack_params(members), seeds=seeds)
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    metrics = {}
-    for x in xs:
-        state, metrics = step(state, x)
-    return state, metrics
+train = functools.partial(train_array, loss_fn)
 
 
 def assert_members_are_solo_runs(members, xs, **options):
-    state, metrics = train(members, SEEDS, xs, **options)
-    assert state.hparams
-    for i, member in enumerate(members):
-        alone, reported = train([member], SEEDS[i : i + 1], xs[:, i : i + 1])
-        assert not alone.hparams
-        torch.testing.assert_close(metrics["loss"][i : i + 1], reported["loss"], rtol=1e-10, atol=1e-10)
-        for path, leaf in (alone.params | alone.buffers).items():
-            own = (state.params | state.buffers)[path][i : i + 1]
-            torch.testing.assert_close(own, leaf, rtol=1e-10, atol=1e-10, msg=lambda text, path=path: f"{path}: {text}")
-    return state
+    assert_as_arrays_of_one(loss_fn, members, SEEDS, xs, 1e-10, **options)
 
 
 APART = {"elu", "group norm", "batch norm momentum", "clamp"}

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 
 from ways import assert_as_alone
 
@@ -12,19 +11,6 @@ def depthwise():
     """A depthwise convolution before a batch norm."""
     layers = nn.Conv1d(4, 4, 3, groups=4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1)
     return nn.Sequential(*layers)
-
-
-def parametrized():
-    first = parametrizations.spectral_norm(nn.Linear(24, 8))
-    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 1)))
-
-
-def pruned():
-    """Masks of each member's own."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 1))
-    prune.l1_unstructured(model[1], "weight", amount=0.3)
-    prune.custom_from_mask(model[3], "weight", torch.rand(1, 8) > 0.3)
-    return model
 
 
 class Attention(nn.Module):
@@ -38,7 +24,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
-@pytest.mark.parametrize("make", [depthwise, parametrized, pruned, Attention], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [depthwise, Attention], ids=lambda make: make.__name__)
 def test_a_compiled_step_is_the_loop(make, members):
     x = torch.randn(8, 4, 6, dtype=torch.float64)
     assert_as_alone(lambda: make().double(), x, "compiled", members, shared=True, tolerance=1e-9)

@@ -122,3 +122,36 @@ class InFloat64(TorchFunctionMode):
     @staticmethod
     def widened(value: Any) -> Any:
         return torch.float64 if value is torch.float32 else value
+
+
+def train_array(
+    loss_fn: Callable[..., Tensor],
+    members: list[nn.Module],
+    seeds: Any,
+    xs: Tensor,
+    compiled: bool = False,
+    **options: Any,
+) -> tuple[Any, dict[str, Tensor]]:
+    """The state after a step for each of ``xs [T, M, ...]``, and what the last one reports."""
+    step: Any = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5), **options)
+    state = step.init(*hfta.stack_params(members), seeds=seeds)
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for x in xs:
+        state, metrics = step(state, x)
+    return state, metrics
+
+
+def assert_as_arrays_of_one(
+    loss_fn: Callable[..., Tensor], members: list[nn.Module], seeds: Any, xs: Tensor, tolerance: float, **options: Any
+) -> None:
+    """Members with numbers of their own are what they are without others, where those are numbers of Python."""
+    state, metrics = train_array(loss_fn, members, seeds, xs, **options)
+    assert state.hparams
+    found = {**state.params, **state.buffers, "loss": metrics["loss"]}
+    for i, member in enumerate(members):
+        alone, reported = train_array(loss_fn, [member], seeds[i : i + 1], xs[:, i : i + 1])
+        assert not alone.hparams
+        expected = {**alone.params, **alone.buffers, "loss": reported["loss"]}
+        assert_trees_close({path: found[path][i : i + 1] for path in expected}, expected, tolerance, f"model {i}")
