@@ -18,22 +18,9 @@ from cases import FUNCTIONS
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOPICS = (
-    *(
-        "callbacks",
-        "calls",
-        "cluster",
-        "errors",
-        "es",
-        "files",
-        "integrations",
-        "models",
-        "optim",
-        "optim.extend",
-        "plot",
-    ),
-    *("random", "rl", "rules", "run", "schedules", "signals", "sklearn", "step", "testing", "tune"),
-    "workers",
-)
+    "callbacks calls cluster errors es files integrations models optim optim.extend plot random rl "
+    "rules run schedules signals sklearn step testing tune workers"
+).split()
 """The modules that users reach into; others hold what these export."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 

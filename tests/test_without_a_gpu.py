@@ -130,7 +130,7 @@ def test_what_cuda_runs_of_a_convolution_is_the_loop(case: RuleCase, expected: t
 
 PACKED = [case for case in RULE_CASES if "packed" in case.name]
 """PyTorch wants the lengths of packed sequences on the CPU, so what is made of them starts there."""
-WITHOUT_META_BACKWARD = ("fractional_max_pool3d", "multi_margin_loss", "multilabel_margin_loss")
+WITHOUT_META_BACKWARD = ("fractional_max_pool3d", "multi_margin_loss")
 """Operators of PyTorch whose gradients no fake tensor can take."""
 WAITING = ("embedding of bounded norm", "index_put by a mask, rows")
 """Cases that wait for a device if a member is alone, too: for rows without repetitions, or for how many a mask selects."""

@@ -1,4 +1,3 @@
-import copy
 import importlib
 import json
 import pathlib
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import hfta_func as hfta
-from hfta_func._kernels import native
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -98,38 +96,6 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
         file, "mlp", "2", {**sweep.settings(bench("workloads").Spec("mlp", "small", 2, 32)), "rows": {}}, replace=True
     )
     assert json.loads(file.read_text())["mlp"]["2"]["rows"] == {}
-
-
-def test_a_row_names_the_code_that_was_measured(bench, tmp_path):
-    code = bench("_code")
-    source = 'def f(x):\n    """It adds."""\n    return f"{x + 1!r:>3}"\n'
-    same = '# About it.\ndef f(x):\n    """Adds."""\n\n    return f"{(x + 1)!r:>3}"\n'
-    assert code.digest([source]) == code.digest([same]) != code.digest([source.replace("1", "2")])
-    # The same under every version of Python.
-    assert code.digest([source]) == "43f40c7642c4e7ac"
-    assert code.code("serial") is None and not code.is_older("serial", {})
-    assert code.is_older("array", {}) and not code.is_older("array auto", {"code": code.code("array")})
-    # How its graph is made is part of a compiled one.
-    assert code.is_older("array compiled", {"code": code.code("array")})
-    assert all((code.PACKAGE / f"{name}.py").exists() for name in (*code.STEP, *code.COMPILED))
-    # What the step does not import, such as an optimizer that no workload uses, makes no row older.
-    found = {str(path.relative_to(code.PACKAGE)) for path in code.files("array")}
-    assert found >= {"_torch/dispatcher.py", "_kernels/noise.py", "optim/_leafwise.py", "rules/conv.py"}
-    assert not found & {"optim/_matrices.py", "run/fit.py", "__init__.py", "run/compiler.py"}
-
-    def git(*order):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)
-
-    assert code.commit(tmp_path) == {}
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.py").write_text("a = 1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    found = code.commit(tmp_path, ["src"])
-    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
-    (tmp_path / "src" / "a.py").write_text("a = 2")
-    assert code.commit(tmp_path, ["src"]) == {**found, "dirty": True}
 
 
 @pytest.mark.parametrize(
@@ -264,90 +230,6 @@ def test_a_process_that_fails_says_why(bench):
         one.close()
 
 
-def _results(bench):
-    rows = {
-        "serial": {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": 100},
-        "array": {"seconds": [1, 2, 3], "ratio": 3.25, "alike": 0, "bytes": 104, "gpu": {"sm": 0.5}},
-        "array compiled": {"seconds": [1, 2, 3], "ratio": 0.5, "alike": 0, "bytes": 98, "first step": 20.4},
-        "stock vmap": {"difference": 2.0, "error": "losses differ"},
-        "stock vmap compiled": {"seconds": [1, 2, 3], "ratio": 9.0, "bytes": 98, "first step": 20.4},
-        "JAX": {"seconds": [1, 2, 3], "ratio": 2.0, "alike": 0, "bytes": None},
-    }
-    machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-22"}
-    about = {"machine": machine, "rounds": 9, "measured": 2.25, "commit": "0123456789abcdef", "dirty": False}
-    rows = {mode: {**row, **about, "code": bench("_code").code(mode)} for mode, row in rows.items()}
-    one = {"batch_size": 8, "loop": "fused", "rows": rows}
-    return {"cpu-small": {"resnet": {"2": one, "16": {**one, "rows": {**rows}, "largest": 70}}}}
-
-
-def _cells(line):
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_what_was_measured_with_other_code_is_marked(bench, monkeypatch):
-    report, results, dagger = bench("report"), _results(bench), bench("_tables").DAGGER
-    assert report.older(results) == [] and dagger not in report.tables(results)
-    results["cpu-small"]["mlp"] = {"2": copy.deepcopy(results["cpu-small"]["resnet"]["2"])}
-    results["cpu-small"]["mlp"]["2"]["rows"]["array"]["code"] = "another"
-    # The loop is of plain PyTorch alone; what has no ratio is shown nowhere.
-    for mode in ("serial", "stock vmap"):
-        del results["cpu-small"]["mlp"]["2"]["rows"][mode]["code"]
-    assert report.older(results) == ["cpu-small: mlp, M = 2: array"]
-    marked = []
-    for text in (report.tables(results), bench("readme").speed(results, every=True)):
-        assert text.count(f" {dagger} |") == 1 and "may have changed since" in " ".join(text.split())
-        marked.append(text)
-    for count in ("2", "16"):
-        results["cpu-small"]["resnet"][count]["rows"]["array"].pop("code", None)
-    # A page does not become wrong by a change of code, but by other results.
-    monkeypatch.setattr(bench("_code"), "is_older", lambda mode, row: False)
-    unmarked = bench("_tables").unmarked
-    for before, text in zip(marked, (report.tables(results), bench("readme").speed(results, every=True)), strict=True):
-        assert before != text and unmarked(before) == unmarked(text)
-    monkeypatch.undo()
-    # If all are, a sentence says it once.
-    for text in (report.tables(results), bench("readme").speed(results)):
-        assert dagger not in text and "may have changed since" in " ".join(text.split())
-
-
-def test_pages_that_do_not_show_the_results_are_named(bench, monkeypatch, capsys):
-    report = bench("report")
-    assert report.main(["--check"]) == 0
-    rows = capsys.readouterr().out
-    pages = report.pages()
-    monkeypatch.setattr(report, "pages", lambda: {**pages, report.PAGE: "something else"})
-    assert report.main(["--check"]) == 1
-    assert capsys.readouterr().out.removeprefix(rows).startswith("docs/benchmarks.md does not show the results")
-
-
-def test_time_to_some_steps(bench, capsys, tmp_path):
-    reach = bench("reach")
-    row = lambda first, each: {"first step": first, "seconds": [each, each, each], "ratio": 1.0, "alike": 0.0}  # noqa: E731
-    rows = {
-        "serial": row(0.5, 0.1),
-        "array": row(1.0, 0.05),
-        "array compiled": row(30.0, 0.01),
-        "dense": row(0.1, 0.01),
-    }
-    assert reach.seconds(rows["array compiled"], 50) == pytest.approx(30.49)
-    for other in ("array", "serial"):
-        step = reach.pays(rows, "array compiled", other)
-        ours, others = ([reach.seconds(rows[mode], k) for k in (step - 1, step)] for mode in ("array compiled", other))
-        assert ours[0] >= others[0] and ours[1] < others[1]
-    assert reach.pays(rows, "array", "array compiled") is None and reach.pays(rows, "dense", "array") == 1
-    # More modes count for more than more models.
-    fewer = {"batch_size": 4, "rows": {"serial": rows["serial"], "array": {"error": "losses differ"}}}
-    file, picture = tmp_path / "cpu-small.json", tmp_path / "reach.png"
-    file.write_text(json.dumps({"mlp": {"2": {"batch_size": 4, "rows": rows}, "16": fewer}}))
-    assert bench("__main__").main(["reach", "--results", str(file), "--picture", str(picture)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    title = ["MLP 64-64-64-10", f"2 {bench('report').TIMES} 4"]
-    assert _cells(lines[2]) == [*title, "50", "5.4 s", "**3.5 s**", "30 s", "727 / 329"]
-    assert _cells(lines[3]) == ["", "", "500", "50 s", "**26 s**", "35 s", ""]
-    assert _cells(lines[4]) == ["", "", "5,000", "500 s", "251 s", "**80 s**", ""]
-    assert picture.exists()
-
-
 def test_the_documentation_shows_the_committed_results(bench):
     report = bench("report")
     page = report.PAGE.read_text()
@@ -406,97 +288,3 @@ def test_recurrent_networks(bench, capsys, tmp_path):
     assert "GRUCell, H 4, N 2, T 3: M 2" in capsys.readouterr().out
     table = bench("report").recurrent(json.loads(file.read_text()))
     assert "| eager / replayed / fit | M 2 |" in table and "| LSTM, H 4, N 2, T 3 |" in table
-
-
-@pytest.mark.skipif(native.compiler() is None, reason="there is no compiler of C")
-@pytest.mark.parametrize(("inputs", "outputs", "width"), [(8, 16, 8), (16, 8, 5), (3, 32, 16)])
-def test_a_convolution_by_hand_and_its_gradients(bench, inputs, outputs, width):
-    kernels = bench("convolution_kernels")
-    x = torch.randn(3, 2, 6, width, inputs)
-    weight = torch.randn(3, 3, 3, inputs, outputs)
-    grad = torch.randn(3, 2, 6, width, outputs)
-    for member in range(3):
-        plain = x[member].double().permute(0, 3, 1, 2).requires_grad_()
-        filters = weight[member].double().permute(3, 2, 0, 1).requires_grad_()
-        expected = torch.conv2d(plain, filters, padding=1)
-        expected.backward(grad[member].double().permute(0, 3, 1, 2))
-        wanted = expected.permute(0, 2, 3, 1), filters.grad.permute(2, 3, 1, 0)
-        results = kernels.forward(x, weight)[member], kernels.weight_grad(x, grad)[member]
-        if inputs % 8 == 0:
-            wanted, results = (
-                (*wanted, plain.grad.permute(0, 2, 3, 1)),
-                (*results, kernels.input_grad(grad, weight)[member]),
-            )
-        for one, result in zip(wanted, results, strict=True):
-            torch.testing.assert_close(result.double(), one.detach(), rtol=1e-5, atol=1e-4)
-
-
-def test_the_kernel_in_triton_is_written_for_the_triton_that_is_installed(bench):
-    pytest.importorskip("triton")
-    assert bench("convolution_kernels").triton_kernel.arg_names[:3] == ["x", "weight", "y"]
-
-
-@pytest.mark.soak
-def test_a_curve_goes_on_where_it_ended(bench, capsys, tmp_path, monkeypatch):
-    curve, file = bench("curve"), tmp_path / "curve.json"
-    order = [*"--workloads mlp --models 2 --rounds 2 --json".split(), str(file), "--ways", "serial"]
-    monkeypatch.setattr(curve, "MOST", 1)
-    assert curve.main([*order, "array in fit", "--budget", "0s"]) == 2 and not file.exists()
-    assert "2 cells are left" in capsys.readouterr().out
-    assert curve.main(order) == 0
-    serial = json.loads(file.read_text())["mlp"]["2"]["rows"]["serial"]
-    assert curve.main([*order, "array in fit"]) == 0
-    rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
-    array = rows["array in fit"]
-    # The loop was not measured again, and trained one model in the place of two.
-    assert rows["serial"] == serial and serial["trained"] == 1 and array["trained"] == 2
-    assert array["alike"] < 0.3 and 0 < array["first"] < array["hundredth"] and array["bytes"] > serial["bytes"] > 0
-    # Products and their gradients, of which the first layer has one; each weight is read and written by Adam.
-    roofline, weights = serial["roofline"], 64 * 64 + 64 * 64 + 64 * 10
-    assert roofline["flops"] == 2 * 32 * (3 * weights - 64 * 64) and roofline["bytes"] > 7 * 4 * weights
-    assert 0 < curve.roofline({"2": {"rows": rows}}) == roofline["seconds"]
-    tables = curve.tables(json.loads(file.read_text()))
-    assert tables.count("| MLP | 2 |") == 3 and "stock" not in tables and str(serial["commit"])[:8] in tables
-    curve.picture(json.loads(file.read_text())).savefig(tmp_path / "curve.png")
-
-
-def test_all_results_are_measured_in_pieces(bench, capsys, tmp_path, monkeypatch):
-    everything, code = bench("everything"), bench("_code")
-    files = {piece.file for piece in everything.pieces()}
-    assert files >= {path.stem for path in bench("_measure").RESULTS.glob("*.json")} - {"all"}
-    stamp = {"cpu": "some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-11-30", "commit": "new", "dirty": False}
-    monkeypatch.setattr(code, "stamp", lambda: stamp)
-    ran = []
-
-    def run(command, cwd):
-        ran.append(command[3])
-        return subprocess.CompletedProcess(command, int(ran == ["ensembles", "executors", "tune"]))
-
-    monkeypatch.setattr(everything.subprocess, "run", run)
-    order = ["--results", str(tmp_path), "--only", "tune", "ensembles", "executors"]
-    assert everything.main([*order, "--plan"]) == 1 and not ran
-    # One takes longer than there is time.
-    assert everything.main([*order, "--budget", "4.5m"]) == 1 and ran == ["ensembles", "executors"]
-    assert everything.main(order) == 1 and ran[2:] == ["tune"]
-    assert "left: tune-cpu: tune: it ended with status 1" in capsys.readouterr().out
-    # Only what failed is left, then nothing, until there is another commit.
-    assert everything.main(order) == 0 and ran[3:] == ["tune"]
-    assert everything.main(order) == 0 and len(ran) == 4
-    stamp["commit"] = "newer"
-    assert everything.main(order) == 0 and len(ran) == 7
-
-
-def test_results_say_on_which_commit_each_row_was_measured(bench, capsys, tmp_path):
-    measure, everything, file = bench("_measure"), bench("everything"), tmp_path / "families-cpu.json"
-    old = {"cpu": "some CPU", "cores": 2, "torch": "2.13.0", "date": "2026-11-29"}
-    file.write_text(json.dumps({"machine": old, "families": {"a": {}, "b": {}}}))
-    new = {**old, "date": "2026-11-30", "commit": "0123456789abcdef", "dirty": False}
-    measure.add_to(file, "families", new, {"b": {"ratio": 2.0}})
-    found = json.loads(file.read_text())
-    assert found["stamps"] == {"a": old, "b": new} and found["families"] == {"a": {}, "b": {"ratio": 2.0}}
-    assert everything.others(tmp_path, new) == ["families-cpu.json: 1 of 2 rows are of other commits"]
-    said = bench("_tables").where([*found["stamps"].values()])
-    assert (
-        said == "some CPU, 2 cores, PyTorch 2.13.0, 2026-11-29 to 2026-11-30, at 01234567, and a commit not recorded."
-    )
-    assert [measure.budget_seconds(text) for text in ("5h", "90m", "30s", "20")] == [18000, 5400, 30, 20]

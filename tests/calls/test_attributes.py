@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
 import weakref
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.models.attributes import Snapshot, undo
 from hfta_func.step import replay
+from ways import WAYS, assert_as_alone
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -281,45 +282,21 @@ def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
 
 
 @pytest.mark.sampled(every=16)
-@pytest.mark.exhaustive(ids="True", unless="Auxiliary-3")
+@pytest.mark.exhaustive(ids="compiled", unless="Auxiliary-3")
 @pytest.mark.parametrize(
-    ("count", "chunk_size", "compiled"),
-    [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (1, None, True), (3, None, True)],
+    ("count", "way"),
+    [(1, "together"), (1, "compiled"), *((3, way) for way in WAYS[:4])],
 )
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_attributes_of_one_call_are_those_of_the_loop(
-    kind: type[Keeps], count: int, chunk_size: int | None, compiled: bool
-) -> None:
-    if compiled and kind is LeavesHooks:
+def test_attributes_of_one_call_are_those_of_the_loop(kind: type[Keeps], count: int, way: str) -> None:
+    if way == "compiled" and kind is LeavesHooks:
         pytest.skip("a compiled step refuses it: Dynamo does not trace the number that a hook gets")
-    if compiled and kind in (Counter, Annealed):
-        with pytest.raises(
-            Exception, match=r"each call of the model changes '0\..* make it a buffer, or leave the step"
-        ):
-            step, state = made(members(kind, count), compiled=True)
-            step(state, batches(count)[0])
-        return
-    models = members(kind, count)
-    template = copy.deepcopy(models[0])
-    step, state = made([template, *models[1:]], chunk_size, compiled)
-    data = batches(count)
-    for batch in data:
-        state, metrics = step(state, batch)
-    for member, model in enumerate(models):
-        optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
-        for batch in data:
-            optimizer.zero_grad()
-            loss = loss_fn(model, (batch[0][member], batch[1][member]))
-            loss.backward()
-            optimizer.step()
-        assert abs(metrics["loss"][member] - loss) < 1e-10
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
-    if kind in COUNTING and not compiled:
-        names = {name for name in ("calls", "samples", "beta") if hasattr(template[0], name)}
-        assert {name: getattr(template[0], name) for name in names} == {
-            name: getattr(models[0][0], name) for name in names
-        }
+    message = r"each call of the model changes '0\..* make it a buffer, or leave the step"
+    is_refused = way == "compiled" and kind in (Counter, Annealed)
+    with pytest.raises(Exception, match=message) if is_refused else contextlib.nullcontext():
+        assert_as_alone(
+            lambda: nn.Sequential(kind(), nn.Linear(2, 2)).double(), batches(3)[0], way, count, loss_fn=loss_fn
+        )
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -376,28 +353,6 @@ def test_evaluation_may_cache_what_training_drops() -> None:
         evaluate(hfta.stack_params(members(CachesInputs, 3)), data[0])
 
 
-class CountsModes(Auxiliary):
-    """Attributes that each change of the mode changes, and of which the results are made."""
-
-    def __init__(self):
-        super().__init__()
-        self.modes, self.mask = [], torch.ones(2)
-
-    def train(self, mode=True):
-        self.modes.append(mode)
-        self.mask = torch.ones(2)
-        return super().train(mode)
-
-    def use(self, y):
-        return super().use(y) + len(self.modes) * self.mask
-
-
-def test_modes_that_are_set_meanwhile_carry_nothing() -> None:
-    models, (batch, *_) = members(CountsModes, 3), batches(3)
-    evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
-    assert evaluate(hfta.stack_params(models), batch)["loss_fn"].shape == (3,)
-
-
 def test_no_tensor_of_a_call_outlives_it() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
@@ -430,24 +385,3 @@ def test_noise_and_the_global_generator_stay_as_they_were() -> None:
         first = hfta.vmap(apply, randomness="different")(*hfta.stack_params(models), batches(3)[0][0])[0]
         results.append((first, torch.rand(2)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def test_every_kind_of_change_is_found_and_undone() -> None:
-    model = nn.Sequential(Nested(), nn.Dropout(0.5))
-    model.extra = (["a"], {1, 2})
-    before = copy.deepcopy(model)
-    attributes = Snapshot(model)
-    assert attributes.changed() == {}
-    model[0].memory["seen"].append(1)
-    model[1].p = 0.25
-    model.new = model.extra
-    model.extra[0].append("b")
-    model.extra[1].add(3)
-    model[1].eval()
-    del model[0].layer
-    changed = attributes.changed()
-    assert changed.keys() == {"0.memory", "1.p", "new", "extra", "1.training", "0.layer"}
-    undo(attributes.undoing(changed))
-    assert attributes.changed() == {} and repr(model) == repr(before)
-    assert model.extra == before.extra and not model[0].memory["seen"] and not hasattr(model, "new")
-    assert model[1].training

@@ -60,15 +60,6 @@ def unused(model: nn.Module, batch: Batch) -> Tensor:
     return grad.square().sum() + outputs[1]
 
 
-def reads_requires_grad(model: nn.Module, batch: Batch) -> Tensor:
-    scores, weight = model(batch[0]), 1
-    with torch.no_grad():
-        constant = model(batch[0])
-    for bit, tensor in enumerate((scores, batch[0], constant, scores.detach(), model[-1].weight)):
-        weight += 2**bit * tensor.requires_grad
-    return weight * scores.square().mean()
-
-
 def casts_to_its_own_dtype(model: nn.Module, batch: Batch) -> Tensor:
     """An assignment that changes nothing, as losses of pytorch-metric-learning make it in each call."""
     weight = model[-1].weight
@@ -88,7 +79,7 @@ def many_at_once(model: nn.Module, batch: Batch) -> Tensor:
     return grads.square().sum() + jacobian.square().mean()
 
 
-LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, reads_requires_grad, many_at_once]
+LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, many_at_once]
 
 
 def members(count: int) -> list[nn.Module]:
@@ -109,33 +100,15 @@ def train(
     return state, metrics["loss"]
 
 
-def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: float) -> Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for batch in data:
-        optimizer.zero_grad()
-        value = loss(model, tuple(x.clone() for x in batch))
-        value.backward()
-        optimizer.step()
-    return value.detach()
-
-
 @pytest.mark.filterwarnings("ignore:members run one after another.*is_grads_batched:hfta_func.errors.LoopWarning")
 @pytest.mark.sampled(every=9)
-@pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("count", "way"), [(1, "together"), (3, "together"), (3, "one by one"), (3, "in pairs")])
 @pytest.mark.parametrize("loss", [*LOSSES, casts_to_its_own_dtype])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None, shared: bool) -> None:
-    torch.manual_seed(5)
+def test_the_array_equals_the_loop(loss: Any, count: int, way: str, shared: bool) -> None:
     axes = (5, 4) if shared else (count, 5, 4)
-    data = [(torch.randn(axes).double(), torch.randn(axes).double()) for _ in range(3)]
-    batch_dims = None if shared else 0
-    state, losses = train(members(count), loss, data, chunk_size=chunk_size, batch_dims=batch_dims)
-    for member, model in enumerate(members(count)):
-        own = data if shared else [(first[member], second[member]) for first, second in data]
-        expected = alone(model, loss, own, LRS[member])
-        torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=1e-12)
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+    batch = torch.randn(axes).double(), torch.randn(axes).double()
+    assert_as_alone(lambda: critic().double(), batch, way, count, shared, loss_fn=loss)
 
 
 class Score(nn.Module):
@@ -226,24 +199,3 @@ def test_compiled_it_is_refused_with_a_cure(loss: Any, count: int) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=rf"in {loss.__name__} \(.*asks autograd .* torch\.func\.grad\(func\)\(input\)"):
         torch.compile(step, fullgraph=True, backend="eager")(state, batch)
-
-
-@pytest.mark.exhaustive(ids="True")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_cure_works(compiled: bool) -> None:
-    def penalty(model: nn.Module, batch: Batch) -> Tensor:
-        grads = torch.func.grad(lambda x: model(x).sum())(batch[0])
-        return grads.square().sum(1).mean() + model(batch[1]).mean()
-
-    models = members(3)
-    step = hfta.make_train_step(models[0], penalty, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models), seeds=range(3))
-    batch = torch.randn(3, 5, 4).double(), torch.randn(3, 5, 4).double()
-    torch._dynamo.reset()
-    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-    _, metrics = run(state, batch)
-    for member, model in enumerate(models):
-        x = batch[0][member].clone().requires_grad_()
-        grads = torch.autograd.grad(model(x).sum(), x)[0]
-        expected = grads.square().sum(1).mean() + model(batch[1][member]).mean()
-        torch.testing.assert_close(metrics["loss"][member], expected.detach(), rtol=1e-10, atol=1e-12)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import assert_as_alone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,50 +72,22 @@ def array(
     return members, step, step.init(*hfta.stack_params(members), seeds=range(M), hparams=hparams)
 
 
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"checkpoint": ["inner"]}], ids=str)
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [("together", {}), ("in pairs", {}), ("together", {"checkpoint": ["inner"]}), ("evaluated", {})],
+    ids=str,
+)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], options: dict[str, Any]) -> None:
-    members, step, state = array(branch, **options)
-    batch = torch.randn(3, M, 12, 4, dtype=torch.float64)
-    evaluate = hfta.make_eval_step(members[0], loss_fn, batch_dims=0)
-    before, losses = batch.clone(), []
+def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], way: str, options: dict[str, Any]) -> None:
+    batch = torch.randn(M, 12, 4, dtype=torch.float64)
+    batch[::2, 0, 0] = 1
+    before = batch.clone()
     with pytest.warns(
         hfta.errors.LoopWarning, match="branches on the value of a tensor, and members with different values run"
     ):
-        for x in batch:
-            state, metrics = step(state, x)
-            losses.append(metrics["loss"])
-        losses.append(evaluate(state, batch[0])["loss_fn"])
+        assert_as_alone(lambda: Branching(branch).double(), batch, way, M, **options)
     assert torch.equal(batch, before)
-    for i, member in enumerate(members):
-        optimizer, expected = torch.optim.SGD(member.parameters(), lr=0.01 * (i + 1)), []
-        for x in batch[:, i]:
-            optimizer.zero_grad()
-            loss = loss_fn(member, x.clone())
-            loss.backward()
-            optimizer.step()
-            expected.append(loss.detach())
-        member.eval()
-        expected.append(loss_fn(member, batch[0, i].clone()).detach())
-        torch.testing.assert_close(torch.stack(losses)[:, i], torch.stack(expected), rtol=1e-10, atol=0)
-        for path, tensor in member.state_dict().items():
-            own = {**state.params, **state.buffers}[path][i]
-            torch.testing.assert_close(own, tensor, rtol=1e-10, atol=1e-12)
-
-
-def test_noise_is_that_of_arrays_of_one() -> None:
-    members, _, _ = array(by_if)
-    for member in members:
-        member.dropout.p = 0.5
-    step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=1e-2))
-    state = step.init(*hfta.stack_params(members), seeds=range(M))
-    batch = torch.randn(M, 12, 4, dtype=torch.float64)
-    with pytest.warns(hfta.errors.LoopWarning):
-        together = step(step(state, batch)[0], batch)[0]
-    for i in range(M):
-        alone = step(step(hfta.take(state, [i]), batch[[i]])[0], batch[[i]])[0]
-        torch.testing.assert_close(hfta.take(together.params, [i]), alone.params, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0])
@@ -178,20 +151,6 @@ def test_the_warning_names_the_line() -> None:
     where = f"the model (Branching), by_if ({__file__}:{line}) branches on"
     with pytest.warns(hfta.errors.LoopWarning, match=re.escape(where)):
         step(state, torch.randn(M, 12, 4, dtype=torch.float64) / 10 + torch.arange(M)[:, None, None] / 8)
-
-
-def test_gradients_of_a_step_whose_members_part() -> None:
-    _, step, state = array(by_if)
-    batch = torch.randn(M, 12, 4, dtype=torch.float64)
-
-    def total(lr: Tensor) -> Tensor:
-        return step(hfta.with_hyperparams(state, lr=lr), batch)[0].params["inner.weight"].square().sum((1, 2))
-
-    lr = torch.full((M,), 0.1, dtype=torch.float64)
-    with pytest.warns(hfta.errors.LoopWarning):
-        found = torch.func.grad(lambda lr: total(lr).sum())(lr)
-        slope = (total(lr + 1e-6) - total(lr - 1e-6)) / 2e-6
-    torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-6)
 
 
 def test_vmap_alone_refuses_members_that_disagree() -> None:

@@ -139,46 +139,6 @@ def of_sparse(model: Any, x: Tensor) -> Tensor:
     return model.out(torch.sparse.mm(model.adjacency, model.layer(x))) + (model.adjacency.to_dense() @ x)[:, :2]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
-def test_sparse_constants(way: str, count: int) -> None:
-    assert_as_alone(lambda: Model(of_sparse), rows(), way, count)
-
-
-class Wrapped(nn.Module):
-    """A model one of whose layers torch.compile has wrapped."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.compile(nn.BatchNorm1d(4), backend="eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh() * self.layer.weight.sum()
-
-
-@pytest.mark.parametrize("way", ["together", "one by one", "ensemble", "mapped"])
-def test_wrapped_modules(way: str) -> None:
-    assert_as_alone(Wrapped, rows(), way)
-
-
-def asks(model: Any, x: Tensor) -> Tensor:
-    return model.layer(x) * (2 if model.layer.weight.requires_grad else 3) * (5 if x.requires_grad else 7)
-
-
-def frozen() -> nn.Module:
-    model = Model(asks)
-    model.layer.weight.requires_grad = False
-    return model
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", ["together", "one by one", "in pairs", "evaluated"])
-@pytest.mark.parametrize("make", [lambda: Model(asks), frozen], ids=["trained", "frozen"])
-def test_parameters_require_grad_as_alone(make: Any, way: str, count: int) -> None:
-    assert_as_alone(make, rows(), way, count)
-
-
 REFUSED = {
     "sparse": (of_sparse, lambda x: x, "torch.compile does not support sparse Tensors"),
     "jagged": (of_jagged_constant, lambda x: x, "computes with a nested tensor"),

@@ -32,13 +32,6 @@ def zeros(linear, x):
     return out
 
 
-def total(linear, x):
-    total = torch.zeros(())
-    for row in x:
-        total += linear(row).mean()
-    return total
-
-
 def views(linear, x):
     out = torch.ones(5, 2, 4)
     out[:, 0].mul_(linear(x))
@@ -53,30 +46,6 @@ def by_out(linear, x):
     torch.add(linear(x).detach(), 1.0, out=out)
     torch.matmul(linear(x).detach(), torch.eye(4), out=other)
     return (out + other) * linear(x)
-
-
-def scattered(linear, x):
-    index = torch.arange(4).flip(0).expand(5, 4)
-    out = torch.zeros(5, 4).scatter_(1, index, linear(x))
-    out.scatter_add_(1, index, linear(x)).index_add_(0, torch.tensor([0, 2]), linear(x)[:2])
-    return out.index_copy_(1, torch.tensor([3]), linear(x)[:, :1]).index_put_((torch.tensor([1]),), linear(x)[0])
-
-
-def masked(linear, x):
-    y = linear(x)
-    out = torch.full_like(x[0], 0.5).repeat(5, 1)
-    out.masked_fill_(y > 0, 2.0)
-    out[y < -0.1] = 3.0
-    return out * y + torch.eye(5, 4).masked_scatter_(torch.ones(5, 4, dtype=torch.bool), y)
-
-
-def alike(linear, x):
-    y = linear(x)
-    out = torch.zeros_like(x[0]) + torch.zeros_like(y[0])
-    other = x.new_zeros(4).add_(y[0])
-    third = torch.ones_like(x, memory_format=torch.preserve_format)
-    third[1].copy_(y[1])
-    return third + (out + other).mul_(y.sum(0)) + torch.as_tensor([1.0, 2.0, 3.0, 4.0]).mul_(y[2])
 
 
 def whole_numbers(linear, x):
@@ -135,14 +104,6 @@ def differentiated(linear, x):
     return torch.stack([torch.func.grad(energy)(row) for row in x])
 
 
-def kept(linear, x):
-    # A model that changes an attribute is called with one member's tensors, too.
-    linear.kept = linear(x)
-    out = torch.zeros(4)
-    out += linear.kept.mean(0)
-    return out
-
-
 @torch.library.custom_op("hfta_test_made::add_squares", mutates_args={"out"})
 def add_squares(x: Tensor, out: Tensor) -> None:
     out.add_(x * x)
@@ -174,8 +135,8 @@ def recomputed(linear, x):
 
 
 CASES = [
-    zeros, total, views, by_out, scattered, masked, alike, whole_numbers,
-    complex_numbers, in_a_function_of_torch, with_gradient, inner, kept, differentiated,
+    zeros, views, by_out, whole_numbers,
+    complex_numbers, in_a_function_of_torch, with_gradient, inner, differentiated,
     by_operators, running_statistics, recomputed,
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hfta_func as hfta
+from ways import assert_as_alone, assert_as_arrays_of_one, loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = [0.1, 0.3, 0.7]
@@ -52,31 +53,13 @@ KINDS = {
 }
 
 
-def run(members, xs, compiled=False, **options):
-    seeds = [round(member.number * 10) for member in members]
-    step = hfta.make_train_step(members[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), **options)
-    state, metrics = step.init(*hfta.stack_params(members), seeds=seeds), {}
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for x in xs:
-        state, metrics = step(state, x)
-    return state, metrics
-
-
 def assert_members_are_solo_runs(func, **options):
     members = []
     for seed, number in enumerate(NUMBERS):
         torch.manual_seed(seed)
         members.append(Meets(func, number))
     xs = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-    state, metrics = run(members, xs, **options)
-    for i, member in enumerate(members):
-        alone, own = run([member], xs[:, i : i + 1])
-        expected = {**alone.params, **alone.buffers, "loss": own["loss"]}
-        for path, leaf in expected.items():
-            found = {**state.params, **state.buffers, "loss": metrics["loss"]}[path][i : i + 1]
-            torch.testing.assert_close(found, leaf, rtol=1e-5, atol=1e-5, msg=lambda text, path=path: f"{path}: {text}")
+    assert_as_arrays_of_one(loss, members, [1, 3, 7], xs, 1e-5, **options)
 
 
 @pytest.mark.sampled(every=3)
@@ -143,3 +126,28 @@ def test_the_member_of_a_rate_that_goes_out_of_range_fails(layer, bad):
     )
     _, metrics = step(hfta.with_hyperparams(state, **{"1.p": [1.0, bad]}), torch.ones(2, 3, 4))
     assert metrics["finite"].tolist() == [True, False]
+
+
+PROMOTED = {
+    "where of whole numbers": lambda fc, x: fc(x) * torch.where(x > 0, torch.arange(4), torch.tensor(2.5)),
+    "where as a method": lambda fc, x: fc(x).float().where(x > 0, other=torch.tensor(2.0, dtype=torch.float64)),
+}
+
+
+class Applies(nn.Module):
+    """A function of a linear layer."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.fc = nn.Linear(4, 4, dtype=torch.float64)
+        self.func = func
+
+    def forward(self, x):
+        return self.func(self.fc, x)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", ["together", "evaluated"])
+@pytest.mark.parametrize("name", PROMOTED)
+def test_numbers_count_less_than_tensors_with_axes(name, way, count):
+    assert_as_alone(lambda: Applies(PROMOTED[name]), torch.randn(3, 5, 4, dtype=torch.float64), way, count)

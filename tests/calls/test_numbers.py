@@ -1,6 +1,7 @@
 """Members that differ in numbers of their modules: each is the run that its own model makes alone."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import assert_as_arrays_of_one, train_array
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = [3, 14, 15]
@@ -142,29 +144,11 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
     return (output * torch.linspace(0.5, 1.5, output.numel(), dtype=x.dtype).reshape(output.shape)).square().sum()
 
 
-def train(members, seeds, xs, compiled=False, **options):
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5), **options)
-    state = step.init(*hfta.stack_params(members), seeds=seeds)
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    metrics = {}
-    for x in xs:
-        state, metrics = step(state, x)
-    return state, metrics
+train = functools.partial(train_array, loss_fn)
 
 
 def assert_members_are_solo_runs(members, xs, **options):
-    state, metrics = train(members, SEEDS, xs, **options)
-    assert state.hparams
-    for i, member in enumerate(members):
-        alone, reported = train([member], SEEDS[i : i + 1], xs[:, i : i + 1])
-        assert not alone.hparams
-        torch.testing.assert_close(metrics["loss"][i : i + 1], reported["loss"], rtol=1e-10, atol=1e-10)
-        for path, leaf in (alone.params | alone.buffers).items():
-            own = (state.params | state.buffers)[path][i : i + 1]
-            torch.testing.assert_close(own, leaf, rtol=1e-10, atol=1e-10, msg=lambda text, path=path: f"{path}: {text}")
-    return state
+    assert_as_arrays_of_one(loss_fn, members, SEEDS, xs, 1e-10, **options)
 
 
 APART = {"elu", "group norm", "batch norm momentum", "clamp"}
@@ -496,11 +480,6 @@ def test_a_number_that_must_be_one_of_pythons_fails_loudly(read):
         step_of(REFUSED[read], (1.0, 2.0))
 
 
-def test_an_error_that_has_nothing_to_do_with_numbers_is_told_as_alone():
-    with pytest.raises(TypeError, match="object of type 'int' has no len"):
-        step_of(lambda module, x: len(3) * module.number, (1.0, 2.0))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", [anneals, anneals_in_place])
 def test_a_model_that_changes_its_number_is_refused(change, compiled):
@@ -552,22 +531,6 @@ def test_one_name_for_several_paths():
     for wrong in ([0.1, 0.2], 0.1, "abc"):
         with pytest.raises(hfta.errors.HyperparameterError, match="for 3 models; give one value per model, or bind it"):
             hfta.init_params(make, SEEDS, p=wrong)
-
-
-def test_names_that_are_none_are_refused():
-    members = three()
-    params, buffers = hfta.stack_params(members)
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.1))
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=r"'3.p' is no number of the model, and the loss takes only"
-    ):
-        step.init(params, buffers, seeds=SEEDS, hparams={"3.p": 0.1, "2.p": 0.5})
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"2.p"):
-        step.init(params, buffers, seeds=SEEDS, hparams={"2.p": [0.1, 0.2]})
-    with pytest.raises(hfta.errors.StateError, match=r"'3.p' is in the array but not in the model"):
-        step.init(params, buffers | {"3.p": buffers["2.p"]}, seeds=SEEDS)
-    with pytest.raises(hfta.errors.StateError, match=r"no parameter or buffer '3.p'"):
-        hfta.functional(members[0])(params, buffers | {"3.p": buffers["2.p"]}, torch.ones(2, 4))
 
 
 def test_members_may_branch_on_them_in_groups():

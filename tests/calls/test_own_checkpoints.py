@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import hfta_func as hfta
-from hfta_func import _torch
 
 SEEDS = [11, 7, 1002]
 
@@ -199,16 +197,3 @@ def test_outside_of_arrays_it_is_pytorchs_own(reentrant: bool) -> None:
     torch.testing.assert_close(x.grad, (x * weight).cos() * weight)
     compiled = torch.compile(lambda x: checkpoint(torch.sin, x, use_reentrant=False), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), x.sin())
-
-
-@pytest.mark.exhaustive
-def test_the_compiler_traces_as_before_afterwards() -> None:
-    variables = importlib.import_module("torch._dynamo.variables.higher_order_ops")
-    before = variables.CheckpointHigherOrderVariable.call_function
-    handler = importlib.import_module("torch._dynamo.callback").callback_handler
-    registered = list(handler.end_callbacks)
-    run(OfAModule, checkpoint, 3, compiled=True)
-    assert variables.CheckpointHigherOrderVariable.call_function is before
-    assert not torch._dynamo.config.allow_rnn
-    assert handler.end_callbacks == registered
-    assert checkpoint.__wrapped__ is _torch.checkpoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import hfta_func as hfta
-
-LRS = [0.1, 0.05, 0.02]
+from ways import assert_as_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm. is deprecated")
 
@@ -70,42 +68,17 @@ def members(name: str, count: int) -> list[nn.Module]:
     return made
 
 
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(7)
-    return [(torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()) for _ in range(3)]
-
-
-def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> hfta.step.TrainState:
-    step: Any = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size)
-    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
-    torch._dynamo.reset()
-    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-    for batch in batches(len(models)):
-        state, _ = step(state, batch)
-    return state
-
-
 @pytest.mark.sampled(every=8)
-@pytest.mark.exhaustive(ids="-True$", unless="^spectral norm-")
+@pytest.mark.exhaustive(ids="compiled", unless="^spectral norm-")
 @pytest.mark.parametrize(
-    ("count", "chunk_size", "compiled"),
-    [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (3, None, True)],
+    ("count", "way"), [(1, "together"), *((3, way) for way in ("together", "one by one", "in pairs", "compiled"))]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_they_train_as_alone(name: str, count: int, chunk_size: int | None, compiled: bool) -> None:
-    if compiled and name == "recurrent":
+def test_they_train_as_alone(name: str, count: int, way: str) -> None:
+    if way == "compiled" and name == "recurrent":
         pytest.skip("the compiler asks recurrent layers for the memory of their weights")
-    state = run(members(name, count), chunk_size, compiled)
-    for member, model in enumerate(members(name, count)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
-        for batch in batches(count):
-            optimizer.zero_grad()
-            loss_fn(model, (batch[0][member], batch[1][member])).backward()
-            optimizer.step()
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
-        for path, buffer in model.named_buffers():
-            torch.testing.assert_close(state.buffers[path][member], buffer, rtol=1e-10, atol=1e-12)
+    batch = torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()
+    assert_as_alone(lambda: MODELS[name]().double(), batch, way, count, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,7 +100,9 @@ def test_members_taken_out_compute_their_own_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["spectral norm, called", "weight norm, called", "pruning"])
 def test_members_go_to_files_and_come_from_them(name: str, tmp_path: pathlib.Path) -> None:
     models = members(name, 3)
-    state = run(models)
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    state, _ = step(state, (torch.randn(3, 5, 4).double(), torch.randn(3, 5, 2).double()))
     hfta.save(state, tmp_path / "state.safetensors")
     loaded = hfta.load(tmp_path / "state.safetensors", like=state)
     member = hfta.export_model(models[0], loaded, 1)
@@ -149,15 +124,9 @@ class LargestNorm(nn.Module):
 
 
 def test_a_parametrization_with_a_largest_norm() -> None:
-    models = [nn.Linear(4, 2).double() for _ in range(3)]
-    for model in models:
+    def make() -> nn.Module:
+        model = nn.Linear(4, 2).double()
         torch.nn.utils.parametrize.register_parametrization(model, "weight", LargestNorm())
-    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
-    x = torch.randn(3, 5, 4).double()
-    state, metrics = step(step.init(*hfta.stack_params(models), seeds=range(3)), x)
-    for member, model in enumerate(models):
-        loss = model(x[member]).square().mean()
-        loss.backward()
-        assert abs(metrics["loss"][member] - loss) < 1e-12
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach() - 0.1 * param.grad)
+        return model
+
+    assert_as_alone(make, torch.randn(3, 5, 4).double(), "together")

@@ -255,25 +255,6 @@ def test_metric():
         evaluate(state, torch.randn(3, 8, 4))
 
 
-class Named(nn.Linear):
-    def forward(self, x):
-        return {"logits": super().forward(x)}
-
-
-def test_predictions_are_one_tensor():
-    models, x = [Named(4, 2) for _ in range(3)], torch.randn(8, 4)
-    for call in (
-        lambda: hfta.predict(models[0], hfta.stack_params(models), x),
-        lambda: hfta.Ensemble.from_modules(models).predict(x),
-    ):
-        with refused(
-            hfta.errors.BatchError,
-            "the model returns a dict, and predictions are of one tensor [N, ...]",
-            "an Ensemble",
-        ):
-            call()
-
-
 def test_nothing_to_train():
     with refused(hfta.errors.LossError, "no parameter of the model requires grad", "nothing to train"):
         hfta.make_train_step(nn.Linear(4, 2).requires_grad_(False), square, hfta.sgd())

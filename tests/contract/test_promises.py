@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from cases import FUNCTIONS
 from hfta_func.step.commit import Failure, diagnose
+from ways import assert_as_alone
 
 M, N, FEATURES = 3, 4, 3
 
@@ -107,19 +108,15 @@ PROMISES = [
 ]
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("way", ["together", "one by one"])
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
-def test_hooks_of_the_backward_pass_are_called_for_each_member(chunk_size: int | None) -> None:
-    models = [nn.Sequential(linear(), nn.Linear(2, 2)).double() for _ in range(M)]
-    for model in models:
+def test_hooks_of_the_backward_pass_are_called_for_each_member(way: str) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(linear(), nn.Linear(2, 2)).double()
         model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] / grads[0].norm(),))
-    step = hfta.make_train_step(models[0], squares, hfta.sgd(lr=0.1), chunk_size=chunk_size)
-    state = step.init(*hfta.stack_params(models), seeds=range(M))
-    batch = torch.randn(M, N, FEATURES).double(), torch.randn(M, N, 2).double()
-    state, _ = step(state, batch)
-    for i, model in enumerate(models):
-        squares(model, (batch[0][i], batch[1][i])).backward()
-        torch.testing.assert_close(state.params["0.weight"][i], model[0].weight - 0.1 * model[0].weight.grad)
+        return model
+
+    assert_as_alone(build, torch.randn(M, N, FEATURES).double(), way)
 
 
 PLACES = {"array": {}, "one by one": {"chunk_size": 1}, "in pairs": {"chunk_size": 2}}

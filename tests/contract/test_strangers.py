@@ -19,7 +19,6 @@ import hfta_func.rules as rules
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase
 from hfta_func import tune
 from hfta_func.optim.extend import Hyperparams, leafwise
-from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.testing import assert_callback, assert_executor, assert_optimizer, assert_rule, assert_scheduler
 from strangers import callback, executor, optimizer, rule, scheduler
@@ -371,13 +370,3 @@ def test_rules_from_outside_are_those_of_worker_processes_too() -> None:
     with hfta.workers.WorkerPool(1) as pool:
         call = pool.submit(marks)
         assert pool.wait(120) == (call, OUTSIDE) and "strangers::shifted" in OUTSIDE
-
-
-def test_a_rule_of_an_operator_that_a_process_lacks_only_marks_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OUTSIDE, "strangers::elsewhere", "")
-    del OUTSIDE["strangers::elsewhere"]
-    sent = outside_rules()["strangers::shifted"]
-    adopt({"strangers::elsewhere": ("a digest", *sent[1:]), "strangers::shifted": sent})
-    assert OUTSIDE["strangers::elsewhere"] == "a digest"
-    with pytest.raises(ValueError, match="there is no operator 'strangers::elsewhere'"):
-        rules.register("strangers::elsewhere")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import pickle
 from typing import Any
 
@@ -289,15 +288,6 @@ def test_predictions_of_models_that_return_several_tensors():
     metrics = hfta.make_eval_step(models[0], lambda model, x: dict(zip(("mean", "variance"), model(x), strict=True)))
     for found in (ensemble(x), [*metrics(ensemble.stacked(), x).values()]):
         assert_trees_close([*found], [torch.stack(part) for part in zip(*(m(x) for m in models), strict=True)], 1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_an_exported_ensemble_is_saved_and_loaded():
-    ensemble, models = make(3)
-    program, file = torch.export.export(ensemble.eval(), (batches()[0],)).run_decompositions({}), io.BytesIO()
-    torch.export.save(program, file)
-    found = torch.export.load(io.BytesIO(file.getvalue())).module()(batches()[1])
-    torch.testing.assert_close(found, torch.stack([model.eval()(batches()[1]) for model in models]))
 
 
 class Pooled(nn.Module):

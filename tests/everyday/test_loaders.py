@@ -147,11 +147,6 @@ def test_a_sampler_that_ends_early_is_named(drop_last):
             next(iter(loader))
 
 
-def test_two_ways_to_say_which_rows_are_refused():
-    with pytest.raises(hfta.errors.HyperparameterError, match="bootstrap and sampler both say which rows"):
-        hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=classes, bootstrap=True)
-
-
 def test_a_data_loader_with_as_many_rows_as_members_is_no_loader_of_members():
     step, state = array()
     with pytest.raises(hfta.errors.BatchError, match=r"batches of 3 rows, as many as models, .* with batch_dims=None"):
@@ -550,24 +545,6 @@ def test_metrics_that_are_numbers(members):
     torch.testing.assert_close(history["mean"], history["error"], rtol=1e-12, atol=0)
     torch.testing.assert_close(history["share"], torch.full((2, members), 0.1, dtype=torch.float64), rtol=1e-15, atol=0)
     assert history["last"][-1].tolist() == pytest.approx([last(model, (X, Y)) for model in models], rel=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda loss: None, "the loss function returned NoneType; return the loss, or the loss and a dict of metrics"),
-        (lambda loss: (loss, loss), "the loss function returned Tensor, Tensor; return"),
-        (lambda loss: (loss, {}, {}), "the loss function returned Tensor, dict, dict; return"),
-        (
-            lambda loss: (loss, {"name": "a"}),
-            "metric 'name' of one model is a str; return each metric as one tensor or number",
-        ),
-    ],
-)
-def test_what_a_loss_may_not_return(result, message):
-    step, state = array(lambda model, batch: result(loss_fn(model, batch)), batch_dims=None)
-    with pytest.raises(hfta.errors.LossError, match=message):
-        step(state, (X, Y))
 
 
 def test_a_data_set_in_place_of_batches():

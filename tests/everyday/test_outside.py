@@ -204,20 +204,6 @@ def test_seeds_that_a_loss_sets(members):
     assert_same(array(fixed, members=members), [loop(fixed, seed) for seed in range(members)])
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-def test_a_target_that_is_nan_for_one_member(chunk_size):
-    def bce(model, batch):
-        return F.binary_cross_entropy(model(batch[0]).sigmoid(), batch[1])
-
-    batches = [(x, (y > 0).double()) for x, y in BATCHES]
-    spoiled = [(x.expand(3, -1, -1), y.repeat(3, 1, 1)) for x, y in batches]
-    for _, y in spoiled:
-        y[1, 0] = torch.nan
-    models = array(bce, data=spoiled, batch_dims=0, chunk_size=chunk_size)
-    expected = [loop(bce, seed, batch=lambda batch: (batch[0], (batch[1] > 0).double())) for seed in (0, 2)]
-    assert_same([models[0], models[2]], expected)
-
-
 def test_numbers_that_are_changed_in_what_was_handed_over():
     models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double() for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1) for model in models]

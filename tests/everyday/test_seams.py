@@ -1,8 +1,6 @@
 """What scripts keep around a model: logs, counters, criteria and features, each beside the loop of a script."""
 
-import collections
 import copy
-import dataclasses
 import functools
 import os
 import types
@@ -149,23 +147,6 @@ def test_a_warm_up_counts_steps(chunk_size, branches):
     assert loss.calls == loss.seen == 12
 
 
-def test_a_counter_in_a_closure_counts_steps():
-    calls = 0
-
-    def loss(model, batch):
-        nonlocal calls
-        calls += 1
-        return mse(model, batch) / calls
-
-    state, count = array(loss, chunk_size=2), calls
-    models = []
-    for seed in range(3):
-        calls = 0
-        models.append(loop(loss, seed))
-    assert_same(state, models)
-    assert count == 12
-
-
 # --- What a step does not see is said.
 
 
@@ -272,31 +253,6 @@ def test_an_average_begins_after_the_first_update_or_with_a_copy(copied):
     assert_same(found, averages)
 
 
-class Tempered(nn.Module):
-    """It has a temperature, and counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.temperature, self.calls = make(), 2.0, 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.body(x) / (self.temperature + self.calls)
-
-
-def test_a_temperature_that_a_callback_changes_in_the_model():
-    template = Tempered()
-
-    def change(state, history):
-        template.temperature *= 0.5
-
-    what = r"\('temperature'\), which has no effect on the step; begin with step\.init\(.*'temperature'"
-    with pytest.warns(UserWarning, match=what) as said:
-        state = array(mse, make=Tempered, template=template, fit={"callbacks": [change]})
-    assert len(said) == 2 and template.calls == 12
-    assert_same(state, [loop(mse, seed, Tempered) for seed in range(3)])
-
-
 def test_a_step_without_fit_says_it_when_the_oracle_looks():
     template = make()
     step = hfta.make_train_step(template, mse, hfta.sgd(lr=0.1), batch_dims=None)
@@ -307,20 +263,6 @@ def test_a_step_without_fit_says_it_when_the_oracle_looks():
         for _ in range(100):
             state, _ = step(state, BATCHES[0])
     assert len(said) == 1
-
-
-def test_a_rate_that_is_changed_in_an_optimizer_that_was_handed_over():
-    models = [make() for _ in range(3)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-
-    def change(state, history):
-        optimizers[1].param_groups[0]["lr"] = 0.01
-
-    optimizer = hfta.from_torch(optimizers, models=models)
-    with pytest.warns(UserWarning, match=r"changed from \[0\.1\] to \[0\.01\].* use with_hyperparams") as said:
-        state = array(mse, optimizer=optimizer, fit={"callbacks": [change]})
-    assert len(said) == 1
-    assert_same(state, [loop(mse, seed) for seed in range(3)])
 
 
 # --- Metrics, batches, files and buffers as scripts have them.
@@ -346,22 +288,6 @@ def test_metrics_that_take_a_gradient(metric, chunk_size, members):
         found = evaluate(stacked, X.clone())[metric.__name__]
         torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=0)
         assert not found.requires_grad
-
-
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-@pytest.mark.parametrize("wrap", [Batch, lambda x, y: collections.UserDict(x=x, y=y)])
-def test_a_compiled_run_takes_batches_of_a_class(wrap):
-    def loss(model, batch):
-        x, y = (batch.x, batch.y) if isinstance(batch, Batch) else (batch["x"], batch["y"])
-        return F.mse_loss(model(x), y)
-
-    state = array(loss, data=[wrap(*batch) for batch in BATCHES], fit={"compile": True})
-    assert_same(state, [loop(mse, seed) for seed in range(3)])
 
 
 def test_a_callback_that_changes_the_folder(tmp_path, monkeypatch):

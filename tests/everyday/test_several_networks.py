@@ -125,35 +125,6 @@ def test_samples_made_once_are_the_same_in_every_mode(how):
 
 
 @counts
-def test_a_wasserstein_gan_trains_its_critic_more_often(count):
-    def loss_critic(model: Any, batch: Tensor) -> Tensor:
-        real, latent = batch.split([2, LATENT], 1)
-        return model.critic(model.g(latent).detach()).mean() - model.critic(real).mean()
-
-    def loss_generator(model: Any, batch: Tensor) -> Tensor:
-        return -model.critic(model.g(batch[:, 2:])).mean()
-
-    def make() -> dict[str, nn.Module]:
-        return {"critic": net(2, 1), "g": net(LATENT, 2)}
-
-    batches, loops = make_rows(count, 3 * 8, 2 + LATENT), make_models(make, count)
-    for i, model in enumerate(loops):
-        of_critic = torch.optim.RMSprop(model.critic.parameters(), lr=LR[i])
-        of_g = torch.optim.RMSprop(model.g.parameters(), lr=LR[i])
-        for number, rows in enumerate(rows for batch in batches for rows in batch[i].chunk(3)):
-            model.zero_grad()
-            loss_critic(model, rows).backward()
-            of_critic.step()
-            if number % 3 == 2:
-                model.zero_grad()
-                loss_generator(model, rows).backward()
-                of_g.step()
-    optimizer = hfta.rmsprop(lr=LR[:count])
-    optimizers, losses = {"critic": optimizer, "g": optimizer}, {"critic": loss_critic, "g": loss_generator}
-    assert_same(train(make_models(make, count), batches, losses, optimizers, every={"g": 3}), loops)
-
-
-@counts
 def test_forward_forward_trains_each_layer_on_what_those_below_return(count):
     names = ["first", "second", "third"]
 
@@ -182,48 +153,6 @@ def test_forward_forward_trains_each_layer_on_what_those_below_return(count):
                 optimizers[name].step()
     losses = {name: loss_of(name) for name in names}
     optimizers = dict.fromkeys(names, hfta.adam(lr=LR[:count]))
-    assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
-
-
-@counts
-def test_an_actor_its_critic_and_a_target_that_follows(count):
-    def value(critic: nn.Module, obs: Tensor, action: Tensor) -> Tensor:
-        return critic(torch.cat([obs, action], 1))
-
-    def loss_critic(model: Any, batch: Tensor) -> Tensor:
-        obs, action, reward, following = batch.split([3, 1, 1, 3], 1)
-        with torch.no_grad():
-            goal = reward + 0.9 * value(model.target, following, model.actor(following))
-        return F.mse_loss(value(model.critic, obs, action), goal)
-
-    def loss_actor(model: Any, batch: Tensor) -> Tensor:
-        obs = batch[:, :3]
-        return -value(model.critic, obs, model.actor(obs)).mean()
-
-    def follow(model: Any, batch: Tensor) -> Tensor:
-        pairs = zip(model.target.parameters(), model.critic.parameters(), strict=True)
-        return sum((target - param).square().sum() / 2 for target, param in pairs)  # pyright: ignore
-
-    def make() -> dict[str, nn.Module]:
-        return {"critic": net(4, 1), "actor": net(3, 1), "target": net(4, 1)}
-
-    batches, loops = make_rows(count, 8, 8), make_models(make, count)
-    for i, model in enumerate(loops):
-        of_critic = torch.optim.Adam(model.critic.parameters(), lr=LR[i])
-        of_actor = torch.optim.Adam(model.actor.parameters(), lr=LR[i])
-        for batch in batches:
-            of_critic.zero_grad()
-            loss_critic(model, batch[i]).backward()
-            of_critic.step()
-            of_actor.zero_grad()
-            loss_actor(model, batch[i]).backward()
-            of_actor.step()
-            with torch.no_grad():
-                for target, param in zip(model.target.parameters(), model.critic.parameters(), strict=True):
-                    target.lerp_(param, 0.1)
-    adam = hfta.adam(lr=LR[:count])
-    optimizers = {"critic": adam, "actor": adam, "target": hfta.sgd(lr=0.1)}
-    losses = {"critic": loss_critic, "actor": loss_actor, "target": follow}
     assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
 
 

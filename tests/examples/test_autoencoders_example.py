@@ -3,8 +3,7 @@
 import re
 
 import pytest
-import torch
-from examples.autoencoders.main import main, measured
+from examples.autoencoders.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = "--limit 40 --length 16 --epochs 1 --compare 2 --batch-size 64".split()
@@ -28,15 +27,3 @@ def test_every_member_is_the_one_trained_alone(tmp_path, capsys):
     first, other = table(capsys)
     assert first == members[0]
     assert other[0] == "blocks.2"
-
-
-def test_dead_units_are_those_that_no_row_needs():
-    class Halves(torch.nn.Module):
-        decoder = torch.nn.Linear(4, 2)
-
-        def forward(self, inputs):
-            return inputs, torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
-
-    batch = {"blocks.0": torch.randn(2, 2), "blocks.2": torch.zeros(2, 2)}
-    values = measured(Halves(), batch, {"layer": torch.tensor(0), "width": torch.tensor(4)})
-    assert (values["dead"].item(), values["active"].item(), values["error"].item()) == (2, 1.5, 0.0)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from matplotlib import pyplot
 
 import hfta_func as hfta
@@ -79,14 +78,3 @@ def test_the_ratio_is_that_of_the_times_it_names_a_picture_is_drawn_and_progress
     pixels = pyplot.imread(picture)
     assert pixels.shape[0] > 400 and pixels.shape[1] > 800 and 0.01 < pixels[..., :3].std() < 0.5
     assert "epoch 2/2" in progress and "accuracy" in progress
-
-
-def test_split_is_fixed_disjoint_and_stratified(demo):
-    (images, labels), (test_images, test_labels) = demo.load_digits()
-    assert images.shape == (1347, 1, 8, 8) and test_images.shape == (450, 1, 8, 8)
-    assert images.dtype == torch.float32 and 0 <= images.min() and images.max() == 1
-    shares = torch.bincount(labels) / 1347, torch.bincount(test_labels) / 450
-    torch.testing.assert_close(*shares, atol=0.003, rtol=0)
-    rows = torch.cat([images, test_images]).flatten(1)
-    assert len(rows.unique(dim=0)) == 1797
-    torch.testing.assert_close(demo.load_digits()[1][0], test_images, rtol=0, atol=0)

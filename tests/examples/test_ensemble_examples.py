@@ -5,8 +5,7 @@ import importlib
 import pytest
 import torch
 from examples.critics.model import Agent, Batch
-from examples.ensemble.main import LEVELS, load
-from examples.ensemble.model import Regressor, mixture
+from examples.ensemble.main import LEVELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,22 +74,3 @@ def test_an_ensemble_on_a_table(tmp_path, capsys):
     assert (tmp_path / "new" / "ensemble.png").stat().st_size > 10_000
     table = (tmp_path / "new" / "ensemble-calibration.csv").read_text().splitlines()
     assert len(table) == 1 + len(LEVELS) and table[0] == "level,ensemble of 6,one network,random forest"
-
-
-def test_tables_are_standardised_and_apart():
-    for name, rows in (("friedman", 200), ("diabetes", 442)):
-        parts = load(name, 200)
-        assert sum(len(targets) for _, targets in parts) == rows
-        assert abs(parts[0][1].mean()) < 1e-5 and abs(parts[0][0].std(0) - 1).max() < 1e-5
-        seen = [{tuple(row) for row in inputs.tolist()} for inputs, _ in parts]
-        assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
-
-
-def test_the_mixture_is_that_of_its_samples():
-    torch.manual_seed(1)
-    outputs = torch.randn(4, 3, 2)
-    mean, std = mixture(outputs)
-    samples = outputs[..., 0] + torch.randn(200_000, 4, 3) * (outputs[..., 1] / 2).exp()
-    torch.testing.assert_close(mean, samples.mean((0, 1)), atol=0.02, rtol=0)
-    torch.testing.assert_close(std, samples.flatten(0, 1).std(0), atol=0.02, rtol=0)
-    assert Regressor(4, 8)(torch.randn(5, 4)).shape == (5, 2)

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("sklearn", reason="needs scikit-learn; pip install 'hfta_func[examples]'")
 from examples.federated.main import main
-from examples.federated.model import load, shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,12 +33,3 @@ def test_peers_come_together_as_expected(capsys):
         assert 0.4 < float(found) / float(expected) < 2.5
     rows = {line[:20].strip(): line[20:].split() for line in trained.splitlines()[1:] if line.startswith("  ")}
     assert float(rows["all with all"][2]) < 1e-9 < float(rows["grid"][2]) < float(rows["alone"][2])
-
-
-def test_shards_hold_all_rows_once_and_are_skewed():
-    (_, labels), _ = load()
-    found = shards(labels, 64, 0.3, 1)
-    assert sorted(torch.cat(found).tolist()) == [*range(len(labels))] and min(map(len, found)) >= 1
-    assert sum(len(labels[rows].unique()) for rows in found) / 64 < 7
-    even = shards(labels, 64, 1e6, 1)
-    assert max(map(len, even)) < 60

@@ -3,8 +3,6 @@
 import copy
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -32,16 +30,6 @@ def notebook(request):
     return nbformat.read(NOTEBOOKS / request.param, as_version=4)
 
 
-def make(path, *sources):
-    cells = [nbformat.v4.new_code_cell(source, id=f"cell-{i}") for i, source in enumerate(sources)]
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("Text.", id="text"), *cells]), path)
-    return path
-
-
-def check(*arguments):
-    return subprocess.run([sys.executable, str(RUN), *map(str, arguments)], capture_output=True, text=True)
-
-
 def test_notebooks_hold_the_outputs_of_their_code_and_no_errors(notebook):
     nbformat.validate(notebook)
     assert run.code_cells(notebook) and run.stale(notebook) == []
@@ -65,33 +53,6 @@ def test_nothing_tells_of_a_machine(notebook):
         assert not cell.metadata, cell.id
     assert set(notebook.metadata) == {"kernelspec", "language_info", "executed"}
     assert "version" not in notebook.metadata.language_info
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [["--check"], []])
-def test_a_failing_notebook_stays_as_it_was_and_the_cell_is_named(options, tmp_path):
-    path = make(tmp_path / "broken.ipynb", "print(1)", "def divide(a):\n    return a / 0\n\ndivide(1)", "print(2)")
-    before = path.read_bytes()
-    result = check(*options, path)
-    assert result.returncode == 1 and path.read_bytes() == before
-    assert "broken.ipynb: cell 3: ZeroDivisionError: division by zero" in result.stderr
-
-
-@pytest.mark.exhaustive
-def test_run_saves_outputs_and_check_accepts_them(tmp_path):
-    source = "import sys\nprint('\\x1b[31mred\\x1b[0m')\nprint('bar', file=sys.stderr)\nsys.executable == {!r}"
-    path = make(tmp_path / "good.ipynb", source.format(sys.executable), "", "from IPython import display\n2 + 2")
-    assert (
-        "good.ipynb: cell 2: execution count is None, not 1; run python notebooks/run.py"
-        in check("--check", path).stderr
-    )
-    assert check(path).returncode == 0
-    notebook = nbformat.read(path, as_version=4)
-    first, second = run.code_cells(notebook)
-    assert [output.get("text") for output in first.outputs] == ["red\n", None]
-    assert first.outputs[1].data["text/plain"] == "True"
-    assert second.outputs[0].data["text/plain"] == "4"
-    assert check("--check", path).returncode == 0
 
 
 def test_changed_code_and_missing_outputs_are_stale(notebook):

@@ -166,7 +166,7 @@ PLANTED = [
     Planted(
         "tied parameters are trained apart",
         *("models/functional.py", "for name in self._holders.get(path, (path,))", "for name in (path,)"),
-        "test_stack.py::test_tied_and_frozen_parameters_train_as_in_a_loop",
+        "test_stack.py::test_members_train_as_alone",
     ),
     Planted(
         "what an earlier call has left is never tried",
@@ -285,7 +285,7 @@ PLANTED = [
     Planted(
         "the noise of an item is that of its place among the members",
         *("run/dataset.py", "random.fold_in(noise[:, None], rows)", "random.fold_in(noise.flip(0)[:, None], rows)"),
-        "test_dataset.py::test_a_member_s_batches_alone_are_those_in_the_array[shuffled]",
+        "test_dataset.py::test_noise_of_collating_belongs_to_member_epoch_and_batch",
     ),
     Planted(
         "what a LightningModule logs is a mean over batches, not over rows",
@@ -329,7 +329,7 @@ PLANTED = [
             "self.forward if torch.compiler.is_exporting() and not self.opaque else self._op",
             "self._op",
         ),
-        "test_ensemble.py::test_onnx_runtime_runs_it",
+        "test_deploy.py::test_onnx_runtime_takes_any_number_of_rows",
     ),
     Planted(
         "a result that was written since is made again as it was before",

@@ -57,6 +57,16 @@ def solo(base, config, seed):
     return model
 
 
+def train_alone(base, config, member, batches, **options):
+    model = solo(base, config, member)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member], **options)
+    for batch in batches[:, member]:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return model
+
+
 def train(adapters, batches, lr=LR, seeds=None, **options):
     step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=lr, **options), share_frozen=True)
     seeds = range(len(adapters.configs)) if seeds is None else seeds
@@ -94,12 +104,7 @@ def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
     batches = make_batches(6)
     _, state = train(adapters, batches)
     for member, config in enumerate(configs):
-        model = solo(base, config, member)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member])
-        for batch in batches[:, member]:
-            loss_fn(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model = train_alone(base, config, member, batches)
         exported = adapters.export(state, member)
         alone = dict(model.named_parameters())
         assert alone.keys() == dict(exported.named_parameters()).keys()
@@ -223,12 +228,7 @@ def check_kind(kind):
     _, state = train(adapters, batches, **decay)
     losses = hfta.make_eval_step(adapters.model, loss_fn, batch_dims=0, share_frozen=True)(state, batches[0])["loss_fn"]
     for member in range(3):
-        model = solo(base, config, member)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member], **decay)
-        for batch in batches[:, member]:
-            loss_fn(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model = train_alone(base, config, member, batches, **decay)
         alone = dict(model.named_parameters())
         for path, param in adapters.export(state, member).named_parameters():
             torch.testing.assert_close(param.double(), alone[path], rtol=1e-10, atol=1e-12, msg=path)

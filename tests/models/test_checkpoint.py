@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn
@@ -222,50 +221,6 @@ def test_the_parts_run_twice_and_hold_less() -> None:
     # All blocks but one hold one activation instead of those of three layers.
     assert without.peak - with_.peak >= 2 * (depth - 1) * activation
     assert without.alive == with_.alive
-
-
-def _needs_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.requires_grad_(True)
-
-
-class Saving(Tower):
-    """Rematerialises its blocks by itself, with noise and statistics between them."""
-
-    def __init__(self, save: Any = None):
-        super().__init__()
-        self.save, self.norm = save, nn.BatchNorm1d(64)
-        # As fine-tuning of adapters needs it; every model's handle has a number of its own.
-        self.handle = self.inlet.register_forward_hook(_needs_gradient)
-
-    def block(self, layer: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
-        return self.norm(F.dropout(layer(x) * scale, 0.3, self.training))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.inlet(x.flatten(1)), 0.1)
-        for layer in self.blocks:
-            block = functools.partial(self.block, layer, scale=self.head.weight.square().mean() + 1)
-            x = block(x) if self.save is None else self.save(block, x)
-        return self.head(F.dropout(x, 0.1))
-
-
-SAVES = {
-    "the function": torch_checkpoint,
-    "not reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
-    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True, preserve_rng_state=False),
-}
-
-
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2}, {"checkpoint": ["blocks.1"]}], ids=str)
-@pytest.mark.parametrize("save", SAVES)
-def test_what_a_model_saves_by_itself(save: str, options: dict[str, Any]) -> None:
-    members = [Saving().double() for _ in range(M)]
-    plain, saving = (
-        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]), **own)
-        for model, own in ((members[0], {**options, "checkpoint": False}), (Saving(SAVES[save]).double(), options))
-    )
-    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
-    _assert_same_steps(plain, saving, state, batches(M, 3))
 
 
 def test_the_blocks_of_a_model() -> None:

@@ -1,6 +1,7 @@
 """Ordinary modules to an array and back, and members taken, joined and trained within it."""
 
 import copy
+import itertools
 import random
 import threading
 
@@ -143,6 +144,9 @@ def test_ties_stay_ties():
     models = [Tied() for _ in range(NUM_MODELS)]
     stacked = hfta.stack_params(models)
     assert "decoder.weight" not in stacked.params
+    assert hfta.stack_params([Twice()]).buffers.keys() == {
+        f"first.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
     for model in hfta.unstack_params(models[0], *stacked):
         assert model.decoder.weight is model.encoder.weight
     for model in hfta.unstack_params(Whitened(), *hfta.stack_params([Whitened() for _ in range(NUM_MODELS)])):
@@ -257,62 +261,6 @@ def test_step_writes_nothing_of_the_callers(chunk_size):
     assert all(parameter.grad is None for model in (*models, template) for parameter in model.parameters())
 
 
-class InPlace(nn.Module):
-    """Writes its input, a frozen parameter, or a buffer."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
-        self.register_buffer("buffer", torch.randn(4))
-        self.what = what
-
-    def forward(self, x):
-        written = {"input": x, "frozen": self.frozen, "buffer": self.buffer}[self.what]
-        written.mul_(0.5)
-        return self.linear(x * self.frozen + self.buffer)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("what", ["input", "buffer"])
-def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_size):
-    step = hfta.make_train_step(
-        InPlace(what),
-        lambda model, batch: model(batch).square().mean(),
-        hfta.sgd(lr=[0.1, 0.2, 0.3]),
-        chunk_size=chunk_size,
-    )
-    state = step.init(*hfta.init_params(lambda: InPlace(what), [0, 1, 2]), seeds=[2, 0, 1])
-    batch = torch.randn(3, 8, 4)
-    before = leaves((state, batch))
-    step(state, batch)
-    assert equal((state, batch), before)
-
-
-@pytest.mark.parametrize("steps", [1, 20])
-def test_tied_and_frozen_parameters_train_as_in_a_loop(steps):
-    models = [Tied().double() for _ in range(NUM_MODELS)]
-    lr, momentum = [0.05, 0.1, 0.2], [0.9, 0.5, 0.1]
-
-    def loss_fn(model, batch):
-        return F.mse_loss(model(batch[0]), batch[1])
-
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=lr, momentum=momentum))
-    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
-    batch = torch.randn(3, 8, 4).double(), torch.randn(3, 8, 2).double()
-    state, _ = run(step, state, batch, steps)
-    for i, model in enumerate(models):
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr[i], momentum=momentum[i])
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss_fn(model, [leaf[i] for leaf in batch]).backward()
-            optimizer.step()
-    for model, own in zip(hfta.unstack_params(models[0], state.params, state.buffers), models, strict=True):
-        assert model.decoder.weight is model.encoder.weight
-        for path, tensor in tensors(own).items():
-            torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
-
-
 class Twice(nn.Module):
     """Runs one layer, with parameters and running statistics, at two paths."""
 
@@ -324,28 +272,6 @@ class Twice(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x))
-
-
-@pytest.mark.exhaustive(ids="True")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_module_at_two_paths(compiled):
-    torch._dynamo.reset()
-    models = [Twice().double() for _ in range(NUM_MODELS)]
-    step = hfta.make_train_step(models[0], lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
-    assert list(state.buffers) == [
-        f"first.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
-    ]
-    batch = torch.randn(3, 8, 4).double()
-    state, _ = (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step)(state, batch)
-    for i, model in enumerate(models):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(batch[i]).square().mean().backward()
-        optimizer.step()
-    for model, own in zip(hfta.unstack_params(models[0], state.params, state.buffers), models, strict=True):
-        assert model.first[0] is model.second[0]
-        for path, tensor in tensors(own).items():
-            torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
 
 
 class Helper:
@@ -392,9 +318,13 @@ class Filled(nn.Module):
         return z
 
 
-@pytest.mark.parametrize("way", ["together", "one by one"])
-def test_buffers_that_start_empty_are_filled(way):
-    assert_as_alone(Filled, torch.randn(3, 5, 4).double(), way)
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.parametrize(
+    ("make", "way"), [*itertools.product([Tied, Twice], ["together", "one by one", "compiled"]), (Filled, "together")]
+)
+def test_members_train_as_alone(make, way):
+    """With tied and frozen parameters, a module at two paths, and a buffer that starts empty."""
+    assert_as_alone(lambda: make().double(), torch.randn(3, 8, 4).double(), way)
 
 
 def test_the_model_of_a_step_says_which_parts_train():

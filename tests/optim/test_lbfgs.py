@@ -13,15 +13,9 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from hfta_func.step import Failure
 
+pytestmark = pytest.mark.usefixtures("double")
 M = 3
 WOLFE = {"line_search_fn": "strong_wolfe"}
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Valley(nn.Module):

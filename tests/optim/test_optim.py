@@ -18,14 +18,7 @@ from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restric
 
 M, STEPS = 3, 100
 CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
-
-
-@pytest.fixture(autouse=True)
-def double():
-    """torch.optim keeps some of its numbers in the default type."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_every_optimizer_has_a_row() -> None:
@@ -177,6 +170,10 @@ def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
 def test_muon_is_for_matrices() -> None:
     with pytest.raises(hfta.errors.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
         hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
+    with pytest.raises(
+        hfta.errors.HyperparameterError, match="adjust_lr_fn is 'rms'; it must be 'original' or 'match_"
+    ):
+        hfta.muon(adjust_lr_fn="rms")
 
 
 CHAINS = {
@@ -280,29 +277,20 @@ def _assert_members(found: dict[str, Tensor], expected: list[list[nn.Parameter]]
         torch.testing.assert_close(found[name], torch.stack([x.detach() for x in column]), rtol=1e-12, atol=1e-12)
 
 
-def test_clip_grad_norm() -> None:
+@pytest.mark.parametrize(
+    ("clip", "alone"),
+    [(hfta.clip_grad_norm, nn.utils.clip_grad_norm_), (hfta.clip_grad_value, nn.utils.clip_grad_value_)],
+)
+def test_clipping(clip: Any, alone: Any) -> None:
     limits, (grads,) = [0.1, 1.0, 500.0], _gradients(1)
-    clip = hfta.clip_grad_norm(limits)
-    found, _ = clip.update(grads, clip.init(grads), grads)
+    found, _ = clip(limits).update(grads, clip(limits).init(grads), grads)
     for i, limit in enumerate(limits):
         parameters = _member(grads, i)
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
-        nn.utils.clip_grad_norm_(parameters, limit)
+        alone(parameters, limit)
         for name, parameter in zip(grads, parameters, strict=True):
             torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-12, atol=0)
-
-
-def test_clip_grad_value() -> None:
-    limits, (grads,) = [0.1, 1.0, 5.0], _gradients(1)
-    found, _ = hfta.clip_grad_value(limits).update(grads, hfta.clip_grad_value(limits).init(grads), grads)
-    for i, limit in enumerate(limits):
-        parameters = _member(grads, i)
-        for parameter in parameters:
-            parameter.grad = parameter.detach().clone()
-        nn.utils.clip_grad_value_(parameters, limit)
-        for name, parameter in zip(grads, parameters, strict=True):
-            assert parameter.grad is not None and torch.equal(found[name][i], parameter.grad)
 
 
 def test_decayed_weights_before_an_optimizer_are_an_l2_penalty() -> None:
@@ -432,32 +420,6 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
 def test_groups_that_do_not_fit(label: Any, message: str) -> None:
     with pytest.raises(hfta.errors.HyperparameterError, match=message):
         hfta.partition(label, {"body": hfta.sgd(), "rest": hfta.sgd()}).init(_start())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: hfta.nadam(momentum_decay=-1.0), "momentum_decay is -1.0; it must be at least 0"),
-        (lambda: hfta.adadelta(rho=[0.9, 1.0]), "model 1: rho is 1.0; it must be at least 0 and below 1"),
-        (
-            lambda: hfta.adagrad(initial_accumulator_value=-0.5),
-            "initial_accumulator_value is -0.5; it must be at least 0",
-        ),
-        (lambda: hfta.rmsprop(alpha=1.5), "alpha is 1.5; it must be at least 0 and below 1"),
-        (lambda: hfta.lion(betas=(0.9, [0.5, float("nan")])), "model 1: beta2 is nan"),
-        (lambda: hfta.lamb(lr=[0.1, -0.1]), "model 1: lr is -0.1; it must be at least 0"),
-        (lambda: hfta.muon(momentum=-0.1), "momentum is -0.1; it must be at least 0"),
-        (lambda: hfta.muon(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'; it must be 'original' or 'match_rms_adamw'"),
-        (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and finite"),
-        (lambda: hfta.step.LossScale(backoff_factor=1.5), "backoff_factor is 1.5; it must be positive and at most 1"),
-        (lambda: hfta.clip_grad_value(0.0), "clip_value is 0.0; it must be positive"),
-        (lambda: hfta.accumulate(hfta.sgd(), every=0), "every is 0.0; it must be at least 1"),
-        (lambda: hfta.ema(1.0), "decay is 1.0; it must be at least 0 and below 1"),
-    ],
-)
-def test_numbers_out_of_range(make: Any, message: str) -> None:
-    with pytest.raises(hfta.errors.HyperparameterError, match=message):
-        make()
 
 
 def test_a_link_of_a_chain_may_drop_parameters() -> None:

@@ -64,22 +64,6 @@ def test_members_count_their_own_updates():
     torch.testing.assert_close(-updates["w"][:, 0], torch.tensor([0.1, 0.15, 0.25]).double(), rtol=1e-7, atol=0)
 
 
-def test_schedule_within_a_step():
-    def factory():
-        return torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
-
-    schedule, make = SCHEDULES["step_lr"]
-    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).sum(), hfta.sgd(lr=schedule))
-    state = step.init(*hfta.init_params(factory, [0, 1, 2]), seeds=[0, 1, 2])
-    batch = torch.ones(3, 1, 3, dtype=torch.float64)
-    for rate in torch_rates(make, count=12):
-        new, _ = step(state, batch)
-        torch.testing.assert_close(
-            state.params["weight"] - new.params["weight"], rate.reshape(3, 1, 1).expand(3, 1, 3), rtol=1e-9, atol=1e-12
-        )
-        state = new
-
-
 def test_schedules_of_other_knobs():
     optimizer = hfta.adam(lr=0.1, betas=(schedules.constant([0.5, 0.6, 0.7]), 0.9))
     fixed = hfta.adam(lr=0.1, betas=([0.5, 0.6, 0.7], 0.9))

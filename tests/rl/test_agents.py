@@ -161,27 +161,6 @@ def test_what_agents_carry_follows_them(tmp_path):
     assert_same(step.loop(again, 4)[0], expected)
 
 
-@pytest.mark.exhaustive
-def test_agents_that_stopped_stay_as_they_are_with_their_environments():
-    step, state = start("ppo, discrete", [0, 1, 2])
-    expected, _ = step.loop(state, 2)
-    stopped, _ = step.loop(state._replace(active=torch.tensor([True, False, True])), 2)
-    assert_same(hfta.take(stopped, [1]), hfta.take(state._replace(active=stopped.active), [1]))
-    assert_same(hfta.take(stopped, [0, 2]), hfta.take(expected, [0, 2]))
-
-
-@pytest.mark.exhaustive(unless="ppo")
-@pytest.mark.parametrize(("name", "path"), [("ppo, continuous", "critic.4.bias"), ("td3", "critics.0.4.bias")])
-def test_an_agent_that_diverges_leaves_the_others_bit_identical(name, path):
-    step, state = start(name, [0, 1, 2])
-    bias = state.params[path].clone()
-    bias[1] = math.inf
-    broken = state._replace(params={**state.params, path: bias})
-    (expected, _), (found, metrics) = step.loop(state), step.loop(broken)
-    assert metrics["finite"].all(1).all(0).tolist() == [True, False, True]
-    assert_same(hfta.take(found, [0, 2]), hfta.take(expected, [0, 2]))
-
-
 def test_what_a_step_carries():
     model = nn.Linear(2, 1)
     step = hfta.make_train_step(model, lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))

@@ -274,6 +274,20 @@ class Invertible(Function):
         return torch.cat([for_a, for_b], dim=-1), None
 
 
+class Asks(Function):
+    """Computes something else for an input that needs a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * (weight.mean() if ctx.needs_input_grad[1] else 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight.mean(), (grad * x).sum().expand_as(weight) / weight.numel()
+
+
 class Model(nn.Module):
     """A layer, and a function of it."""
 
@@ -343,6 +357,7 @@ MODELS = {
     "linear": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight, model.inner.bias)),
     "linear, named": lambda: Model(lambda model, y: LinearInTwo.apply(y, weight=model.inner.weight)),
     "of the batch": BatchModel,
+    "asking": lambda: Model(lambda model, y: Asks.apply(y, model.inner.weight)),
     "several": lambda: Model(several),
     "materialised": after(lambda y: Materialised.apply(y)[0]),
     "in place": lambda: Model(inplace),
@@ -547,32 +562,3 @@ def test_uninstall_restores_pytorch():
     finally:
         hfta.rules.install()
     assert torch.equal(torch.func.vmap(straight)(torch.ones(2)), torch.ones(2))
-
-
-class Asks(Function):
-    """Computes something else for an input that needs a gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * (weight.mean() if ctx.needs_input_grad[1] else 2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight.mean(), (grad * x).sum().expand_as(weight) / weight.numel()
-
-
-class Asking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4).double()
-
-    def forward(self, x):
-        return Asks.apply(self.layer(x), self.layer.weight)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("way", ["together", "evaluated"])
-def test_needs_input_grad_is_that_of_a_model_alone(way, count):
-    assert_as_alone(Asking, torch.randn(3, 5, 4).double(), way, count)

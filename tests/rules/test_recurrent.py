@@ -16,6 +16,7 @@ import hfta_func as hfta
 from hfta_func import random
 from hfta_func._kernels import native
 from hfta_func._kernels import recurrent as kernels
+from ways import assert_as_alone
 
 # What PyTorch has to say about a projection on the CPU is not this package's concern.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -378,11 +379,8 @@ class Reader(nn.Module):
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("num_models", [1, M])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replay", [False, True])
-def test_training_is_that_of_models_alone(kind: str, num_models: int, replay: bool) -> None:
+def test_training_is_that_of_models_alone(kind: str, num_models: int) -> None:
     """With a penalty on the gradient of the inputs, which takes a second derivative."""
-    models = [Reader(kind).double() for _ in range(num_models)]
-    x = torch.randn(num_models, N, T, I).double()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x = batch.clone().requires_grad_()
@@ -390,18 +388,8 @@ def test_training_is_that_of_models_alone(kind: str, num_models: int, replay: bo
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y.square().mean() + slope.square().sum()
 
-    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.01), replay=replay)
-    state = step.init(*hfta.stack_params(models), seeds=range(num_models))
-    for _ in range(5):
-        state, _ = step(state, x)
-    for i, model in enumerate(models):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss(model, x[i]).backward()
-            optimizer.step()
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][i], param.detach(), rtol=1e-10, atol=1e-10)
+    x = torch.randn(num_models, N, T, I).double()
+    assert_as_alone(lambda: Reader(kind).double(), x, "together", num_models, loss_fn=loss)
 
 
 def test_what_does_not_fit_is_refused_in_the_words_of_pytorch() -> None:

@@ -177,44 +177,6 @@ def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not quick.is_compiled and len(graph._compiled) == 3
 
 
-@pytest.mark.parametrize(
-    ("left", "eager", "spent", "processors", "yields"),
-    [
-        (None, [1.0, 0.001, 0.001], 32.9, 9, None),
-        (None, [1.0, 0.001, 0.001], 33.1, 9, True),
-        (None, [1.0, 0.001, 0.001], 33.1, 1, False),
-        # The first step is slow, and says nothing.
-        (10**6, [1.0], 1.0, 9, None),
-        (32_000, [1.0, 0.001, 0.001], 99.0, 9, None),
-        (34_000, [1.0, 0.001, 0.001], 1.0, 9, True),
-    ],
-)
-def test_compiling_begins_where_it_may_pay(
-    left: int | None,
-    eager: list[float],
-    spent: float,
-    processors: int,
-    yields: bool | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[bool] = []
-
-    def process(*args: Any, low_priority: bool, quiet: bool) -> None:
-        made.append(low_priority)
-        raise InterruptedError
-
-    for name, value in {"_COMPILING": 18.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3, "Process": process}.items():
-        monkeypatch.setattr(background, name, value)
-    monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    step, state = arrayed()
-    graph = background.StepGraph(step, name="name")
-    graph.eager, graph.spent = eager, spent
-    monkeypatch.setattr(graph, "_traced", lambda *args: [])
-    assert graph.ask(state, None, left) == []
-    assert made == ([] if yields is None else [yields])
-
-
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     data, asked = torch.randn(20, 4, dtype=torch.float64), []

@@ -100,11 +100,6 @@ def test_callbacks_that_stop_keep_nothing():
     hfta.testing.assert_callback(lambda: hfta.callbacks.stop_after(1e6))
 
 
-def test_a_run_that_all_members_have_left_is_over(run):
-    _, history, states = run([[1.0] * 4, [0.5] * 4, [0.1] * 4], callbacks=[hfta.callbacks.stop_at("score", 0.7)])
-    assert (len(history), len(states)) == (2, 2)
-
-
 def test_a_run_whose_time_is_over_goes_on_from_its_file(run, tmp_path):
     path, seen = tmp_path / "run.safetensors", []
 

@@ -76,20 +76,6 @@ def test_items_are_dealt_as_rows_of_tensors(deal):
     assert batches.state_dict() == rows.state_dict()
 
 
-@pytest.mark.parametrize("deal", ["shuffled", "rows", "bootstrap", "folds", "weights"])
-def test_a_member_s_batches_alone_are_those_in_the_array(deal):
-    # Only lists of one length give epochs of one length alone and in the array.
-    options = {"rows": [[0, 1, 2, 3], [5, 3], [9, 8, 7]], "batches_per_epoch": 2} if deal == "rows" else DEALS[deal]
-    array, epochs = loader(**options), 2
-    expected = [list(array.batches(epoch)) for epoch in range(epochs)]
-    for member, seed in enumerate(SEEDS):
-        # Which part of folds a member has depends on its place.
-        chosen = {**options, "rows": [options["rows"][member]]} if deal == "rows" else options
-        alone = array.take(member) if deal == "folds" else loader([seed], **chosen)
-        for epoch in range(epochs):
-            assert same(alone.batches(epoch), of_member(expected[epoch], member))
-
-
 def test_noise_belongs_to_member_epoch_and_item():
     shuffled, ordered, small = loader(), loader(shuffle=False), hfta.DatasetLoader(Noisy(), 3, seeds=SEEDS)
     epochs = [noise_by_row([*shuffled.batches(epoch)]) for epoch in range(2)]
@@ -309,17 +295,6 @@ def test_training_is_that_of_a_loop():
         alone = loader([seed])
         weight = looped(member, [batch for epoch in range(3) for batch in alone.batches(epoch)])
         torch.testing.assert_close(result.state.params["weight"][member], weight, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("after", [2, 3, 7])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_goes_on_to_the_same_bits(after, num_workers, tmp_path):
-    options = {"resume": tmp_path / "run", "save_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        trained(after, loader(num_workers=num_workers), **options)
-    result, expected = trained(None, loader(), **options), trained()
-    assert same([result.state.params, result.history["loss"]], [expected.state.params, expected.history["loss"]])
 
 
 def test_inactive_members_are_not_loaded():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfta_func as hfta
-from member_runs import SEEDS, M, Run, assert_same, stop
+from member_runs import SEEDS, Run, assert_same, stop
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -175,24 +175,6 @@ def test_plateaus_follow_members():
     state, _ = run.fit(6, drop, callback)
     expected, _ = twin.fit(6, callback)
     assert_same(state.params, expected.params)
-
-
-def test_averages_are_those_of_the_members():
-    state = Run().state
-    weights = torch.tensor([1.0, 2.0, 0.0, 5.0]).double()
-    found = hfta.step.average(state, weights)
-    for path, leaf in state.params.items():
-        expected = sum(weight * own for weight, own in zip(weights / 8, leaf, strict=True))
-        assert_same(found.params[path], expected.expand(M, *leaf.shape[1:]))
-    assert torch.equal(found.buffers["1.num_batches_tracked"], state.buffers["1.num_batches_tracked"])
-    assert found.opt_state is state.opt_state
-    matrix = torch.rand(M, M).double()
-    mixed = hfta.step.average(state.params, matrix)
-    for member in range(M):
-        assert_same(hfta.take(mixed, member), hfta.take(hfta.step.average(state.params, matrix[member]), member))
-    assert_same(hfta.step.average(state.params), hfta.step.average(state.params, [3] * M))
-    low = {"a": torch.full((300, 1), 1.0).bfloat16()}
-    assert hfta.step.average(low)["a"].eq(1).all()
 
 
 def test_a_bad_member_spoils_its_own_averages_only():

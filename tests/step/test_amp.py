@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.rules._autocast import casting
 
 M, N = 3, 8
 NORMS = {
@@ -181,20 +180,6 @@ def test_scales_follow_their_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"init_scale": 0.0}, "init_scale is 0.0; it must be positive"),
-        ({"growth_factor": [2.0, 0.5]}, "model 1: growth_factor is 0.5; it must be at least 1"),
-        ({"backoff_factor": 2.0}, "backoff_factor is 2.0; it must be"),
-        ({"growth_interval": 0}, "growth_interval is 0.0; it must be at least 1"),
-    ],
-)
-def test_numbers_out_of_range(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(hfta.errors.HyperparameterError, match=message):
-        hfta.step.LossScale(**knobs)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"autocast": torch.float32}, "autocast is torch.float32; it must be None, torch.bfloat16 or torch.float16"),
@@ -204,12 +189,3 @@ def test_numbers_out_of_range(knobs: dict[str, Any], message: str) -> None:
 def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _array(**options)
-
-
-def test_only_autocast_that_is_on_puts_its_kernels_in_front():
-    started = []
-    with casting(lambda *kernel: started.append(kernel), {}):
-        with torch.autocast("cpu", enabled=False):
-            assert not started
-        with torch.autocast("cpu", torch.bfloat16):
-            assert started

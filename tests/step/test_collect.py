@@ -110,12 +110,6 @@ def collecting(change: Any = lambda state: None, result: Any = None) -> Any:
     return step, step.init(*params, seeds=PAIR, carry={"x": torch.ones(2, 6, 4), "seen": (torch.zeros(2),)})
 
 
-WRITES = {
-    r"state.carry\['seen'\]\[0\]": lambda state: state.carry["seen"][0].add_(1),
-    r"state.params\['weight'\]": lambda state: state.params["weight"][0].zero_(),
-}
-
-
 @pytest.mark.parametrize(
     "result, error, message",
     [

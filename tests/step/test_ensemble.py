@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import io
 import itertools
 import pickle
 from typing import Any
@@ -217,19 +216,6 @@ def test_what_it_is_made_of_is_never_written():
     assert all(map(torch.equal, before, [leaf for tree in stacked for leaf in tree.values()]))
 
 
-@pytest.mark.exhaustive
-def test_compiled_it_is_one_graph_for_each_mode():
-    torch._dynamo.reset()
-    whole, twin = ensemble(), ensemble()
-    graphs = []
-    compiled = torch.compile(whole, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    for mode in (True, False, True, False, True):
-        assert_same(compiled.train(mode)(X[0]), twin.train(mode)(X[0]))
-        assert_same(compiled(X, batch_dims=0), twin(X, batch_dims=0))
-    assert len(graphs) == 4
-    assert_same(whole.state_dict(), twin.state_dict())
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["cnn", "convolution"])
 def test_torch_exports_it(name):
@@ -243,58 +229,6 @@ def test_torch_exports_it(name):
     assert_same(program.module()(inputs), whole(inputs))
     found = {str(node.target) for node in program.graph.nodes}
     assert "aten.copy_.default" not in found and not [name for name in found if "hfta" in name]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_onnx_runtime_runs_it():
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    whole = ensemble("cnn").float().eval()
-    program = torch.onnx.export(whole, (X[0].float(),), dynamo=True, verbose=False)
-    file = io.BytesIO()
-    program.save(file)
-    session = onnxruntime.InferenceSession(file.getvalue())
-    (found,) = session.run(None, {session.get_inputs()[0].name: X[1].float().numpy()})
-    members = [member.eval() for member in whole.members()]
-    torch.testing.assert_close(torch.tensor(found), loop(members, [X[1].float()] * M), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_it(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Regression(lightning.LightningModule):
-        def __init__(self, whole: hfta.Ensemble) -> None:
-            super().__init__()
-            self.whole = whole
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return (self.whole(batch[0]) - batch[1]).square().mean((1, 2)).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-    x = torch.randn(32, 4).double()
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.flip(1)), batch_size=8)
-    twin = ensemble()
-    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-2)
-    for _, (inputs, targets) in itertools.product(range(2), data):
-        optimizer.zero_grad()
-        (twin(inputs) - targets).square().mean((1, 2)).sum().backward()
-        optimizer.step()
-    module = Regression(ensemble())
-    options = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **options)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    held = torch.load(tmp_path / "run.ckpt", weights_only=False)["state_dict"]
-    assert_same({name.removeprefix("whole."): value for name, value in held.items()}, twin.state_dict())
 
 
 def test_predictions_are_those_of_the_members():

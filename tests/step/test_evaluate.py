@@ -315,19 +315,6 @@ def test_a_parameter_that_the_model_writes(trains: bool, again: bool) -> None:
         torch.testing.assert_close(state.params["weight"], torch.full((2, 3), 0.15 if trains else 0.25))
 
 
-def test_metrics_take_the_hparams_of_a_training_state() -> None:
-    models = [nn.Linear(4, 1) for _ in range(3)]
-    x = torch.randn(3, 7, 4)
-
-    def weighted(model: nn.Module, x: Tensor, hparams: dict[str, Tensor]) -> Tensor:
-        return hparams["scale"] * model(x).mean()
-
-    step = hfta.make_train_step(models[0], weighted, hfta.sgd(lr=0.0), chunk_size=2)
-    state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2], hparams={"scale": [1.0, 2.0, 4.0]})
-    evaluate = hfta.make_eval_step(models[0], weighted, batch_dims=0, chunk_size=2)
-    assert torch.equal(evaluate(state, x)["weighted"], step(state, x)[1]["loss"])
-
-
 def _gradient(model: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(model(x).square().sum(), model.weight)

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
 
+pytestmark = pytest.mark.usefixtures("double")
 M = 3
 CASES = [case for case in OPTIMIZERS if getattr(torch.optim, case.theirs.__name__, None) is case.theirs]
 CASES += [
@@ -27,14 +28,6 @@ CASES.append(
         theirs=torch.optim.Muon, options={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
     )
 )
-
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    """torch.optim keeps some of its numbers in the default type."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Tree(nn.Module):
@@ -298,20 +291,6 @@ def test_epochs_of_unequal_length() -> None:
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[0, *[1] * (M - 1)])
     with pytest.raises(hfta.errors.HyperparameterError, match="every"):
         hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=[1] * (M + 1)).init(params)
-
-
-def test_the_last_value_is_kept() -> None:
-    models = _models({"w": (2,)})
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0 + i) for i, model in enumerate(models)]
-    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
-    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=2)
-    params, _ = hfta.stack_params(models)
-    state, rates = optimizer.init(params), []
-    for _ in range(9):
-        updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
-        rates.append(-updates["w"][1, 0].item())
-    assert rates == [2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
-    assert hfta.to_torch(optimizer, state, models)[1].param_groups[0]["lr"] == 0.25
 
 
 class Unknown(torch.optim.SGD):

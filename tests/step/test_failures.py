@@ -172,15 +172,6 @@ def test_donated_tables_with_max_norm() -> None:
     _close(*states)
 
 
-def test_donated_chunks_and_rounding() -> None:
-    for options in ({"chunk_size": 2}, {"chunk_size": 1}, {"loss_scale": 8.0}):
-        (plain, state), (donating, other) = _array("mlp", **options), _array("mlp", **options, donate=True)
-        other = optree.tree_map(torch.clone, state)
-        for batch in batches(M, 2):
-            (state, _), (other, _) = plain(state, batch), donating(other, batch)
-        _close(other, state)
-
-
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -83,15 +83,6 @@ def test_noise_is_that_of_seed_and_step(size: Any) -> None:
     assert len(set(map(tuple, masks))) == 3 * M
 
 
-def test_a_member_draws_the_same_noise_wherever_it_is() -> None:
-    _, step, state = _array(loss=_noisy)
-    x = _x()
-    _, metrics = step(state, x)
-    for order in ([2], [1, 0], [2, 2, 1]):
-        _, other = step(hfta.take(state, order), x[order])
-        assert torch.equal(other["mask"], metrics["mask"][order])
-
-
 # --- Groups of members.
 
 
@@ -223,20 +214,6 @@ def test_a_gradient_whose_sum_overflows_is_finite(
     torch.testing.assert_close(after.params["weight"][1], state.params["weight"][1] - 3.0)
 
 
-def _rooted(model: Any, x: Tensor) -> Tensor:
-    """Its gradient is infinite where the batch is 0, its value is not."""
-    return (model.weight * x).abs().sum().sqrt()
-
-
-@pytest.mark.parametrize(("loss", "poison", "what"), [(_rooted, 0.0, "gradient"), (_slopes, float("nan"), "loss")])
-def test_raising_names_the_member_the_step_and_what_failed(loss: Any, poison: float, what: str) -> None:
-    _, step, state = _array(_vector(), loss, nonfinite="raise")
-    x = torch.ones(M, 1, 8)
-    x[2] = poison
-    with pytest.raises(hfta.errors.NonFiniteError, match=f"model 2: the {what} .*step 7"):
-        step(state._replace(step=torch.tensor([0, 1, 7])), x)
-
-
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
     scale = hfta.step.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
@@ -287,12 +264,6 @@ def test_failures_keep_their_numbers() -> None:
     assert {failure.name: failure.value for failure in hfta.step.Failure} == {
         **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3, "SEARCH": 4},
     }
-
-
-def test_numbers_that_the_loss_does_not_take_are_refused() -> None:
-    models, step, _ = _array()
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"smoothing.*third argument"):
-        step.init(*hfta.stack_params(models), seeds=SEEDS, hparams={"smoothing": 0.1})
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -223,17 +223,6 @@ def test_values_that_are_not_finite_lose() -> None:
     assert {t.state.name for t in study.optuna.trials} == {"FAIL", "COMPLETE"}
 
 
-def test_seeds_are_paired_and_ranked() -> None:
-    options = STUDY | {"trials": 4, "epochs": 2, "seed": 5}
-    study = tune.run(build, SPACE, seeds=3, max_models=6, **options)
-    for trial in study.trials:
-        members = [study.population.members[member] for member in trial.members]
-        assert [member.config["seed"] for member in members] == [5, 6, 7]
-        values = torch.tensor([member.value("error") for member in members], dtype=torch.float64)
-        assert trial.values[-1][0] == pytest.approx(float(values.mean()))
-    assert hfta.num_models(study.state(study.best.number)) == 3
-
-
 def test_a_population_is_saved_and_loaded(tmp_path: pathlib.Path) -> None:
     table = [{"lr": 0.1, "momentum": 0.1 * number, "width": 4 + number % 2, "seed": number} for number in range(5)]
     first = tune.population(build, table, nonfusible=["width"], max_models=2)

@@ -22,7 +22,7 @@ from hfta_func import tune
 from hfta_func.workers import pool, process
 from kills import DRIVER, KILLS, check_kills, epochs_of, kill, once, pids
 from studies import SCHEDULERS, SPACE, STUDY, build, told
-from worker_arrays import M, arrayed, assert_same, data, function_sizes, loader, loss_fn
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
 
@@ -313,22 +313,6 @@ def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatc
         pass
     with pytest.raises(hfta.errors.WorkerError, match="have been closed"):
         closed.submit(dict)
-
-
-def test_data_is_shared_and_not_copied(crew: Any) -> None:
-    rows = torch.randn(50_000, 4, dtype=torch.float64)
-    step, state = arrayed()
-    whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5000, seeds=range(M))
-    sizes: list[Any] = []
-    # What an earlier test has sent.
-    crew.forget()
-
-    def look(state: Any, history: Any) -> None:
-        sizes.extend(function_sizes(crew))
-
-    hfta.fit(step, state, whole, epochs=1, progress=False, callbacks=[look], executor=crew)
-    (shared,) = sizes
-    assert rows.nbytes <= shared < 2 * rows.nbytes
 
 
 @pytest.mark.soak
