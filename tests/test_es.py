@@ -309,3 +309,46 @@ def test_what_does_not_fit_is_refused():
     state = strategy.init(*hfta.init_params(lambda: nn.Linear(2, 2), SEEDS), seeds=SEEDS)
     with pytest.raises(BatchError, match=r"fitness is \[4\], but must be \[8\], a number for each member"):
         strategy.tell(state, torch.ones(4))
+
+
+def make_agent():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def test_a_policy_learns_to_balance_a_pole():
+    pytest.importorskip("gymnasium", reason="needs gymnasium; pip install 'hfta_func[rl]'")
+    from hfta_func import rl
+
+    environment = rl.CartPole(max_steps=100, dtype=torch.float64)
+
+    def returns(policy, members):
+        running = rl.start(environment, random.fold_in(members.keys, members.step), num_envs=2)
+        running, _ = rl.rollout(environment, policy, members, running, 100)
+        return rl.episode_metrics(running)["return"]
+
+    def act(agent, observation):
+        return agent(observation).argmax(-1)
+
+    strategy = es.make_strategy(
+        make_agent(),
+        hfta.adam(lr=0.2),
+        population=32,
+        sigma=0.5,
+        rank=1,
+        evaluate=lambda members: returns(policy, members),
+    )
+    policy = rl.make_policy(strategy.model, act)
+    state = start = strategy.init(*hfta.init_params(make_agent, SEEDS), seeds=SEEDS)
+    fitness = returns(policy, strategy.ask(state)).unflatten(0, (2, 32))
+    # The second run, with whole matrices of noise in ordinary policies.
+    alone = hfta.unstack_params(make_agent(), state.params, state.buffers)[1]
+    loop = Loop(alone, SEEDS[1], 0.5, 0.2, 1)
+    for pair in (0, 5):
+        for side, sign in enumerate((1, -1)):
+            moved = dict(loop.params)
+            for path, noise in loop.noise(pair):
+                moved[path] = (moved[path] + sign * 0.5 * noise).detach().unsqueeze(0)
+            member = hfta.take(start, 1)._replace(params=moved)
+            assert returns(rl.make_policy(make_agent(), act), member)[0] == fitness[1, 2 * pair + side]
+    state, history = hfta.fit(strategy.step, state, [None] * 4, epochs=4, progress=False)
+    assert bool((history["fitness"][-1] > 2 * fitness.mean(1)).all())

@@ -15,14 +15,16 @@ import optree
 import pytest
 import torch
 from examples.bert.model import BERT
-from examples.common import fused
-from examples.common.flags import parse
-from examples.dcgan.model import Discriminator, Generator
+from examples.common import fused, solo
+from examples.common.flags import AdamFlags, parse
+from examples.dcgan import fused as gan
+from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 from examples.mobilenet.model import MobileNet
 from examples.pointnet.model import PointNetClassifier
 from examples.resnet.model import ResNet18
 from examples.transformer.model import TransformerLM
 from matplotlib import pyplot
+from torch import nn
 
 import hfta_func as hfta
 from hfta_func.testing import assert_matches_solo
@@ -163,6 +165,67 @@ def run_through(step, state, batches):
 
 def double(tree):
     return optree.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
+
+
+def test_dcgan_trains_as_an_ordinary_loop():
+    (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], *SMALL, *SEEDS], None)
+    makers = functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8)
+    step, state = gan.prepare(*makers, 8, own.flags)
+    state = double(state)
+    begin = optree.tree_map(torch.clone, state)
+    batches = torch.rand(4, 3, 6, 3, 16, 16, dtype=torch.float64)
+    for batch in batches:
+        state, metrics = step(state, (batch,))
+    models = [
+        [
+            hfta.unstack_params(make().double(), *each)
+            for make, each in zip(makers, (s.generator, s.discriminator), strict=True)
+        ]
+        for s in (begin, state)
+    ]
+    for i, (lr, beta1) in enumerate(zip(own.flags.lr, own.flags.beta1, strict=True)):
+        generator, discriminator = (both[i] for both in models[0])
+        options = {"lr": lr, "betas": (beta1, 0.999)}
+        adams = [torch.optim.Adam(model.parameters(), **options) for model in (generator, discriminator)]
+        for number, batch in enumerate(batches):
+            key = hfta.random.fold_in(begin.keys[i], number)
+            fake = generator(hfta.random.normal(key, (6, 8, 1, 1), dtype=torch.float64))
+            adams[1].zero_grad()
+            loss_d = on_real(discriminator(batch[i])) + on_fake(discriminator(fake.detach()))
+            loss_d.backward()
+            adams[1].step()
+            adams[0].zero_grad()
+            loss_g = on_real(discriminator(fake))
+            loss_g.backward()
+            adams[0].step()
+        torch.testing.assert_close(metrics["loss_d"][i], loss_d.detach(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(metrics["loss_g"][i], loss_g.detach(), rtol=1e-9, atol=0)
+        for trained, expected in zip((both[i] for both in models[1]), (generator, discriminator), strict=True):
+            torch.testing.assert_close(trained.state_dict(), expected.state_dict(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["adam", "adadelta"])
+def test_both_ways_have_the_same_optimizer(name):
+    argv = (
+        "--lr 0.1 0.2 --beta1 0.9 0.5 --beta2 0.99 0.9 --weight-decay 0 0.1 --gamma 0.5 0.3 --step-size 1 2 --seeds 0 1"
+    )
+    (own,) = parse(AdamFlags, argv.split(), None)
+    optimizer = fused.OPTIMIZERS[name](own.flags.per_model(), 3)
+    params, grads = ({"w": torch.randn(2, 4, dtype=torch.float64)} for _ in range(2))
+    moved, state = params, optimizer.init(params)
+    for _ in range(4 * 3):
+        updates, state = optimizer.update(grads, state, moved)
+        moved = hfta.apply_updates(moved, updates)
+    for member in range(2):
+        model = nn.Linear(4, 1, bias=False).double()
+        model.weight.data.copy_(params["w"][member])
+        alone, schedule = solo.make_optimizer(name, model, own.flags.member(member))
+        model.weight.grad = grads["w"][member : member + 1].clone()
+        for _ in range(4):
+            for _ in range(3):
+                alone.step()
+            schedule.step()
+        torch.testing.assert_close(model.weight.data[0], moved["w"][member], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.exhaustive

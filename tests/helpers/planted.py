@@ -135,7 +135,7 @@ PLANTED = [
     ),
     Planted(
         "a step writes the caller's batch",
-        *("step/batch.py", "leaf.clone() if isinstance(leaf, Tensor) else leaf, tree", "leaf, tree"),
+        *("step/batch.py", "copy(leaf) if isinstance(leaf, Tensor) else leaf, tree", "leaf, tree"),
         "test_step.py::test_donating_writes_the_state_alone",
     ),
     Planted(
@@ -160,7 +160,11 @@ PLANTED = [
     ),
     Planted(
         "init_params moves the global generator",
-        *("models/stack.py", ", torch.random.fork_rng(range(torch.cuda.device_count())):", ":"),
+        *(
+            "models/stack.py",
+            "with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):",
+            "if 1:",
+        ),
         "test_stack.py::test_new_models_from_seeds",
     ),
     Planted(
@@ -301,11 +305,6 @@ PLANTED = [
         "a stream behind a DataLoader is asked for its length",
         *("run/fit.py", "length = operator.length_hint(loader)", "length = len(loader)"),
         "test_dataset.py::test_streams_without_a_length_train_and_go_on",
-    ),
-    Planted(
-        "an executor keeps the batches of members that are gone",
-        *("run/trainers.py", "            if run.loader is not self._loader:\n", "            if False:\n"),
-        "test_following.py::test_members_come_and_go[executor]",
     ),
     Planted(
         "a diverged member spoils averages without it",
@@ -457,7 +456,7 @@ PLANTED = [
     Planted(
         "softmax counts the units that a member lacks",
         *("calls/padding.py", "(_reduction(-math.inf, True), _shape)", "(_reduction(0.0, True), _shape)"),
-        "test_padding.py::test_members_are_their_models_alone[pyramid]",
+        "test_padding.py::test_members_are_their_models_alone",
     ),
     Planted(
         "weight decay and norms of gradients count the entries that a member lacks",

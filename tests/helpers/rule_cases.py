@@ -1,4 +1,4 @@
-"""Operators under the contract of rules, by family; one row each, beside those that PyTorch's own tables have."""
+"""Operators under the contract of rules, by family; one row each."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def _with_targets(make: Callable[[], tuple[Tensor, ...]], *size: int, classes: i
 
 def _integers(*size: int, high: int) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (torch.randint(high, size),)
+
+
+def _signs(*size: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randint(2, size, dtype=torch.float64) * 2 - 1,)
 
 
 def _joined(*makes: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
@@ -71,7 +75,9 @@ LINEAR = [
     RuleCase("linear", F.linear, _randn((2, 4, 3), (5, 3), (5,))),
     RuleCase("linear without bias", F.linear, _randn((4, 3), (5, 3))),
     RuleCase("linear to a number", F.linear, _randn((2, 4, 3), (3,))),
+    RuleCase("mm", torch.mm, _randn((4, 3), (3, 5))),
     RuleCase("addmm", lambda *a: torch.addmm(*a, beta=0.5, alpha=2.0), _randn((5,), (4, 3), (3, 5))),
+    RuleCase("bilinear", F.bilinear, _randn((4, 3), (4, 5), (2, 3, 5), (2,))),
 ]
 
 CONV = [
@@ -124,21 +130,26 @@ NORM = [
     RuleCase("layer_norm", lambda x, *a: F.layer_norm(x, (5,), *a, 1e-3), _randn((2, 3, 5), (5,), (5,))),
     RuleCase("rms_norm", lambda x, w: F.rms_norm(x, (5,), w, 1e-3), _randn((2, 3, 5), (5,))),
     RuleCase("group_norm", lambda x, *a: F.group_norm(x, 2, *a, 1e-3), _randn((3, 4, 2, 3), (4,), (4,))),
+    RuleCase("local_response_norm", lambda x: F.local_response_norm(x, 2), _randn((2, 4, 3))),
     RuleCase("weight_norm", torch._weight_norm, _randn((4, 3, 2), (4, 1, 1))),
 ]
 
 POOLING = [
     # Elements that are equally extreme share the gradient.
     RuleCase("amax with ties", lambda x: x.detach().round().add(x - x.detach()).amax((0, -1)), _randn((3, 4, 6))),
+    RuleCase("amax with kept axes", lambda x: x.amax((-2,), keepdim=True), _randn((3, 4, 6))),
     RuleCase("max_pool2d", lambda x: F.max_pool2d(x * 1, 2, return_indices=True), _randn((2, 3, 4, 6))),
     RuleCase(
         "max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
     ),
+    RuleCase("max_pool1d", lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True), _randn((2, 3, 7))),
     RuleCase("max_pool3d", lambda x: F.max_pool3d(x, 2, return_indices=True), _randn((2, 3, 4, 4, 4))),
+    RuleCase("avg_pool1d", lambda x: F.avg_pool1d(x, 2), _randn((2, 3, 7))),
     RuleCase("avg_pool2d", lambda x: F.avg_pool2d(x, 2, padding=1, count_include_pad=False), _randn((2, 3, 5, 6))),
     RuleCase(
         "avg_pool2d after conv2d", lambda x, w: F.avg_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
     ),
+    RuleCase("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 3), _randn((2, 3, 7))),
     RuleCase(
         "adaptive_avg_pool2d after conv2d",
         lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), (3, 2)),
@@ -197,6 +208,21 @@ LOSS = [
         lambda x, w, y: F.multi_margin_loss(x, y, 2, 0.7, w.detach().square()),
         _with_targets(_randn((6, 4), (4,)), 6, classes=4),
     ),
+    # No target ends with -1 here: compiled, PyTorch itself counts what comes after.
+    RuleCase("multilabel_margin_loss", F.multilabel_margin_loss, _with_targets(_randn((6, 4)), 6, 4, classes=4)),
+    RuleCase("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), _joined(_randn((4, 3)), _signs(4, 3))),
+    RuleCase(
+        "kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), _randn((4, 3), (4, 3))
+    ),
+    RuleCase(
+        "cosine_embedding_loss",
+        lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
+        _joined(_randn((4, 3), (4, 3)), _signs(4)),
+    ),
+    RuleCase("mse_loss", F.mse_loss, _randn((4, 3), (4, 3))),
+    RuleCase(
+        "binary_cross_entropy", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), _randn((4, 3), (4, 3))
+    ),
     RuleCase(
         "binary_cross_entropy_with_logits",
         lambda x, y, w, p: F.binary_cross_entropy_with_logits(
@@ -212,7 +238,10 @@ LOSS = [
 ]
 
 DISTANCE = [
+    RuleCase("cdist", torch.cdist, _randn((4, 3), (5, 3))),
     RuleCase("cdist of many rows", torch.cdist, _randn((2, 30, 3), (28, 3))),
+    RuleCase("cdist of differences", lambda x, y: torch.cdist(x, y, 1.0), _randn((2, 4, 3), (2, 5, 3))),
+    RuleCase("pdist", F.pdist, _randn((5, 3))),
 ]
 
 ATTENTION = [
@@ -295,6 +324,7 @@ RECURRENT = [
 
 ACTIVATION = [
     RuleCase("prelu", F.prelu, _randn((2, 3, 4), (3,))),
+    RuleCase("prelu of one slope", F.prelu, _randn((4,), (1,))),
 ]
 
 RESAMPLING = [
@@ -313,6 +343,7 @@ def _assign(x: Tensor, index: Any, values: Tensor) -> Tensor:
 SHAPE = [
     RuleCase("view after conv2d", lambda x, w: F.conv2d(x, w).view(-1), _randn((2, 3, 4, 4), (5, 3, 2, 2))),
     RuleCase("view after linear", lambda x, w: F.linear(x, w).view(6, -1), _randn((6, 4, 3), (5, 3))),
+    RuleCase("select_scatter", lambda x, y: torch.select_scatter(x, y, -1, 1), _randn((4, 3), (4,))),
     RuleCase("index_put by a mask", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), ())),
     RuleCase(
         "index_put by a mask, rows", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), (3,))
@@ -325,6 +356,8 @@ SHAPE = [
         lambda x, i, v: _assign(x, (i.argsort(), slice(None), i.argsort()), v),
         _randn((3, 3, 3), (3,), (3, 3)),
     ),
+    RuleCase("masked_fill", lambda x, m, v: x.masked_fill(m > 0, v), _randn((4, 3), (3,), ())),
+    RuleCase("index_fill", lambda x, v: x.index_fill(-1, torch.arange(2, -1, -2), v), _randn((4, 3), ())),
     RuleCase("pinv", lambda x, tol: torch.linalg.pinv(x, atol=tol.detach().abs() / 100), _randn((4, 3), ())),
 ]
 

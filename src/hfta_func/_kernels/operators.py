@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hfta_func import _torch
-from hfta_func._torch import has_tangents, is_below_autograd, is_profiled, is_wrapped, num_dispatch_modes
+from hfta_func._torch import has_tangents, is_below_autograd, is_of_many, is_profiled, is_wrapped, num_dispatch_modes
 
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
@@ -101,7 +101,7 @@ def is_plain(args: tuple[Any, ...]) -> bool:
     if num_dispatch_modes() or is_profiled() or has_tangents() or is_below_autograd() or torch.compiler.is_compiling():
         return False
     tensors = (x for x in args if isinstance(x, Tensor))
-    return all(type(x) in (Tensor, Parameter) and x.is_cpu and not is_wrapped(x) for x in tensors)
+    return all(type(x) in (Tensor, Parameter) and x.is_cpu and not (is_wrapped(x) or is_of_many(x)) for x in tensors)
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:

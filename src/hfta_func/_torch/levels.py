@@ -36,6 +36,8 @@ wrap_leaves = private(_VMAP, "wrap_batched")
 get_unwrapped = private(_FUNCTORCH, "get_unwrapped")
 is_batched = private(_FUNCTORCH, "is_batchedtensor")
 is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
+# Of a backward pass for many gradients at once, ``is_grads_batched``, which has a vmap of its own.
+is_of_many = private(_FUNCTORCH, "is_legacy_batchedtensor")
 # The number of a tensor's outermost level.
 level_of = private(_FUNCTORCH, "maybe_get_level")
 # The model axis at the outermost level, below 0 where there is none.
