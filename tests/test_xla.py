@@ -35,6 +35,7 @@ NOT_ON_XLA = {
     **dict.fromkeys(
         ["batch_norm in evaluation", "instance_norm in evaluation"], "no gradient where running statistics are used"
     ),
+    "kl_div": "no kernel for gradients of kl_div",
     **dict.fromkeys(
         ["scatter_reduce mean", "scatter_reduce amax"],
         "no gradient without the row itself if there are more numbers than rows",
@@ -44,6 +45,10 @@ NOT_ON_XLA = {
 
 NOT_COMPILED_ON_XLA = {
     "attention with a mask of booleans": "no graph capture of masks of booleans",
+    **dict.fromkeys(
+        ["soft_margin_loss", "cdist", "cdist of differences", "pdist"],
+        "no graph with operators that XLA leaves to the CPU",
+    ),
 }
 """Rows that backend openxla does not compile for one model or under PyTorch's own vmap, and why."""
 
