@@ -59,6 +59,7 @@ OTHERS = (
     ("families-cpu", "families --models 2 4 8 --steps 40", 6),
     ("families-cpu", "families --models 4 8 --steps 40 --threads 2", 4),
     ("families-cpu", "families --models 4 --steps 400", 9),
+    ("families-cpu", "families --models 8 --steps 400 --rounds 2", 28),
     ("optim-cpu", "optim --no-compile", 10),
     ("recurrent-cpu", "recurrent", 8),
     ("ensembles-cpu", "ensembles", 4),
