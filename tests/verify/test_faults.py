@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hfta_func.errors import RandomnessError, VerifyError
 from hfta_func.rules import _registry
 from hfta_func.rules._install import put
 from hfta_func.step import replay
+from hfta_func.verify.oracle import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 M = 3
@@ -132,6 +134,24 @@ def test_a_function_whose_rule_has_another_gradient(name: str) -> None:
     what = r"model [02], call 1: the gradient of '0\.(weight|bias)' is .* at \[.*\] in the array and .* alone; .*'2' \(Call\)"
     with pytest.raises(VerifyError, match=what):
         step(state, batch())
+
+
+def test_rounding_of_gradients_is_judged_once_and_what_is_more_found() -> None:
+    share = [1e-3]
+
+    def inexact(x: Tensor) -> Tensor:
+        exact = x.dtype == torch.float64 and share[0] < 1e-2
+        return 2 * x + (0 if exact else 2 * share[0] * (x - x.detach()))
+
+    func = function(inexact)
+    step, state = start(lambda: model_with(func).float())
+    with mock.patch.object(Trial, "_judged", autospec=True, side_effect=Trial._judged) as judge:
+        for _ in range(99):
+            state, _ = step(state, batch().float())
+    assert step.oracle.verified == [1, 10] and judge.call_count == 1
+    share[0] = 0.05
+    with pytest.raises(VerifyError, match=r"model 0, call 100: the gradient of '0\.weight'"):
+        step(state, batch().float())
 
 
 @pytest.mark.parametrize("count", [1, 3])

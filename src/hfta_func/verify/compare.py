@@ -20,6 +20,8 @@ _NAMES = {
     "attribute": "attribute '{}'",
 }
 """What each kind of results is called, in the order in which they are compared."""
+ROUNDING = 1e-4
+"""The precision within whose square root rounding alone may be what differs: where a ReLU is on one side or the other."""
 
 
 class Difference(NamedTuple):
@@ -34,8 +36,10 @@ class Difference(NamedTuple):
         return f"{_NAMES[self.kind].format(self.path)} is {self.array} in the array and {self.alone} alone"
 
 
-def difference(array: Results, alone: Results, eps: float, judged: bool = True) -> Difference | None:
-    """The first leaf that differs by more than rounding can.
+def difference(
+    array: Results, alone: Results, eps: float, rounding: float = 0.0, judged: bool = True
+) -> Difference | None:
+    """The first leaf that differs by more than rounding can, to which the precision of gradients is known to fall.
 
     Without a judge, gradients are held to the largest of all: that of a bias before a batch norm is rounding alone.
     """
@@ -44,8 +48,9 @@ def difference(array: Results, alone: Results, eps: float, judged: bool = True) 
     kinds = ("loss",) if have_failed else [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
         floor = 1e-3 if judged or kind != "gradient" else max([1e-3, *map(_largest, alone[kind].values())])
+        share = max(eps, rounding) if kind == "gradient" else eps
         for path, leaf in alone[kind].items():
-            if path in array[kind] and not close(array[kind][path], leaf, eps, floor):
+            if path in array[kind] and not close(array[kind][path], leaf, share, floor):
                 return Difference(kind, path, *_values(array[kind][path], leaf))
     return None
 

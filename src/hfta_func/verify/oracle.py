@@ -18,15 +18,13 @@ from hfta_func.errors import HFTAError, RandomnessError, StateError, VerifyError
 from hfta_func.models.padding import padding_of
 from hfta_func.models.sizes import PRESENT, SIZE
 from hfta_func.verify.alone import Case, Output, Results, in_float64, noting, same
-from hfta_func.verify.compare import Difference, difference, has_failed, origin
+from hfta_func.verify.compare import ROUNDING, Difference, difference, has_failed, origin
 from hfta_func.verify.held import Held, OneCall
 from hfta_func.verify.reached import Reached
 
 Verify = Literal["first"] | bool
 
 _KNOWN = object()
-_ROUNDING = 1e-4
-"""The precision within whose square root rounding alone may be what differs: where a ReLU is on one side or the other."""
 _MOST = 16
 """Most kinds of calls whose first one is compared: batches whose shapes always change are compared at 10, 100, ... only."""
 
@@ -54,6 +52,8 @@ class Oracle:
         self.has_warned = self.is_comparing = False
         # Whether the model has generators of its own, once a member has run.
         self.has_generators: bool | None = None
+        # What more of gradients needs no judge, which takes as long as several steps: rounding alone was found to move them.
+        self.rounding = 0.0
 
     def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
         """Count a call; what compares it, where it is compared.
@@ -169,7 +169,7 @@ class Trial:
             if has_failed(array) and not isinstance(error, HFTAError):
                 return
             raise
-        if (met := difference(array, alone, eps)) is None:
+        if (met := difference(array, alone, eps, self._oracle.rounding)) is None:
             return
         if met.kind == "attribute":
             again, before = self._alone(case, member)["attribute"], alone["attribute"]
@@ -178,8 +178,10 @@ class Trial:
                 return self._compare(case, results, member)
         try:
             # What rounding could explain shows in any two members, as well as in all.
-            is_small = difference(array, alone, max(eps, _ROUNDING)) is None
+            is_small = difference(array, alone, max(eps, ROUNDING)) is None
             judged = self._judged(case, member, is_small, array, eps)
+            if judged is None and is_small and met.kind == "gradient":
+                self._oracle.rounding = ROUNDING
             if judged is None and (self._is_replayed or not is_small):
                 # A replayed call must be what the array computes itself, and any call what the next one computes.
                 again = case.of_member(self._again(case, same, None, False), member)
