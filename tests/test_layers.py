@@ -32,7 +32,7 @@ FILES_IN = {
         "optim": "_base _kernel _leafwise",
         "calls": "body copies autodiff made rewrites draws padding routing scan recompute",
         "rules": "_layout _products _lowering _loop _measured _registry _choice _operator _direct _tables "
-        "_recurrence _direction _autocast _functions _install _extend vmap",
+        "_recurrence _direction _autocast _functions _install _extend _advice vmap",
         "models": "scalar_attributes structure sharing sizes padding stack remat padded_calls attributes "
         "skeleton functional adapters",
         "step": "state allocator batch options chunks members gradients replay commit many train indexed joint "

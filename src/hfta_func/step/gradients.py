@@ -23,7 +23,7 @@ from hfta_func.errors import LossError
 from hfta_func.models.functional import tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.models.sizes import joined
-from hfta_func.rules.vmap import advice
+from hfta_func.rules._advice import advice
 from hfta_func.step.batch import as_metrics, copied
 from hfta_func.step.members import ArrayFunction, Tensors, num_positional
 from hfta_func.step.options import Options
