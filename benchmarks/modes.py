@@ -19,8 +19,8 @@ SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "proce
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
 IN_FIT, RUN = "array in fit", 5000
-"""An array as :func:`hfta_func.fit` trains it for so many steps if nothing else is said: these are replayed, and write no
-state in place."""
+"""An array as :func:`hfta_func.fit` trains it for so many steps if nothing else is said: these are replayed, and write only what
+an earlier one of them has made."""
 MANY, STEPS = "array many compiled", 8
 """An array whose calls take so many steps each, a multiple of the batches that come round."""
 WORKERS = "array workers", "array workers compiled"
@@ -64,11 +64,13 @@ def array(job: Job, compiled: bool = False, replayed: bool = False, steps: int |
     """An array that changes its state in place; of ``steps`` that are replayed; ``own`` are options of its step."""
     step, state = job.array(**own)
     step = step if steps is None else step.replayed(steps)
-    run = _compiled(step, state, replayed) if compiled else step
+    run, how = _compiled(step, state, replayed) if compiled else step, dict[str, bool]()
+    made = {"owned": True} if steps is not None and isinstance(step, hfta_func.step.TrainStep) else {}
 
     def train(batch: Any) -> Tensor:
-        nonlocal state
-        state, metrics = run(state, batch)
+        nonlocal state, how
+        state, metrics = run(state, batch, **how)
+        how = made
         return metrics["loss"]
 
     return Run(train, lambda: state)
