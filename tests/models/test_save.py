@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.calls.recompute import Recalls, cheap
-from hfta_func.rules import loss as losses
 from hfta_func.run.memory import peak_bytes
 
 DIM = 8
@@ -226,8 +225,7 @@ def entropy_with_options(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_models", [1, 3])
 @pytest.mark.parametrize("loss", [entropy, entropy_of_one, with_scores, with_a_penalty, entropy_with_options])
-def test_cross_entropy_in_parts_gives_the_same_bits(loss, num_models, monkeypatch):
-    monkeypatch.setattr(losses, "_PART", 4 * CLASSES)
+def test_cross_entropy_in_the_memory_of_its_logits_gives_the_same_bits(loss, num_models):
     for dtype in (torch.float64, torch.float32):
         expected, found = (
             train(Words, num_models, dtype=dtype, loss=loss, save=save, donate=True) for save in ("all", "less")

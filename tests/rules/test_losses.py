@@ -103,6 +103,23 @@ def test_cross_entropy_writes_no_more_tensors_than_a_solo_run(transform: str) ->
     assert array.calls == solo.calls
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("classes", [1, 2, 10, 40, 300, 1500])
+def test_cross_entropy_of_any_number_of_classes_is_that_of_a_loop(classes: int, dim: int) -> None:
+    logits, target = torch.randn(M, 70, classes, dtype=torch.float64) * 9, torch.randint(classes, (M, 70))
+    logits[0, 1, 1:], logits[1, 2], target[2, ::3] = -torch.inf, torch.nan, -100
+    given = logits.movedim(0, dim).contiguous().requires_grad_()
+    found = hfta.vmap(F.cross_entropy, in_dims=(dim, 0))(given, target)
+    (gradient,) = torch.autograd.grad(found.sum(), given)
+    expected = torch.stack([F.cross_entropy(*member) for member in zip(logits.requires_grad_(), target, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(gradient.movedim(dim, 0), wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    target[1, 5] = classes
+    with pytest.raises(IndexError, match=f"Target {classes} is out of bounds"):
+        hfta.vmap(F.cross_entropy, in_dims=(dim, 0))(given, target)
+
+
 MANY_CLASSES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "rows": ((6, 1500), (6,), {}),
     "one row": ((1500,), (), {}),

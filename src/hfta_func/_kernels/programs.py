@@ -1,7 +1,7 @@
-"""Programs in files of C beside this one: layer normalisation, maxima over windows, and rows of tables.
+"""Programs in files of C beside this one: layer normalisation, cross entropy, maxima over windows, and rows of tables.
 
-For a type of numbers, each of :func:`norm`, :func:`pooling` and :func:`tables` gives the functions of its file; None if there
-are none, or they cannot be compiled.
+For a type of numbers, :func:`norm`, :func:`losses`, :func:`pooling` and :func:`tables` give the functions of their files, or
+None, where there are none or they cannot be compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from hfta_func._kernels import native
 def norm(dtype: torch.dtype) -> Any:
     """Layer normalisation with scale and shift of each member."""
     return native.load_file("norm", dtype, "layer_norm:nnnppppppn layer_norm_backward:nnnpppppppn")
+
+
+def losses(dtype: torch.dtype) -> Any:
+    """Cross entropy, for which PyTorch takes short rows number by number, and writes three tables of the logits' size."""
+    return native.load_file("losses", dtype, "cross_entropy:nnppnppn cross_entropy_backward:nnpppnppn")
 
 
 def pooling(dtype: torch.dtype) -> Any:
@@ -54,6 +59,27 @@ def _norm(name: str, x: Tensor, scale: Tensor, axes: int, *arguments: Tensor | b
     sizes = models, x.numel() // max(1, models * width), width
     pointers = (one if isinstance(one, bytes) else one.data_ptr() for one in arguments)
     getattr(norm(x.dtype), name)(*sizes, *pointers, torch.get_num_threads())
+
+
+def cross_entropy(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses of rows ``[...,C]`` with classes ``[...]``, and of each its largest number and the sum of exp(x - that)."""
+    x, target, lead = x.contiguous(), target.contiguous(), x.shape[:-1]
+    loss, stats = x.new_empty(lead), x.new_empty((*lead, 2))
+    pointers = x.data_ptr(), target.data_ptr(), ignore_index, loss.data_ptr(), stats.data_ptr()
+    if losses(x.dtype).cross_entropy(lead.numel(), x.shape[-1], *pointers, torch.get_num_threads()):
+        wrong = (target != ignore_index) & ((target < 0) | (target >= x.shape[-1]))
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+    return loss, stats
+
+
+def cross_entropy_backward(
+    grad: Tensor, x: Tensor, target: Tensor, stats: Tensor, ignore_index: int, into: Tensor
+) -> Tensor:
+    """The gradient of contiguous rows, in the memory of ``into``, which may be theirs."""
+    grad, target = grad.contiguous(), target.contiguous()
+    pointers = grad.data_ptr(), x.data_ptr(), target.data_ptr(), ignore_index, stats.data_ptr(), into.data_ptr()
+    losses(x.dtype).cross_entropy_backward(grad.numel(), x.shape[-1], *pointers, torch.get_num_threads())
+    return into
 
 
 def max_pool(

@@ -73,3 +73,49 @@ INLINE void transpose(vec *rows)
             rows[i] = mixed[i];
     }
 }
+
+#if SIZE == 4
+typedef uint32_t bits;
+#define ROUNDER 12582912.0f // 1.5 * 2^23: what is added to it is rounded to an integer, in its lowest bits
+#define HIGH 0.693359375f
+#define LOW -2.12194440e-4f
+#define MANTISSA 23
+#define BIAS 127
+#define LARGEST 87.0f
+#define SERIES (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f + r * (1 / 5040.0f))))))
+#else
+typedef uint64_t bits;
+#define ROUNDER 6755399441055744.0
+#define HIGH 6.93147180369123816490e-01
+#define LOW 1.90821492927058770002e-10
+#define MANTISSA 52
+#define BIAS 1023
+#define LARGEST 708.0
+#define SERIES                                                                                                                 \
+    (1 / 2.0 +                                                                                                                 \
+     r * (1 / 6.0 +                                                                                                            \
+          r * (1 / 24.0 +                                                                                                      \
+               r * (1 / 120.0 +                                                                                                \
+                    r * (1 / 720.0 +                                                                                           \
+                         r * (1 / 5040.0 +                                                                                     \
+                              r * (1 / 40320.0 +                                                                               \
+                                   r * (1 / 362880.0 +                                                                         \
+                                        r * (1 / 3628800.0 +                                                                   \
+                                             r * (1 / 39916800.0 + r * (1 / 479001600.0 + r * (1 / 6227020800.0))))))))))))
+#endif
+
+// exp(x) - less, where that is 0, or 1 and exact near zero, too: with x = n log 2 + r, of the series of r. NaN stays NaN.
+INLINE REAL exponential(REAL x, const REAL less)
+{
+    x = x < -LARGEST ? -LARGEST : x;
+    x = x > LARGEST ? LARGEST : x;
+    union {
+        REAL number;
+        bits pattern;
+    } power = {x * (REAL)1.44269504088896340736 + ROUNDER};
+    const REAL n = power.number - ROUNDER, r = (x - n * HIGH) - n * LOW;
+    power.pattern = (power.pattern + BIAS) << MANTISSA;
+    return power.number * (r + r * r * SERIES) + (power.number - less);
+}
+
+INLINE REAL exp_less_one(REAL x) { return exponential(x, 1); }

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._kernels import programs
+from hfta_func._kernels.operators import members_in_front
+from hfta_func._torch import has_tangents
 from hfta_func.calls.recompute import WRITTEN, recalls
 from hfta_func.errors import StateError
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import member_shape
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Operator, runs_programs
 from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
 aten: Any = torch.ops.aten
@@ -26,66 +29,50 @@ _NONE, _MEAN = 0, 1
 _cross_entropy = _torch.operator("cross_entropy_loss")
 _MANY = 1024
 """With so many classes, a loss is much of a step."""
-_PART, _PARTS = 1 << 15, 16
-"""Numbers of logits that are as fast to read again as to keep, and parts of them that a loss is at most computed in."""
 
 
-def _parts(*tensors: Tensor) -> Any:
-    """Some rows of each tensor at a time."""
-    rows, classes = tensors[0].shape
-    size = max(1, _PART // classes, -(-rows // _PARTS))
-    return zip(*(x.split(size) for x in tensors), strict=True)
-
-
-def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    # [R,C], [R] -> [R]
-    parts = _parts(logits, target)
-    return torch.cat([_cross_entropy(x, classes, None, _NONE, ignore_index) for x, classes in parts])
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], outputs: tuple[Tensor, Tensor]) -> None:
     logits, target, ctx.ignore_index = inputs
-    ctx.save_for_backward(target)
-    # What autograd saves has two holders until the backward pass of this operator is over.
-    ctx.logits, ctx.written = logits, _torch.writes(logits)
+    ctx.mark_non_differentiable(outputs[1])
+    # A step that saves less is called back once. What autograd saves has two holders until this operator's call back is over.
+    ctx.logits, kept = (None, [logits]) if recalls() is None else (logits, [])
+    ctx.written = _torch.writes(logits)
+    ctx.save_for_backward(target, outputs[1], *kept)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """The gradient by PyTorch's kernels, in the memory of the logits if nothing else reads them any more."""
-    (target,), logits = ctx.saved_tensors, ctx.logits
-    if _torch.writes(logits) != ctx.written:
+def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """That of the logits, in their memory if the step saves less and nothing else reads them any more."""
+    target, stats, *kept = ctx.saved_tensors
+    logits = kept[0] if kept else ctx.logits
+    if not kept and _torch.writes(logits) != ctx.written:
         raise StateError(WRITTEN)
-    is_last = recalls() is None and not torch.is_grad_enabled()
+    if torch.is_grad_enabled() or has_tangents():
+        # In operators of PyTorch, which have derivatives.
+        scores, total = logits.log_softmax(-1), grad.new_ones(())
+        hit = aten.nll_loss_backward.default(grad, scores, target, None, _NONE, ctx.ignore_index, total)
+        return aten._log_softmax_backward_data.default(hit, scores, -1, logits.dtype), None, None
+    is_last = not kept and recalls() is None
     if is_last:
         logits = logits.detach()
         del ctx.logits
     into = logits if is_last and _torch.is_sole_holder(logits) else torch.empty_like(logits)
-    parts, total = [], grad.new_ones(())
-    for x, classes, lost, out in _parts(logits, target, grad, into):
-        scores = x.log_softmax(1)
-        hit = aten.nll_loss_backward.default(lost, scores, classes, None, _NONE, ctx.ignore_index, total)
-        if torch.is_grad_enabled():
-            parts.append(aten._log_softmax_backward_data.default(hit, scores, 1, x.dtype))
-        else:
-            aten._log_softmax_backward_data.out(hit, scores, 1, x.dtype, out=out)
-    return torch.cat(parts) if parts else into, None, None
+    return _gradient_of_logits(grad, logits, target, stats, ctx.ignore_index, into), None, None
 
 
-_in_parts = Operator(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor", _losses, _setup, _backward
+# Whoever needs the derivative of a gradient does not call it.
+_of_rows = Operator(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
+    *(programs.cross_entropy, _keep, _gradient),
+    fake=lambda x, *_: (x.new_empty(x.shape[:-1]), x.new_empty((*x.shape[:-1], 2))),
+    batched=members_in_front(lambda *args: _of_rows(*args)),
 )
-
-
-def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
-    """Losses ``[R]`` of logits ``[R,C]`` and classes ``[R]``, in a block of :class:`Recalls`, which keeps only the logits.
-
-    None if PyTorch's operator is to be called.
-    """
-    is_known = logits.dim() == 2 and not target.is_floating_point() and logits.dtype in (torch.float32, torch.float64)
-    is_kept = recalls() is not None and logits.requires_grad and logits.device.type == "cpu" and logits.numel() > 0
-    if not (is_known and is_kept):
-        return None
-    return _in_parts(logits.contiguous(), target, ignore_index)
+_gradient_of_logits = Operator(
+    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int ignore_index, Tensor(a!) into)"
+    " -> Tensor(a!)",
+    *(programs.cross_entropy_backward, lambda *_: None, lambda *_: None),
+    fake=lambda *args: args[-1],
+    batched=members_in_front(lambda *args: _gradient_of_logits(*args)),
+)
 
 
 @register("cross_entropy_loss", "loss")
@@ -112,11 +99,12 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
+    is_table = rows.input.dim() == 2 and rows.input.numel() > 0 and target.dtype == torch.int64
     many = rows.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
     if is_plain and many and on_cpu and torch.compiler.is_compiling():
         losses = _of_many_classes(rows, target, counted, ignore_index)
-    elif is_plain and (in_parts := cross_entropy_in_parts(rows.input, rows.of(target), ignore_index)) is not None:
-        losses = rows.split(in_parts)
+    elif is_plain and is_table and runs_programs(rows.input, programs.losses):
+        losses = rows.split(_of_rows(rows.input.contiguous(), rows.of(target), ignore_index)[0])
     else:
         options = shared_weights, _NONE, ignore_index, label_smoothing
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), *options))
