@@ -43,6 +43,20 @@ class Noisy(nn.Sequential):
         super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))
 
 
+def test_what_a_model_computes_in_coarser_numbers_than_its_own_is_held_to_these() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).double()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch).float(), torch.arange(len(batch)) % 5)
+
+    step = hfta.make_train_step(make(), loss, hfta.adam(lr=[1e-3] * M))
+    state = step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+    for _ in range(STEPS):
+        state, _ = step(state, torch.randn(M, 40, 6, dtype=torch.float64))
+    assert step.oracle.verified == [1, 10]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one by one": {"chunk_size": 1},

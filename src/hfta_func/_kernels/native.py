@@ -177,9 +177,7 @@ def load_file(name: str, dtype: torch.dtype | None, functions: str, flags: tuple
 def check_memory(is_missing: int) -> None:
     """Raise a MemoryError if a kernel got no memory for its buffers."""
     if is_missing:
-        raise MemoryError(
-            "there is no memory left for the buffers of a kernel; run fewer members at a time (chunk_size=)"
-        )
+        raise MemoryError("no memory is left for the buffers of a kernel; run fewer members at a time (chunk_size=)")
 
 
 def signed(content: bytes) -> bytes:

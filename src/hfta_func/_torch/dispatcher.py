@@ -198,6 +198,11 @@ def writes(tensor: Tensor) -> int:
 is_alias = private("torch._C", "_is_alias_of")
 
 
+def precision_of(node: Any) -> float:
+    """The coarsest precision of what a node of autograd's graph has computed."""
+    return max([0.0, *(torch.finfo(x.dtype).eps for x in node._input_metadata if x.dtype.is_floating_point)])
+
+
 def parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside a tensor of another class, such as a quantised one; a plain tensor itself."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)

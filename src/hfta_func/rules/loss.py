@@ -93,9 +93,9 @@ def cross_entropy_loss(
         args = input, target, weight, reduction, ignore_index, label_smoothing
         return one_by_one(_cross_entropy, call.num_models, args, call.first_dims(6), {}, {})
     rows, target = _Rows(call, input), expand(target, target_dim, call.num_models)
-    shared_weights = weight if weight_dim is None else None
+    options = weight if weight_dim is None else None, _NONE, ignore_index, label_smoothing
     if has_probabilities:
-        losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
+        losses = _cross_entropy(rows.input, rows.of(target), *options)
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
@@ -106,7 +106,6 @@ def cross_entropy_loss(
     elif is_plain and is_table and runs_programs(rows.input, programs.losses):
         losses = rows.split(_of_rows(rows.input.contiguous(), rows.of(target), ignore_index)[0])
     else:
-        options = shared_weights, _NONE, ignore_index, label_smoothing
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), *options))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
     return _weighted(losses if weight_dim is None else losses * weights, weights, reduction), 0

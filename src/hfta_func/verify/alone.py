@@ -107,7 +107,10 @@ class Case(NamedTuple):
                 if now.get(path) is not x or (_torch.writes(x), _torch.storage_number(x)) != (count, number):
                     raise StateError(WRITES.format(path))
             if self.trained:
-                results["outside"] = _outside(model, value)
+                graph = _graph(value)
+                results["outside"] = _outside(model, graph)
+                # A model may compute in coarser numbers than its own, such as a loss in float32.
+                results["precision"] = {"": torch.tensor(max([0.0, *map(_torch.precision_of, graph)]))}
                 results["gradient"] = self._gradient(model, value, 1 if self.scale is None else self.scale[member])
         results["attribute"] = assigned(attributes.changed(), None)
         after = {path: x.detach().clone() if evaluates else x.detach() for path, x in model.named_buffers()}
@@ -182,15 +185,20 @@ def seeding_refused() -> Iterator[None]:
             yield
 
 
-def _outside(model: nn.Module, value: Tensor) -> Params:
-    """Parameters that would get a gradient and are not the model's."""
-    inside, left, seen = {*map(id, model.parameters())}, [value.grad_fn], set[Any]()
+def _graph(value: Tensor) -> set[Any]:
+    """The nodes of the graph of a value."""
+    left, seen = [value.grad_fn], set[Any]()
     while left:
         node: Any = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
             left += [before for before, _ in node.next_functions]
-    leaves = [node.variable for node in seen if hasattr(node, "variable")]
+    return seen
+
+
+def _outside(model: nn.Module, graph: set[Any]) -> Params:
+    """Parameters that would get a gradient and are not the model's."""
+    inside, leaves = {*map(id, model.parameters())}, [node.variable for node in graph if hasattr(node, "variable")]
     return {str(i): x for i, x in enumerate(leaves) if isinstance(x, nn.Parameter) and id(x) not in inside}
 
 

@@ -43,6 +43,7 @@ def difference(
 
     Without a judge, gradients are held to the largest of all: that of a bias before a batch norm is rounding alone.
     """
+    eps = max([eps, *map(float, alone.get("precision", {}).values())])
     # What comes of a loss that is NaN or infinite is never used.
     have_failed = has_failed(array) and has_failed(alone)
     kinds = ("loss",) if have_failed else [kind for kind in _NAMES if kind in array and kind in alone]
