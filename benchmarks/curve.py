@@ -3,9 +3,11 @@
 Every cell, a way to train M models, runs in a process of its own and is written to the file of results at once: a run that
 was interrupted goes on with the cells that have no row of this commit. ``python -m benchmarks curve``.
 
-The loop trains at most 64 models. Where there are more, its time and memory are those of 64, scaled up. This favours the
-loop, as the tensors of a thousand models would not stay in the caches. Agents are trained by PPO, where a step is an
-iteration: a rollout of 128 steps in 4 environments and 16 updates; their loop is a plain script in a process per core.
+Each way takes turns with a loop, and a time is that of all loops at this M, divided by how many times as fast the way was in
+its turns: other programs on the machine slow down both. The loop trains at most 64 models. Where there are more, its time and
+memory are those of 64, scaled up. This favours the loop, as the tensors of a thousand models would not stay in the caches.
+Agents are trained by PPO, where a step is an iteration: a rollout of 128 steps in 4 environments and 16 updates; their loop
+is a plain script in a process per core, and ways take no turns.
 """
 
 from __future__ import annotations
@@ -63,15 +65,15 @@ ROUNDS = 9
 
 TIME = "Milliseconds of a step for a member:"
 CONTENTS = {
-    TIME: lambda row, models: _number(1e3 * row["seconds"][1] / models),
-    "MiB of tensors for a member, at the peak of a step:": lambda row, models: _number(
-        (row["bytes"] or 0) / models / 2**20
+    TIME: lambda rows, way, models: _number(1e3 * seconds(rows, way) / models),
+    "MiB of tensors for a member, at the peak of a step:": lambda rows, way, models: _number(
+        (rows[way]["bytes"] or 0) / models / 2**20
     ),
-    "Seconds to the first / the hundredth step:": lambda row, _: (
-        f"{_number(row['first'])} / {_number(row['hundredth'])}"
+    "Seconds to the first / the hundredth step:": lambda rows, way, _: (
+        f"{_number(rows[way]['first'])} / {_number(rows[way]['hundredth'])}"
     ),
 }
-"""The tables by their titles: what a cell says of a row."""
+"""The tables by their titles: what a cell says of a way and the rows of an M."""
 
 
 class Cell(NamedTuple):
@@ -93,7 +95,7 @@ def cells(workloads: Sequence[str], models: Sequence[int], ways: Sequence[str]) 
 
 
 def measured(cell: Cell, rounds: int) -> dict[str, Any]:
-    """The row of a cell: seconds of a step by quartiles, bytes, and seconds to the first and the hundredth step."""
+    """The row of a cell: seconds of a step by quartiles, the loop's in the same turns, bytes, and seconds to some steps."""
     return (_agents if cell.workload == AGENTS else _models)(cell, rounds)
 
 
@@ -101,21 +103,41 @@ def _models(cell: Cell, rounds: int) -> dict[str, Any]:
     count = min(cell.num_models, MOST) if cell.way == SERIAL else cell.num_models
     spec = Spec(cell.workload, "small", count, batch_size(cell.workload, "small", "cpu"))
     scale, other = cell.num_models / count, Measured(cell.way, spec, patience=LIMIT, grace=5.0)
+    rivals = (
+        [] if cell.way == SERIAL else [Measured(SERIAL, spec._replace(num_models=min(count, MOST)), patience=LIMIT)]
+    )
     try:
         ((first, last, losses, each),) = other.ask("reach", STEPS, PATIENCE)
+        for rival in rivals:
+            ((*_, alone),) = rival.ask("reach", 5, PATIENCE)
+            rival.calls = max(1, round(0.3 / alone))
         other.calls = max(1, round(0.3 / each))
         # Where a step takes long, fewer are enough.
         rounds = max(2, min(rounds, round(PATIENCE / max(0.3, each))))
-        times, taken = zip(*(other.time(other.calls) for _ in range(rounds)), strict=True)
+        turns = [[one.time(one.calls) for one in (other, *rivals)] for _ in range(rounds)]
         (memory,) = other.ask("memory")
         (least,) = other.ask("roofline") if cell.way == SERIAL else [None]
     finally:
-        other.close()
+        for one in (other, *rivals):
+            one.close()
+    times, taken = zip(*(turn[0] for turn in turns), strict=True)
     # What a process does once, such as imports of an optimizer, takes as long for any number of models.
     begun = first + (scale - 1) * each
     row = {"seconds": [scale * value for value in _quartiles(times)], "processors": scale * statistics.median(taken)}
+    if rivals:
+        loops = [turn[1][0] * count / min(count, MOST) for turn in turns]
+        row |= {"loop": statistics.median(loops)}
+        row |= {"ratios": _quartiles([one / took for one, took in zip(loops, times, strict=True)])}
     row |= {"first": begun, "hundredth": begun + scale * (last - first), "bytes": memory and scale * memory}
     return row | {"trained": count, "loss": statistics.fmean(losses[:COMPARED]), "rounds": rounds, "roofline": least}
+
+
+def seconds(rows: dict[str, Any], way: str) -> float:
+    """Of a step of all models: those of the loop in all turns at this M, over the ratio of a way in its own."""
+    loops = [row["loop"] for row in rows.values() if "loop" in row]
+    if not loops or not (way == SERIAL or "ratios" in rows[way]):
+        return rows[way]["seconds"][1]
+    return statistics.median(loops) / (1 if way == SERIAL else rows[way]["ratios"][1])
 
 
 def _agents(cell: Cell, rounds: int) -> dict[str, Any]:
@@ -193,6 +215,7 @@ def _said(cell: Cell, row: dict[str, Any]) -> list[str]:
         return [row["error"][:80]]
     return [
         f"{1e3 * row['seconds'][1] / cell.num_models:9.3f} ms a member",
+        f"{row['ratios'][1]:6.2f}{TIMES}" if "ratios" in row else "",
         "" if row["bytes"] is None else f"{row['bytes'] / cell.num_models / 2**20:8.2f} MiB a member",
         f"first step {row['first']:6.1f} s, hundredth {row['hundredth']:6.1f} s, took {row['took']:.0f} s",
     ]
@@ -206,7 +229,7 @@ def tables(found: dict[str, Any]) -> str:
         for name in TITLES:
             for count in sorted(found.get(name, {}), key=int):
                 rows = found[name][count]["rows"]
-                texts = [cell(rows[way], int(count)) if _counts(rows.get(way, {})) else "" for way in WAYS]
+                texts = [cell(rows, way, int(count)) if _counts(rows.get(way, {})) else "" for way in WAYS]
                 least = roofline(found[name]) if title == TIME else None
                 lines.append([TITLES[name], f"{int(count):,}", *texts, _number(1e3 * least) if least else ""])
         shown = [line for line in lines if any(line[2:])]
@@ -243,8 +266,8 @@ def picture(found: dict[str, Any]) -> Figure:
     for name, ax in zip(names, figure.subplots(1, len(names), squeeze=False).flat, strict=True):
         counts = sorted(map(int, found[name]))
         for way in WAYS:
-            rows = {m: found[name][str(m)]["rows"].get(way, {}) for m in counts}
-            points = [(m, 1e3 * row["seconds"][1] / m) for m, row in rows.items() if _counts(row)]
+            rows = {m: found[name][str(m)]["rows"] for m in counts}
+            points = [(m, 1e3 * seconds(row, way) / m) for m, row in rows.items() if _counts(row.get(way, {}))]
             if points:
                 color, line = STYLES[way]
                 marker = {"marker": "o"} if line == "-" else {"marker": "D", "markerfacecolor": "white"}
@@ -273,7 +296,7 @@ def show(found: dict[str, Any]) -> str:
     for name, sizes in found.items():
         for way in WAYS:
             each = {
-                int(m): part["rows"][way]["seconds"][1] / int(m)
+                int(m): seconds(part["rows"], way) / int(m)
                 for m, part in sizes.items()
                 if _counts(part["rows"].get(way, {}))
             }

@@ -19,8 +19,8 @@ SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "proce
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
 IN_FIT, RUN = "array in fit", 5000
-"""An array as :func:`hfta_func.fit` trains it for so many steps if nothing else is said: these are replayed, and write only what
-an earlier one of them has made."""
+"""An array as :func:`hfta_func.fit` trains it for so many steps if nothing else is said: these are replayed, and write
+only what an earlier one of them has made."""
 MANY, STEPS = "array many compiled", 8
 """An array whose calls take so many steps each, a multiple of the batches that come round."""
 WORKERS = "array workers", "array workers compiled"
