@@ -144,16 +144,22 @@ def _agents(cell: Cell, rounds: int) -> dict[str, Any]:
     way = str(WAYS[cell.way])
     iterations = rl.length(way, cell.num_models, 64, 0, quick=False)
     timed = rl.Timed(way, cell.num_models, 64, "cpu", iterations)
+    # A graph is compiled for a number of iterations.
+    is_graph = way not in (*rl.PLAIN, "replayed")
     try:
         timed.ready()
         for turn in range(2 + min(rounds, 3)):
-            timed.turn(1 if not turn and way in rl.PLAIN else None, LIMIT)
+            timed.turn(None if turn or is_graph else 1, LIMIT)
     finally:
         timed.close()
-    # In the first turn but one some steps are still recorded. A script trains other agents at every turn, one on each core.
-    seconds = _quartiles([cell.num_models * rl.PER_ITERATION / rate for rate in timed.rates[1:]])
-    first = max(timed.first - (iterations - 1) * seconds[1], seconds[1]) if way not in rl.PLAIN else seconds[1]
-    row = {"seconds": seconds, "first": first, "hundredth": first + (STEPS - 1) * seconds[1], "bytes": None}
+    # In the first turn but one steps are still recorded. A script trains other agents at every turn, one on each core.
+    begun, *rates = [cell.num_models * rl.PER_ITERATION / rate for rate in timed.rates]
+    seconds = _quartiles(rates)
+    first = max(timed.first - is_graph * (iterations - 1) * seconds[1], seconds[1])
+    first = seconds[1] if way in rl.PLAIN else first
+    recorded = iterations * max(0.0, begun - seconds[1]) if way == "replayed" else 0.0
+    row = {"seconds": seconds, "first": first, "bytes": None}
+    row |= {"hundredth": first + recorded + (STEPS - 1) * seconds[1]}
     return row | {"trained": timed.agents, "rounds": len(timed.rates)}
 
 

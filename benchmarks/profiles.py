@@ -6,7 +6,6 @@ With ``--follow``, what following a profile's advice gains, and then that of the
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -41,15 +40,6 @@ def followed(advice: str, job: Job) -> tuple[str, Callable[..., Any], Any] | Non
     if "hfta_func.compile(step)" in advice:
         step, state = job.array()
         return "compiled", torch.compile(step, fullgraph=True, dynamic=False), state
-    if override := re.search(r"rules\.override\((.*)\)", advice):
-        choice = dict(re.findall(r"(\w+)='([^']*)'", override[1]))
-        step, state = job.array(replay=True)
-
-        def overridden(state: Any, batch: Any) -> Any:
-            with hfta.rules.override(**choice):
-                return step(state, batch)
-
-        return override[0], overridden, state
     return None
 
 

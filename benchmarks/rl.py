@@ -27,8 +27,8 @@ PLAIN = WAYS[3:]
 """Ways with one agent in each process."""
 WORK = {64: 256, 256: 64, 1024: 16}
 """Iterations of a turn, of all agents together, by width of the hidden layers: some seconds each."""
-LONGEST, REPLAYED, SHORT = 96, 8, {64: 8, 256: 8, 1024: 2}
-"""The most iterations of an agent in a turn; how many fewer where Python runs every step; and those of a plain script."""
+LONGEST, REPLAYED, SHORT = 96, 2, {64: 8, 256: 8, 1024: 2}
+"""The most iterations of an agent in a turn; how many fewer of a replayed one; and those of a plain script."""
 WIDE, NOISE = 16, 3.0
 """Agents whose returns are compared, and of other widths; standard errors by which mean returns may differ."""
 

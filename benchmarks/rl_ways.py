@@ -43,7 +43,7 @@ def make_agent(width: int) -> nn.ModuleDict:
 
 def act(agent: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """An action, and what the loss has to know of it."""
-    # Checks of arguments would keep updates from being replayed.
+    # Checks of arguments read values, which keeps a call from being replayed.
     choice = Categorical(logits=agent.actor(x), validate_args=False)
     action = choice.sample()
     return action, {"log_prob": choice.log_prob(action), "value": agent.critic(x)[..., 0]}
@@ -63,7 +63,7 @@ def loss_fn(agent: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Array:
-    """All agents as one array: a loop that is compiled, or whose updates are replayed."""
+    """All agents as one array: a loop that is compiled, or replayed as ``fit`` does."""
 
     def __init__(self, models: int, width: int, device: str, compiled: bool):
         environment, agent, seeds = rl.CartPole(), make_agent(width).to(device), range(models)
@@ -86,7 +86,8 @@ class Array:
             {"value": LR}, lambda count, value: value * (1 - count // (EPOCHS * MINIBATCHES) / ITERATIONS)
         )
         optimizer = hfta.chain(hfta.clip_grad_norm(0.5), hfta.adam(lr=lr, eps=1e-5))
-        step = hfta.make_train_step(agent, loss_fn, optimizer, collect=collect, replay=None if compiled else True)
+        step = hfta.make_train_step(agent, loss_fn, optimizer, collect=collect)
+        step = step if compiled else step.replayed(ITERATIONS)
         self._loop = torch.compile(step.loop, fullgraph=True, dynamic=False) if compiled else step.loop
         params, _ = hfta.init_params(lambda: make_agent(width).to(device), seeds)
         carry = rl.start(environment, hfta.random.keys(seeds, device=device), ENVS)

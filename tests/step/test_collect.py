@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import gymnasium
+import optree
 import pytest
 import torch
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func import rl
+from hfta_func._torch import recorded
+from hfta_func.step import replay
 
 SEEDS, PAIR = [3, 4, 5], [5, 6]
 
@@ -129,3 +135,122 @@ def test_a_collect_that_returns_something_else(result, error, message):
     for wrong in (0, 2.0):
         with pytest.raises(ValueError, match=f"iterations is {wrong}; give an integer of at least 1"):
             step.loop(state, wrong)
+
+
+class Bold:
+    """What a policy reads from Python: how often it does what it likes."""
+
+    rate = 0.1
+
+
+def playing(replay, *, collected=lambda state: None, steps=6, extra=()):
+    """Agents in environments, with what is ``collected`` beside, of a step that is replayed or not."""
+    bold, environment, make = Bold(), rl.CartPole(), lambda: nn.Linear(4, 2)
+
+    def act(model, observation):
+        wild = torch.rand(observation.shape[:-1]) < bold.rate
+        return torch.where(wild, torch.randint(2, wild.shape), model(observation).argmax(-1))
+
+    policy = rl.make_policy(make(), act)
+
+    def collect(state):
+        running, happened = rl.rollout(environment, policy, state, state.carry, steps)
+        rows = {name: happened[name].flatten(1, 2) for name in ("observation", "reward")}
+        collected(state)
+        return running, rl.minibatches(state.keys, rows, 2), {**rl.episode_metrics(running), **dict(extra)}
+
+    def loss_fn(model, batch):
+        return (model(batch["observation"]).logsumexp(-1) * batch["reward"]).mean()
+
+    step = hfta.make_train_step(make(), loss_fn, hfta.adam(lr=[0.01, 0.1]), collect=collect, replay=replay)
+    running = rl.start(environment, hfta.random.keys(PAIR), 3)
+    return step, step.init(*hfta.init_params(make, PAIR), seeds=PAIR, carry=running), bold
+
+
+def assert_alike(make, rounds=8, change=lambda bold, turn: None):
+    """Iterations of a replayed step are those of one that is not, to the bit; how each was collected."""
+    (step, state, bold), (plain, expected, other) = make(True), make(False)
+    seen = []
+    for turn in range(rounds):
+        change(bold, turn), change(other, turn)
+        (state, metrics), (expected, right) = step.loop(state, 1), plain.loop(expected, 1)
+        for found, wanted in zip(
+            optree.tree_leaves((state, metrics)), optree.tree_leaves((expected, right)), strict=True
+        ):
+            assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
+        seen.append(step.status.partition("collecting ")[2])
+    return seen
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Records are made at the second call."""
+    monkeypatch.setattr(replay, "_STEPS", 0)
+
+
+def test_what_is_collected_is_replayed_to_the_bit(soon):
+    seen = assert_alike(playing)
+    assert not seen[0].startswith("replayed") and seen[-1].startswith("replayed")
+
+
+def test_what_is_collected_follows_values_in_python(soon):
+    def grows(bold, turn):
+        bold.rate = 0.1 if turn < 4 else 0.9
+
+    seen = assert_alike(playing, 10, grows)
+    assert [one.startswith("replayed") for one in seen[3:5]] == [True, False] and seen[-1].startswith("replayed")
+
+
+def test_a_collection_that_does_more_than_compute_runs_as_it_is(soon, monkeypatch):
+    calls = [0]
+
+    def counts(state):
+        calls[0] += 1
+
+    def writes(state):
+        state.params["bias"] = state.params["bias"] * 0.5
+
+    for collected, why in ((counts, "changes objects of Python"), (writes, "changes the state")):
+        seen = assert_alike(functools.partial(playing, collected=collected), 4)
+        assert why in seen[-1]
+    assert calls == [2 * 4]
+    monkeypatch.setattr(recorded, "_MOST", 100)
+    assert "more than 100 operators" in assert_alike(playing, 4)[-1]
+
+
+def test_environments_in_python_are_stepped_as_often(soon):
+    class Counting(gymnasium.Wrapper):
+        steps = 0
+
+        def step(self, action):
+            Counting.steps += 1
+            return super().step(action)
+
+    def make(replay):
+        mode = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+        made = gymnasium.make_vec("CartPole-v1", 2, "sync", wrappers=[Counting], vector_kwargs=mode)
+        envs = rl.GymnasiumEnvs(made, num_models=2)
+        policy = rl.make_policy(nn.Linear(4, 2), lambda model, x: model(x).argmax(-1))
+
+        def collect(state):
+            running, happened = envs.rollout(policy, state, state.carry, 5)
+            return running, happened["observation"].transpose(0, 1)
+
+        step = hfta.make_train_step(
+            nn.Linear(4, 2), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), collect=collect, replay=replay
+        )
+        running = envs.start(hfta.random.keys(PAIR))
+        return step, step.init(*hfta.init_params(lambda: nn.Linear(4, 2), PAIR), seeds=PAIR, carry=running), None
+
+    assert assert_alike(make, 4)[-1].startswith("eager: its functions can reach")
+    assert Counting.steps == 2 * 4 * 5 * 2
+
+
+def test_a_run_knows_how_often_it_collects():
+    step, state, _ = playing(None)
+    result = hfta.fit(step, state, [None] * 40, epochs=1, progress=False)
+    assert "collecting replayed" in step.status
+    plain, state, _ = playing(False)
+    expected = hfta.fit(plain, state, [None] * 40, epochs=1, progress=False)
+    for found, wanted in zip(*(optree.tree_leaves(one.state.params) for one in (result, expected)), strict=True):
+        assert torch.equal(found, wanted)

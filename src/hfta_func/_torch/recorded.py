@@ -138,6 +138,8 @@ _MADE = {
 """Operators that make a tensor of numbers alone."""
 _SMALL = 2**16
 """So many elements are kept rather than made again."""
+_MOST = 2**16
+"""Calls of a tape: a rollout of 2,048 steps has five times as many, which take 2 GB and a minute to record."""
 _MASKS = (torch.bool, torch.uint8)
 
 _unwritten = WeakTensorKeyDictionary()
@@ -192,6 +194,8 @@ class Recorder(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check(func, args)
+        if len(self.calls) >= _MOST:
+            self._refuse(f"it has more than {_MOST:,} operators")
         if func is _aten.lift_fresh.default:
             # A tensor made of numbers: each replay has one of its own.
             fresh = Slot(self._count)

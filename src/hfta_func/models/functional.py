@@ -150,7 +150,7 @@ class Bound:
             undo(self._undoing)
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-        body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
+        body, attributes = one = self._idle.pop() if self._idle else _with_attributes(self._make())
         template = self._template() or self._skeleton
         # A first call may have made some, and set them only after those of all groups.
         self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
@@ -173,7 +173,7 @@ class Bound:
         # The backward pass runs rematerialised modules again.
         if not (self._checkpoint or checkpoints):
             undo(attributes.undoing(changed))
-            self._idle.append((body, attributes))
+            self._idle.append(one)
         return results
 
     @property

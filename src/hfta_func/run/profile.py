@@ -19,7 +19,6 @@ from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import check_counts, text_table
 from hfta_func.errors import BatchError
 from hfta_func.rules import _choice
-from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.memory import profiler
 from hfta_func.run.recording import ITERATION, STEP, Line, Timeline, iterations_of, mark, marking, of_device
 from hfta_func.step import replay
@@ -224,30 +223,21 @@ def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -
     if isinstance(largest, str):
         return f"{'Python' if largest == kind else largest} {share}: {_CURES[largest]}"
     module = f" of module '{largest.module}'" if largest.module else ""
-    reason = reasons.get((largest.module, largest.operator), "")
-    return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_cure(largest, reason)}"
+    has_none = "no batching rule" in reasons.get((largest.module, largest.operator), "")
+    return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_CURES[has_none]}"
 
 
-_CURES = {
+_CURES: dict[Any, str] = {
     "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
     "replayed": "hfta_func.compile(step) or fit(compile=True) goes on with a graph if that is faster; more models share it",
     "compiled": "step.many takes several steps in a call, and more models share it",
     "data": "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
     "update": "make the step with donate=True, which writes in place, or compile it",
+    True: "it has no batching rule and runs one member after another; write one, hfta_func.rules.register",
+    False: "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones",
     "idle": "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
 }
-"""What to do about Python, by how the step ran, and about phases that one cure is for, whatever they consist of."""
-
-
-def _cure(line: Line, reason: str) -> str:
-    """What to do about kernels."""
-    if "no batching rule" in reason:
-        return "it has no batching rule and runs one member after another; write one, hfta_func.rules.register"
-    others = sorted(known_lowerings(line.operator) - {line.lowering, "loop"}) if line.operator in FAMILIES else []
-    if others:
-        where = f"modules='{line.module}', " if line.module else ""
-        return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
-    return "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones"
+"""What to do about Python, by how the step ran; about phases that one cure is for; and kernels, with no rule or with one."""
 
 
 def _total(name: str, lines: list[Line]) -> Line:

@@ -7,20 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import Compiled, can_look, inside_transform, untraced
+from hfta_func._torch import Compiled, NotReplayableError, can_look, inside_transform, untraced
 from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import Tree, check_counts, recorded
 from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError, TraceError
 from hfta_func.optim._base import GradientTransformation
+from hfta_func.step import replay
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.commit import Commit, Failure
 from hfta_func.step.members import Rehearsed
-from hfta_func.step.replay import Replay
 from hfta_func.step.state import TrainState
+from hfta_func.verify import Oracle, Reached
 
 
 class ManySteps(Compiled):
@@ -80,6 +82,13 @@ class ManySteps(Compiled):
 class Loop(ManySteps, Rehearsed):
     """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
 
+    def __init__(self, step: Any):
+        super().__init__(step)
+        self._gradients = step._gradients
+        # Nobody compares what is collected with members alone.
+        self.oracle = Oracle(False, step.options.collect, step.outline)
+        self.collecting = replay.Replay(self, Collected, float("inf"))
+
     def _rehearsal(self, state: TrainState) -> None:
         gradients, (_, batches, _) = self.in_graph._gradients, self._collect(state)
         gradients.rehearse_eagerly(gradients.tensors(state), _first(batches), {})
@@ -136,12 +145,42 @@ class Loop(ManySteps, Rehearsed):
 
     def _collect(self, state: TrainState) -> tuple[Any, Any, dict[str, Tensor]]:
         """What members carry next, their batches, and metrics."""
-        collect: Any = self.options.collect
         with torch.set_grad_enabled(inside_transform()):
-            result = collect(state)
+            is_plain = self._step._replay is None or torch.compiler.is_compiling()
+            result = (self.eagerly if is_plain else self.collecting)(state, ())
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
         return parts
+
+    def eagerly(self, state: TrainState, batch: Tree, watch: Callable[[Any], None] = lambda _: None) -> Any:
+        """What ``collect`` returns, which ``watch`` is called with."""
+        collect: Any = self.options.collect
+        result = collect(state)
+        watch(result)
+        return result
+
+
+class Collected(replay.Record):
+    """The tape of what ``collect`` returns."""
+
+    def __init__(self, loop: Loop, state: TrainState, batch: Tree):
+        def collect(state: TrainState, _: Tree) -> Any:
+            before, result = leaves(state), loop.eagerly(state, ())
+            if [*map(id, leaves(state))] != [*map(id, before)]:
+                raise NotReplayableError("it changes the state that it is given")
+            return result
+
+        func = loop.options.collect
+        self.reads = Reached(func)
+        with replay.only_computing(self.reads, func, state.keys.device):
+            self._first, self.first_result = replay.recorded(collect, state, batch)
+        self._decision: Any = optree.tree_structure(self.first_result)
+        self.status = f"replayed: {len(self._first)} operators"
+
+    def __call__(self, inputs: list[Tensor], *_: Any) -> Any:
+        """What ``collect`` returns."""
+        self.uses += 1
+        return self._decision.unflatten(self._first(inputs))
 
 
 def _summary(value: Tensor) -> Tensor:
@@ -182,7 +221,7 @@ class Searching:
         vars(self.evaluate).update(vars(step) | given, _searching=None)
         self.evaluate._commit = Commit(model, optimizer, options, False, ())
         # One batch is evaluated many times.
-        self.evaluate._replay = None if options.replay is False else Replay(self.evaluate)
+        self.evaluate._replay = None if options.replay is False else replay.Replay(self.evaluate)
 
     @untraced("lbfgs evaluates as often as losses ask for, which is no graph")
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:

@@ -45,7 +45,7 @@ _STEPS = 4
 _CHEAP = 0.1
 """So many seconds for a record are spent at once, where the number of calls is not known."""
 _SAVED, _PYTHON = 0.3, 0.05
-"""The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
+"""The least share of a call that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
 _RECORDS, _SHAPES = 3, 8
 """Most records of a shape of batch, one for each set of Python values, and most shapes: more cost more than they save."""
 
@@ -132,10 +132,12 @@ def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[
 class Record:
     """Two tapes, for what a step decides and for what it writes then, and what they rest on; making it calls the step."""
 
+    is_checked, uses = False, 0
+    why_not: str | None = None
+    _second: Tape | None = None
+
     def __init__(self, step: Any, state: TrainState, batch: Tree):
-        self.reads, self.is_checked, self.uses = reached_by(step), False, 0
-        self.why_not: str | None = None
-        self._second: Tape | None = None
+        self.reads = reached_by(step)
         self._looks, fixed = can_look(state.keys), member_sizes(state)
         with only_computing(self.reads, step._made_from[1], state.keys.device):
             self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
@@ -171,9 +173,9 @@ class Record:
         finally:
             overwrites.reset(token)
 
-    def check(self, state: TrainState, batch: Tree, outputs: StepOutputs, verdict: Any) -> None:
+    def check(self, state: TrainState, batch: Tree, *decided: Tree) -> None:
         """Compare what the step has decided with the record, which is used from then on, or says why not."""
-        decision = leaves((outputs[:-1], verdict))
+        decision = leaves(decided)
         try:
             if not all(map(_same_bits, decision, self._first.rehearse(leaves((state, batch))))):
                 self.why_not = "its record gives other values than the functions, which read what cannot be seen"
@@ -211,6 +213,7 @@ class _Shape:
 
     settings: tuple[Any, ...]
     is_like: Any
+    python: float  # the most seconds of a call that are not kernels
     records: list[Record] = dataclasses.field(default_factory=list)
     why_not: str | None = None
     calls: int = 0
@@ -221,7 +224,7 @@ class _Shape:
         if not self.calls or self.why_not is not None:
             return False
         cost = _STEPS * self.least
-        saved = _SAVED * min(self.least, _PYTHON)
+        saved = _SAVED * min(self.least, self.python)
         if left is None:
             left = self.calls if cost > _CHEAP else 1_000
         # Python values that have changed are expected to change again after as many calls, but are tried again now and then.
@@ -239,8 +242,8 @@ class Replay:
         left: How many calls are left, if that is known.
     """
 
-    def __init__(self, step: Any):
-        self._step = step
+    def __init__(self, step: Any, record: Callable[..., Record] = Record, python: float = _PYTHON):
+        self._step, self._record, self._python = step, record, python
         self.left: int | None = None
         self.status = "eager: not called yet"
         self._shapes: dict[Any, _Shape] = {}
@@ -286,7 +289,7 @@ class Replay:
         if key not in self._shapes:
             if len(self._shapes) == _SHAPES:
                 return f"the batches have more than {_SHAPES} shapes"
-            self._shapes[key] = _Shape(settings, likeness(inputs))
+            self._shapes[key] = _Shape(settings, likeness(inputs), self._python)
         return self._shapes[key]
 
     def _learn(
@@ -301,7 +304,7 @@ class Replay:
             return result
         if shape.pays(self.left) and not step.oracle.is_next():
             try:
-                record = Record(step, state, batch)
+                record = self._record(step, state, batch)
             except Exception as error:
                 # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
                 why_not = str(error) if isinstance(error, NotReplayableError) else type(error).__name__

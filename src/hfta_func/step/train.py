@@ -216,13 +216,13 @@ class TrainStep(Compiled):
             return self._replay(state, batch, owned)
 
     def eagerly(
-        self, state: TrainState, batch: Tree, watch: Callable[[StepOutputs, Verdict], None] = lambda *_: None
+        self, state: TrainState, batch: Tree, watch: Callable[[Any, Verdict], None] = lambda *_: None
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """The step itself, never replayed; ``watch`` is called with what it has decided, before anything is written."""
         check(state, batch, self._shapes, self.batch_dims)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
-        watch(outputs, verdict)
+        watch(outputs[:-1], verdict)
         self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
 
@@ -257,14 +257,16 @@ class TrainStep(Compiled):
         """
         if self.options.replay is None:
             self._replay = self._replay or Replay(self)
-            self._replay.left = None if self.options.collect else steps
+            # Each iteration of a loop collects once, and takes as many steps as there are batches.
+            (self.loop.collecting if self.options.collect else self._replay).left = steps
         return self
 
     @property
     def status(self) -> str:
-        """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
+        """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why; then, if it did, how it collected."""
         replay = self._replay if self._searching is None else self._searching.evaluate._replay
-        return "eager: not asked to be replayed" if replay is None else replay.status
+        collected = f"; collecting {self.loop.collecting.status}" if self.options.collect else ""
+        return "eager: not asked to be replayed" if replay is None else replay.status + collected
 
     @torch.inference_mode(False)
     def init(
