@@ -335,5 +335,6 @@ def main(argv: Sequence[str] = ()) -> int:
     if left:
         print(f"{len(left)} cells are left; the same command goes on")
         return 2
-    done = [rows_of(found, cell).get(cell.way, {}) for cell in cells(args.workloads, args.models, args.ways)]
-    return int(any("error" in row for row in done))
+    # A peer may come to no end.
+    own = (cell for cell in cells(args.workloads, args.models, args.ways) if cell.way != "JAX")
+    return int(any("error" in rows_of(found, cell).get(cell.way, {}) for cell in own))
