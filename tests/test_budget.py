@@ -11,7 +11,7 @@ import hfta_func as hfta
 SOURCE = pathlib.Path(hfta.__file__).parent
 CONTRIBUTING = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
 
-LARGEST = {"files": 177, "lines": 33_946, "code lines": 20_974}
+LARGEST = {"files": 177, "lines": 33_938, "code lines": 20_967}
 
 pytestmark = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="needs a checkout")
 

@@ -223,18 +223,18 @@ def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -
     if isinstance(largest, str):
         return f"{'Python' if largest == kind else largest} {share}: {_CURES[largest]}"
     module = f" of module '{largest.module}'" if largest.module else ""
-    has_none = "no batching rule" in reasons.get((largest.module, largest.operator), "")
-    return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_CURES[has_none]}"
+    kernels = "no rule" if "no batching rule" in reasons.get((largest.module, largest.operator), "") else "kernels"
+    return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_CURES[kernels]}"
 
 
-_CURES: dict[Any, str] = {
+_CURES = {
     "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
     "replayed": "hfta_func.compile(step) or fit(compile=True) goes on with a graph if that is faster; more models share it",
     "compiled": "step.many takes several steps in a call, and more models share it",
     "data": "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
     "update": "make the step with donate=True, which writes in place, or compile it",
-    True: "it has no batching rule and runs one member after another; write one, hfta_func.rules.register",
-    False: "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones",
+    "no rule": "it has no batching rule and runs one member after another; write one, hfta_func.rules.register",
+    "kernels": "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones",
     "idle": "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
 }
 """What to do about Python, by how the step ran; about phases that one cure is for; and kernels, with no rule or with one."""

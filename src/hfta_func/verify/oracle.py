@@ -120,8 +120,6 @@ class Trial:
         self._is_replayed = is_replayed
         # Attributes that are other in each run of one member.
         self._clocks: set[str] = set()
-        # What the array has given once more, for all members that are compared.
-        self._made: dict[Any, Results] = {}
 
     def __call__(self, case: Case, results: Results, members: Sequence[int] | None = None) -> None:
         """Compare; raises a VerifyError that names what differs, and the first module that does.
@@ -141,8 +139,7 @@ class Trial:
         self.before.restore(after)
         left = self.before
         try:
-            self._members = [*(_chosen(case) if members is None else members)]
-            for member in self._members:
+            for member in _chosen(case) if members is None else members:
                 self._compare(case, results, member)
             self._oracle.verified.append(self._oracle.calls)
             left = after
@@ -199,24 +196,19 @@ class Trial:
             raise VerifyError(self._text(case, member, judged if judged.kind == met.kind else met, is_steady))
 
     def _judged(self, case: Case, member: int, by_two: bool, array: Results, eps: float) -> Difference | None:
-        """What differs in float64, of an array of all members or of those that are compared."""
+        """What differs in float64, of an array of all members or of this one and another."""
         alone = self._alone(case, member, in_float64, judged=True)
         if by_two and difference(array, alone, eps) is None:
             return None
         count = case.keys.shape[0]
-        some = self._members if len(self._members) > 1 else [member, (member + 1) % count]
-        some = some if by_two and count > 2 and padding_of(case.model) is None else None
+        pair = [member, (member + 1) % count] if by_two and count > 2 and padding_of(case.model) is None else None
         with torch.random.fork_rng([]):
-            again = self._again(case, in_float64, None, True, some)
-        return difference(case.of_member(again, member if some is None else some.index(member)), alone, 0.0)
+            again = self._again(case, in_float64, None, True, pair)
+        return difference(case.of_member(again, member if pair is None else 0), alone, 0.0)
 
     def _again(self, case: Case, cast: Any, watch: Any, judged: bool, members: Any = None) -> Results:
-        key = judged, members and (*members,)
-        if watch is None and key in self._made:
-            return self._made[key]
         try:
-            made = self._made[key] = case.again(cast, watch, judged, members)
-            return made
+            return case.again(cast, watch, judged, members)
         finally:
             self.before.restore()
 
