@@ -92,6 +92,14 @@ def one_thread():
 
 
 @pytest.fixture
+def set_threads():
+    """Sets how many threads PyTorch has, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def double():
     """torch.optim keeps some of its numbers in the default type."""
     torch.set_default_dtype(torch.float64)

@@ -5,8 +5,6 @@ import importlib
 import inspect
 import pathlib
 import re
-import subprocess
-import sys
 import types
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 import hfta_func as hfta
 import reference_names
 from cases import FUNCTIONS
+from processes import output
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,11 +30,8 @@ def public_names():
     """Everything that users may use, by its full name."""
     for name, value in vars(hfta).items():
         # ``annotations`` and its like come from a future import.
-        if (
-            not name.startswith("_")
-            and not isinstance(value, types.ModuleType)
-            and "__future__" not in repr(type(value))
-        ):
+        is_object = not isinstance(value, types.ModuleType) and "__future__" not in repr(type(value))
+        if is_object and not name.startswith("_"):
             yield f"hfta_func.{name}", value
     for topic in TOPICS:
         module = importlib.import_module(f"hfta_func.{topic}")
@@ -62,16 +58,11 @@ def resolve(name):
     return getattr(importlib.import_module(module), member)
 
 
-def missing():
-    """Public names of what the reference describes under no name."""
+def test_every_public_name_is_in_the_reference():
     found = set(described())
     # An object with two names is described under one of them.
     objects = {id(resolve(name)) for name in found}
-    return [name for name, value in public_names() if name not in found and id(value) not in objects]
-
-
-def test_every_public_name_is_in_the_reference():
-    assert not missing()
+    assert not [name for name, value in public_names() if name not in found and id(value) not in objects]
 
 
 def test_the_reference_describes_public_names_only():
@@ -137,8 +128,7 @@ def test_the_readme_fits_on_a_few_screens():
 def test_few_names_stand_at_the_top():
     # In a process of its own, where no other room has been imported.
     code = "import hfta_func as hfta; print(*vars(hfta).keys() - vars(hfta.optim).keys())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names = [name for name in run.stdout.split() if not name.startswith("_")]
+    names = [name for name in output(code).split() if not name.startswith("_")]
     assert "fit" in names and "adam" not in names and len(names) <= 45, names
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from comparisons import identical
 from hfta_func import es, random
 from hfta_func.errors import BatchError, HyperparameterError
 
@@ -27,6 +28,12 @@ def make_model():
 def rounded(model, batch):
     """A fitness without a gradient."""
     return -((4 * model(batch[0])).round() / 4 - batch[1]).abs().mean()
+
+
+def start(optimizer, seeds=SEEDS, **options):
+    """A strategy, and the state of a run from each seed."""
+    strategy = es.make_strategy(make_model(), optimizer, **{"population": COUNT, **options})
+    return strategy, strategy.init(*hfta.init_params(make_model, seeds), seeds=seeds)
 
 
 @pytest.fixture
@@ -90,19 +97,15 @@ def close(a, b):
 
 @pytest.mark.parametrize("rank", [None, 1, 2])
 def test_two_runs_are_the_loops_of_each(batch, rank):
-    strategy = es.make_strategy(
-        make_model(), hfta.adamw(lr=LR, weight_decay=0.1), population=COUNT, sigma=SIGMA, rank=rank
-    )
-    state = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
+    strategy, state = start(hfta.adamw(lr=LR, weight_decay=0.1), sigma=SIGMA, rank=rank)
     models = hfta.unstack_params(make_model(), state.params, state.buffers)
     loops = [Loop(*each, rank) for each in zip(models, SEEDS, SIGMA, LR, strict=True)]
     evaluate = hfta.make_eval_step(strategy.model, rounded)
     for _ in range(4):
         fitness = evaluate(strategy.ask(state), batch)["rounded"]
         state, metrics = strategy.tell(state, fitness)
-        values = torch.tensor(
-            [loop.generation(lambda member: rounded(member, batch)) for loop in loops], dtype=torch.float64
-        )
+        values = [loop.generation(lambda member: rounded(member, batch)) for loop in loops]
+        values = torch.tensor(values, dtype=torch.float64)
         close(fitness, values.flatten())
         close(metrics["fitness"], values.mean(1))
         close(metrics["loss"], -values.mean(1))
@@ -114,8 +117,7 @@ def test_two_runs_are_the_loops_of_each(batch, rank):
 
 
 def test_linear_layers_hold_the_base_once():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=0.1), population=COUNT, rank=1)
-    state = strategy.init(*hfta.init_params(make_model, [0]), seeds=[0])
+    strategy, state = start(hfta.sgd(lr=0.1), [0], rank=1)
     members = strategy.ask(state)
     assert members.params["0.weight"].data_ptr() == state.params["0.weight"].data_ptr()
     assert members.params["0.left"].shape == (COUNT, 8, 1) and members.params["0.right"].shape == (COUNT, 1, 6)
@@ -168,9 +170,8 @@ def test_members_are_the_same_whoever_reads_a_weight():
 
 
 def test_a_member_is_the_same_whatever_others_are_asked_for():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=0.1), population=COUNT, rank=1)
-    both = hfta.init_params(make_model, SEEDS)
-    state, alone = strategy.init(*both, seeds=SEEDS), strategy.init(*hfta.take(both, 1), seeds=SEEDS[1:])
+    strategy, state = start(hfta.sgd(lr=0.1), rank=1)
+    alone = strategy.init(*hfta.init_params(make_model, SEEDS[1:]), seeds=SEEDS[1:])
     whole = strategy.ask(state)
     for part in (slice(0, 1), slice(1, 3)):
         few = strategy.ask(alone, part)
@@ -181,8 +182,7 @@ def test_a_member_is_the_same_whatever_others_are_asked_for():
 
 
 def test_noise_differs_between_steps_seeds_pairs_and_leaves():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=0.0), population=64)
-    state = strategy.init(*hfta.init_params(make_model, [0, 0, 1]), seeds=[0, 0, 1])
+    strategy, state = start(hfta.sgd(lr=0.0), [0, 0, 1], population=64)
     after, _ = strategy.tell(state, torch.arange(192.0))
     first, second = (strategy.ask(each).params["0.weight"].unflatten(0, (3, 64)) for each in (state, after))
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0] - state.params["0.weight"][0], second[0])
@@ -202,15 +202,13 @@ def test_ranks_are_those_of_comparison(order):
 
 
 def test_equal_members_leave_the_base_where_it_is():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=1.0), population=COUNT)
-    state = strategy.init(*hfta.init_params(make_model, [0]), seeds=[0])
+    strategy, state = start(hfta.sgd(lr=1.0), [0])
     after, _ = strategy.tell(state, [500.0] * COUNT)
-    assert all(torch.equal(leaf, after.params[path]) for path, leaf in state.params.items())
+    assert identical(after.params, state.params)
 
 
 def test_a_member_without_a_number_is_last_and_a_run_without_any_fails():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=1.0), population=COUNT)
-    state = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
+    strategy, state = start(hfta.sgd(lr=1.0))
     nan, low = [[first, -6.0, -5.0, -4.0, -3.0, -2.0] for first in (math.nan, -9.0)]
     bad, metrics = strategy.tell(state, torch.tensor([*nan, *[math.nan] * 6]))
     good, _ = strategy.tell(state, torch.tensor([*low, *low]))
@@ -221,8 +219,7 @@ def test_a_member_without_a_number_is_last_and_a_run_without_any_fails():
 
 
 def test_numbers_of_a_simulator_and_infinity():
-    strategy = es.make_strategy(make_model(), hfta.sgd(lr=1.0), population=COUNT)
-    state = strategy.init(*hfta.init_params(make_model, [0]), seeds=[0])
+    strategy, state = start(hfta.sgd(lr=1.0), [0])
     listed, _ = strategy.tell(state, [1, 2, 3, 4, 5, 6])
     infinite, metrics = strategy.tell(state, torch.tensor([-math.inf, 2, 3, 4, 5, math.inf]))
     assert torch.equal(listed.params["0.weight"], infinite.params["0.weight"])
@@ -230,7 +227,7 @@ def test_numbers_of_a_simulator_and_infinity():
 
 
 def test_a_run_goes_on_from_a_file(tmp_path, batch):
-    strategy = es.make_strategy(make_model(), hfta.adam(lr=LR), population=COUNT, sigma=SIGMA, rank=1)
+    strategy, first = start(hfta.adam(lr=LR), sigma=SIGMA, rank=1)
     evaluate = hfta.make_eval_step(strategy.model, rounded)
 
     def run(strategy, state, count):
@@ -238,28 +235,21 @@ def test_a_run_goes_on_from_a_file(tmp_path, batch):
             state, _ = strategy.tell(state, evaluate(strategy.ask(state), batch)["rounded"])
         return state
 
-    start = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
-    half = run(strategy, start, 2)
-    hfta.save(half, tmp_path / "half.safetensors")
-    resumed = run(pickle.loads(pickle.dumps(strategy)), hfta.load(tmp_path / "half.safetensors", like=start), 2)
-    for path, leaf in run(strategy, start, 4).params.items():
-        assert torch.equal(leaf, resumed.params[path]), path
+    hfta.save(run(strategy, first, 2), tmp_path / "half.safetensors")
+    resumed = run(pickle.loads(pickle.dumps(strategy)), hfta.load(tmp_path / "half.safetensors", like=first), 2)
+    assert identical(run(strategy, first, 4).params, resumed.params)
 
 
 def test_fit_trains_by_generations(batch):
-    made = make_model()
-
     def fitness(members):
         return evaluate(members, batch)["rounded"]
 
-    strategy = es.make_strategy(made, hfta.adam(lr=LR), population=COUNT, sigma=SIGMA, rank=1, evaluate=fitness)
+    strategy, state = start(hfta.adam(lr=LR), sigma=SIGMA, rank=1, evaluate=fitness)
     evaluate = hfta.make_eval_step(strategy.model, rounded)
-    state = start = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
-    fitted, history = hfta.fit(strategy.step, start, [None] * 2, epochs=2, progress=False)
+    fitted, history = hfta.fit(strategy.step, state, [None] * 2, epochs=2, progress=False)
     for _ in range(4):
         state, _ = strategy.tell(state, fitness(strategy.ask(state)))
-    for path, leaf in state.params.items():
-        assert torch.equal(leaf, fitted.params[path]), path
+    assert identical(fitted.params, state.params)
     assert history["fitness"].shape == (2, 2) and bool((history["best"] >= history["fitness"]).all())
     close(history["loss"], -history["fitness"])
 
@@ -273,11 +263,8 @@ def test_generations_are_one_graph(batch):
     def one(params, buffers, batch):
         return rounded(lambda inputs: call(params, buffers, inputs)[0], batch)
 
-    strategy = es.make_strategy(
-        make_model(), hfta.adam(lr=LR), population=COUNT, sigma=SIGMA, rank=1, evaluate=evaluate
-    )
+    strategy, state = start(hfta.adam(lr=LR), sigma=SIGMA, rank=1, evaluate=evaluate)
     call = hfta.functional(strategy.model)
-    state = strategy.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
     eager, metrics = strategy.step.loop(state, 3)
     compiled, again = torch.compile(strategy.step.loop, fullgraph=True, dynamic=False)(state, 3)
     close(again["fitness"], metrics["fitness"])
@@ -329,16 +316,10 @@ def test_a_policy_learns_to_balance_a_pole():
     def act(agent, observation):
         return agent(observation).argmax(-1)
 
-    strategy = es.make_strategy(
-        make_agent(),
-        hfta.adam(lr=0.2),
-        population=32,
-        sigma=0.5,
-        rank=1,
-        evaluate=lambda members: returns(policy, members),
-    )
+    options = {"population": 32, "sigma": 0.5, "rank": 1, "evaluate": lambda members: returns(policy, members)}
+    strategy = es.make_strategy(make_agent(), hfta.adam(lr=0.2), **options)
     policy = rl.make_policy(strategy.model, act)
-    state = start = strategy.init(*hfta.init_params(make_agent, SEEDS), seeds=SEEDS)
+    state = strategy.init(*hfta.init_params(make_agent, SEEDS), seeds=SEEDS)
     fitness = returns(policy, strategy.ask(state)).unflatten(0, (2, 32))
     # The second run, with whole matrices of noise in ordinary policies.
     alone = hfta.unstack_params(make_agent(), state.params, state.buffers)[1]
@@ -348,7 +329,7 @@ def test_a_policy_learns_to_balance_a_pole():
             moved = dict(loop.params)
             for path, noise in loop.noise(pair):
                 moved[path] = (moved[path] + sign * 0.5 * noise).detach().unsqueeze(0)
-            member = hfta.take(start, 1)._replace(params=moved)
+            member = hfta.take(state, 1)._replace(params=moved)
             assert returns(rl.make_policy(make_agent(), act), member)[0] == fitness[1, 2 * pair + side]
     state, history = hfta.fit(strategy.step, state, [None] * 4, epochs=4, progress=False)
     assert bool((history["fitness"][-1] > 2 * fitness.mean(1)).all())

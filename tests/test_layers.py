@@ -4,12 +4,11 @@ import ast
 import functools
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import hfta_func as hfta
+from processes import output
 
 SOURCE = pathlib.Path(hfta.__file__).parent
 
@@ -51,16 +50,8 @@ FILES_IN = {
         "tune": "array groups folder population cohorts sampling options schedulers study search run",
     }.items()
 }
-LAST = {
-    **{
-        room: ["__init__"]
-        for room in (
-            *("_torch", "calls", "cluster", "files", "integrations", "models", "rules", "run", "signals", "sklearn"),
-            *("step", "testing", "tune", "verify", "workers"),
-        )
-    },
-    "optim": ["_hyperparams", "__init__"],
-}
+EXPORTING = "_torch calls cluster files integrations models rules run signals sklearn step testing tune verify workers"
+LAST = {**{room: ["__init__"] for room in EXPORTING.split()}, "optim": ["_hyperparams", "__init__"]}
 """Files above those side by side."""
 
 FILES = {str(path.relative_to(SOURCE).with_suffix("")): path for path in sorted(SOURCE.rglob("*.py"))}
@@ -192,9 +183,8 @@ def test_functions_are_short():
 
 
 def test_there_is_no_room_for_odds_and_ends():
-    assert not [
-        file for file in FILES if file.split("/")[-1].strip("_") in ("utils", "util", "helpers", "misc", "common")
-    ]
+    odds = ("utils", "util", "helpers", "misc", "common")
+    assert not [file for file in FILES if file.split("/")[-1].strip("_") in odds]
 
 
 # Modules and attributes of PyTorch that begin with an underscore, and its checks of graphs. Operators' names are no names of
@@ -212,9 +202,7 @@ def test_private_names_of_pytorch_stand_in_one_room():
 
 
 def in_a_new_process(code):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    output(code, PYTHONWARNINGS="error")
 
 
 @pytest.mark.exhaustive

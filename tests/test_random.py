@@ -266,6 +266,16 @@ FURTHER_CALLS = {
 }  # fmt: skip
 
 
+def keyed(call):
+    """``call(x)`` whose noise is drawn by a key, as a function of both."""
+
+    def draw(x, key):
+        with routed(key):
+            return call(x)
+
+    return draw
+
+
 # What writes noise into a tensor made from the input.
 IN_PLACE = {
     *(name for name in CALLS if name.endswith("_")),
@@ -292,12 +302,7 @@ def test_every_routed_operator_is_called_here():
 )
 def test_noise_comes_from_the_member_s_key(name, shared):
     call = {**CALLS, **FURTHER_CALLS}[name]
-    x = torch.rand(6, 5, 4) * 0.8 + 0.1
-
-    def twice(x, key):
-        with routed(key):
-            return call(x), call(x)
-
+    x, twice = torch.rand(6, 5, 4) * 0.8 + 0.1, keyed(lambda x: (call(x), call(x)))
     before = torch.get_rng_state()
     keys = random.keys([5, 6, 5, 7])
     # All members see the same values, so that only their noise can tell them apart.
@@ -317,13 +322,8 @@ def test_noise_comes_from_the_member_s_key(name, shared):
 @pytest.mark.exhaustive(unless="nn.Dropout$")
 @pytest.mark.parametrize("name", [*CALLS, *FURTHER_CALLS])
 def test_compiled_noise_comes_from_the_member_s_key(name):
-    call = {**CALLS, **FURTHER_CALLS}[name]
+    noisy = keyed({**CALLS, **FURTHER_CALLS}[name])
     torch._dynamo.reset()
-
-    def noisy(x, key):
-        with routed(key):
-            return call(x)
-
     x, keys = torch.rand(2, 6, 5, 4) * 0.8 + 0.1, random.keys([5, 6])
     before = torch.get_rng_state()
     for func, inputs in ((hfta.vmap(noisy), (x, keys)), (noisy, (x[0], keys[0]))):
@@ -335,12 +335,7 @@ def test_compiled_noise_comes_from_the_member_s_key(name):
 
 def sample(call, seeds=(5, 6), count=1 << 14):
     """``[members, count]`` values of a call on ones."""
-
-    def draw(x, key):
-        with routed(key):
-            return call(x)
-
-    return hfta.vmap(draw)(torch.ones(len(seeds), count), random.keys(seeds))
+    return hfta.vmap(keyed(call))(torch.ones(len(seeds), count), random.keys(seeds))
 
 
 DISTRIBUTIONS = {
@@ -445,10 +440,8 @@ def test_one_kernel_drops_what_several_operators_drop(dtype, rate, layout, monke
 
     def drawn(few):
         monkeypatch.setattr(noise, "_FEW", few)
-        given, weights = (
-            x.clone(memory_format=torch.preserve_format).requires_grad_(),
-            torch.ones_like(x).requires_grad_(),
-        )
+        given = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        weights = torch.ones_like(x).requires_grad_()
         output = torch.vmap(draw)(given, rates, random.keys([1, 2, 3]))
         (grad,) = torch.autograd.grad(output, given, weights, create_graph=True)
         tangent = torch.func.jvp(lambda x: torch.vmap(draw)(x, rates, random.keys([1, 2, 3])), (x,), (x,))[1]
@@ -478,14 +471,8 @@ def test_channels_are_dropped_as_a_whole():
 
 @pytest.mark.parametrize("module", [nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)])
 def test_alpha_dropout_keeps_mean_and_variance(module):
-    count = 1 << 16
-    x = torch.randn(1, count, 1, dtype=torch.float64)
-
-    def draw(key):
-        with routed(key):
-            return module(x).flatten()
-
-    for member in hfta.vmap(draw)(random.keys([5, 6])):
+    x, draw = torch.randn(1, 1 << 16, 1, dtype=torch.float64), keyed(lambda x: module(x).flatten())
+    for member in hfta.vmap(draw, (None, 0))(x, random.keys([5, 6])):
         assert abs(member.mean()) < 0.03
         assert abs(member.var() - 1) < 0.03
         dropped = member == member.mode().values
@@ -565,13 +552,9 @@ def test_every_operator_that_draws_is_routed_or_refused():
     ],
 )
 def test_noise_that_no_key_gives_is_refused(draw):
-    def noisy(x, key):
-        with routed(key):
-            return draw(x)
-
     x, before = torch.rand(3, 4), torch.get_rng_state()
     with pytest.raises(hfta.errors.RandomnessError, match="draws from PyTorch's global generator"):
-        hfta.vmap(noisy)(x, random.keys([1, 2, 3]))
+        hfta.vmap(keyed(draw))(x, random.keys([1, 2, 3]))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -4,14 +4,14 @@ import importlib
 import pathlib
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import hfta_func as hfta
 from hfta_func import _torch
+from processes import output
+from ways import start
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.11.0+cu130", "2.13.0+cpu", "2.15.1", str(torch.__version__)])
@@ -46,9 +46,7 @@ with warnings.catch_warnings(record=True) as told:
     assert hfta.vmap(torch.mm)(torch.ones(3, 2, 2), torch.ones(3, 2, 2)).shape == (3, 2, 2)
 print([one.category.__name__ for one in told])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "['VersionWarning']\n"
+    assert output(code) == "['VersionWarning']\n"
 
 
 SOURCE = pathlib.Path(_torch.__file__).parent
@@ -109,9 +107,8 @@ def test_a_compiled_step_makes_no_programs_to_try_the_processor(setting, during)
         seen.append(config.cpp.vec_isa_ok)
         return graph.forward
 
-    models = [torch.nn.Linear(2, 1) for _ in range(2)]
-    step = hfta.make_train_step(models[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    step, state = start([torch.nn.Linear(2, 1) for _ in range(2)], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
     with config.patch({"cpp.vec_isa_ok": setting}):
-        torch.compile(step, backend=backend)(step.init(*hfta.stack_params(models), seeds=[0, 1]), torch.ones(2, 3, 2))
+        torch.compile(step, backend=backend)(state, torch.ones(2, 3, 2))
         seen.append(config.cpp.vec_isa_ok)
     assert seen == [during, setting]

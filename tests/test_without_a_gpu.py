@@ -26,6 +26,7 @@ from hfta_func.run import trainer, trainers
 from hfta_func.run.evaluation import make_evaluation
 from rule_cases import RULE_CASES, RuleCase
 from rule_checks import as_tuple, check_against_loop
+from ways import start
 
 SEEDS = [11, 7, 1002]
 
@@ -97,7 +98,6 @@ def _conv(x: tuple[int, ...], weight: tuple[int, ...], transposed: bool = False,
     )
 
 
-GROUPED = ("grouped",) * 3
 ROWS = [
     (_conv((2, 32, 3, 3), (32, 32, 3, 3)), ("matmul", "matmul", "matmul")),
     (_conv((2, 32, 1, 1), (32, 32, 3, 3), transposed=True), ("matmul", "grouped", "matmul")),
@@ -110,7 +110,7 @@ ROWS = [
     (_conv((1, 1, 256, 256), (32, 1, 2, 2), stride=16), ("grouped", "loop", "grouped")),
     (_conv((1, 32, 256, 256), (32, 1, 1, 1), transposed=True), ("loop", "sample_matmul", "sample_matmul")),
     (_conv((2, 1, 256, 256), (32, 1, 2, 2), stride=16), ("grouped", "loop", "loop")),
-    (_conv((2, 3, 8, 8), (4, 3, 3, 3)), GROUPED),
+    (_conv((2, 3, 8, 8), (4, 3, 3, 3)), ("grouped",) * 3),
 ]
 """Convolutions for each row that only CUDA has, and their lowerings: forward, and of the gradients of input and filters."""
 
@@ -135,10 +135,6 @@ WITHOUT_META_BACKWARD = ("fractional_max_pool3d", "multi_margin_loss")
 WAITING = ("embedding of bounded norm", "index_put by a mask, rows")
 """Cases that wait for a device if a member is alone, too: for rows without repetitions, or for how many a mask selects."""
 UNPACKED = [pytest.param(case, id=case.name) for case in RULE_CASES if case not in PACKED]
-
-
-def _shapes_of_the_loop(case: RuleCase, inputs: list[Tensor]) -> list[tuple[int, ...]]:
-    return [(len(inputs[0]), *output.shape) for output in as_tuple(case.func(*(x[0] for x in inputs)))]
 
 
 @pytest.fixture
@@ -208,7 +204,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("case", UNPACKED)
 def test_rules_and_gradients_stay_on_the_device(case: RuleCase) -> None:
     inputs = [torch.stack([x] * 3) for x in case.make()]
-    expected = _shapes_of_the_loop(case, inputs)
+    expected = [(3, *output.shape) for output in as_tuple(case.func(*(x[0] for x in inputs)))]
     inputs = [x.to("meta").requires_grad_(x.is_floating_point()) for x in inputs]
     with Watch(reads=case.name in WAITING), torch.device("meta"):
         outputs = as_tuple(hfta.vmap(case.func)(*inputs))
@@ -225,10 +221,6 @@ def test_rules_and_gradients_stay_on_the_device(case: RuleCase) -> None:
 
 
 # Steps
-
-
-def _options(name: str) -> dict[str, Any]:
-    return {"optimizer": ours(OPTIMIZERS[1]), **OPTIONS[name]}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -248,15 +240,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 CASES = [(name, "plain", donate) for name in WORKLOADS for donate in (True, False)]
 CASES += [("mlp", option, True) for option in OPTIONS if option != "plain"]
-CASES += [
-    (name, option, True) for name in ("cnn", "transformer") for option in ("in groups", "checkpoint", "save less")
-]
+CASES += [(name, each, True) for name in ("cnn", "transformer") for each in ("in groups", "checkpoint", "save less")]
 
 
-def _step(name: str, dtype: torch.dtype, donate: bool, optimizer: Any, **options: Any) -> tuple[Any, Any]:
-    members = models(name, 3, dropout=0.3, dtype=dtype)
-    step = hfta.make_train_step(members[0], loss_fn, optimizer, donate=donate, **options)
-    return step, step.init(*hfta.stack_params(members), seeds=SEEDS)
+def _step(name: str, donate: bool, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
+    members = models(name, 3, dropout=0.3, dtype=torch.float32)
+    return start(members, loss_fn, optimizer or ours(OPTIMIZERS[1]), SEEDS, donate=donate, **options)
 
 
 @pytest.fixture
@@ -280,7 +269,7 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("meta", "no_numbers")
 @pytest.mark.parametrize(("name", "option", "donate"), CASES)
 def test_a_step_waits_for_nothing(name: str, option: str, donate: bool) -> None:
-    step, state = _step(name, torch.float32, donate, **_options(option))
+    step, state = _step(name, donate, **OPTIONS[option])
     state, *given = optree.tree_map(lambda leaf: leaf.to("meta"), (state, *batches(3, 2, dtype=torch.float32)))
     state, _ = step(state, given[0])
     with Watch():
@@ -308,7 +297,7 @@ MIXED = {
 @pytest.mark.parametrize("option", MIXED)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_step_in_mixed_precision_waits_for_nothing(name: str, option: str) -> None:
-    step, state = _step(name, torch.float32, True, ours(OPTIMIZERS[1]), **MIXED[option])
+    step, state = _step(name, True, **MIXED[option])
     first, second = batches(3, 2, dtype=torch.float32)
     step(state, first)
     with Watch("cpu"):
@@ -346,15 +335,15 @@ def test_a_history_is_on_the_cpu_whatever_the_default_device() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state = _step("mlp", torch.float32, False, hfta.sgd(lr=0.1))
+    step, state = _step("mlp", False, hfta.sgd(lr=0.1))
     given, crews = hfta.ArrayLoader(torch.zeros(4, 2), 2, seeds=range(3)), []
 
-    def start(workers: Any, auto: int, on_gpu: bool) -> Any:
+    def interrupted(workers: Any, auto: int, on_gpu: bool) -> Any:
         crews.append(auto)
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(trainers, "processes", start)
+    monkeypatch.setattr(trainers, "processes", interrupted)
     monkeypatch.setattr(trainers, "AutoTrainer", lambda local, crew, steps: crew())
     with FakeTensorMode():
         state = state._replace(keys=torch.empty(3, dtype=torch.int64, device="cuda"))

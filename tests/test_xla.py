@@ -110,7 +110,7 @@ def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[b
     func = hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))
 
     def loop(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return outputs_of_loop(case, mask, list(inputs))
+        return outputs_of_loop(case, inputs, mask)
 
     expected = _run(loop, inputs, "xla" if case.name in _LOOP_ON_XLA else "cpu")
     got = _run(_compiled(func) if mode == "compiled" else func, inputs, "xla")

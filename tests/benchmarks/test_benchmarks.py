@@ -92,9 +92,8 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
         float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
     ]
     assert len(printed) == 4
-    sweep.save(
-        file, "mlp", "2", {**sweep.settings(bench("workloads").Spec("mlp", "small", 2, 32)), "rows": {}}, replace=True
-    )
+    settings = sweep.settings(bench("workloads").Spec("mlp", "small", 2, 32))
+    sweep.save(file, "mlp", "2", {**settings, "rows": {}}, replace=True)
     assert json.loads(file.read_text())["mlp"]["2"]["rows"] == {}
 
 
@@ -197,9 +196,8 @@ def test_what_executors_cost(tmp_path):
     pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     file = tmp_path / "executors.json"
     order = [*"--workers 1 --seconds 0.1 --megabytes 0.1 --rounds 1 --compute --trials 5 --json".split(), str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "executors", *order], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks", "executors", *order]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["start"].keys() == found["rate"]["0.001"].keys() == {"processes", "ray"}

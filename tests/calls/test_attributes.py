@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.step import replay
-from ways import WAYS, assert_as_alone
+from ways import WAYS, assert_as_alone, seeded, start, train_solo
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -116,12 +116,7 @@ class WritesTensor(Keeps):
         return y / self.count
 
 
-CARRYING = {
-    Hidden: "'h'",
-    Meters: "'meter'",
-    FirstBatch: "'scale'",
-    WritesTensor: "'count'",
-}
+CARRYING = {Hidden: "h", Meters: "meter", FirstBatch: "scale", WritesTensor: "count"}
 
 
 class Table(Keeps):
@@ -226,11 +221,7 @@ def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def members(kind: Callable[[], nn.Module], count: int) -> list[nn.Module]:
-    made = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        made.append(nn.Sequential(kind(), nn.Linear(2, 2)).double())
-    return made
+    return seeded(lambda: nn.Sequential(kind(), nn.Linear(2, 2)).double(), range(count))
 
 
 def batches(count: int, number: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -239,23 +230,17 @@ def batches(count: int, number: int = 3) -> list[tuple[Tensor, Tensor]]:
 
 
 def made(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> tuple[Any, Any]:
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size)
-    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
-    torch._dynamo.reset()
-    return (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step), state
+    return start(models, loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size, compiled=compiled)
 
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("kind", CARRYING)
 def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: int | None) -> None:
-    models = [nn.Sequential(kind(), nn.Linear(2, 2)) for _ in range(count)]
-    step, state = made([model.double() for model in models], chunk_size)
-    name = CARRYING[kind].replace("'", "'0.", 1)
+    step, state = made(members(kind, count), chunk_size)
+    message = rf"the model carries '0.{CARRYING[kind]}'.* outside its buffers.* self\.register_buffer"
     for _ in range(2):
-        with pytest.raises(
-            hfta.errors.StateError, match=rf"the model carries {name}.* outside its buffers.* self\.register_buffer"
-        ):
+        with pytest.raises(hfta.errors.StateError, match=message):
             step(state, batches(count)[0])
 
 
@@ -267,9 +252,9 @@ class Hooked(Keeps):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_hooks_that_accumulate_are_refused(count: int) -> None:
-    models = members(Hooked, count)
+    step, state = made(members(Hooked, count))
     with pytest.raises(hfta.errors.StateError, match=r"carries '0\.layer\._forward_hooks' from one call to the next"):
-        made(models)[0](made(models)[1], batches(count)[0])
+        step(state, batches(count)[0])
 
 
 @pytest.mark.sampled(every=4)
@@ -315,13 +300,8 @@ def test_counters_go_on_through_evaluations_whoever_holds_the_model(count: int, 
     for member, model in enumerate(models):
         optimizer, values = torch.optim.SGD(model.parameters(), lr=LRS[member]), []
         for _ in range(2):
-            model.train()
-            for x, y in data:
-                optimizer.zero_grad()
-                loss_fn(model, (x[member], y[member])).backward()
-                optimizer.step()
-            model.eval()
-            values.append(loss_fn(model, (held_out[0][0], held_out[1][0])).item())
+            train_solo(model.train(), loss_fn, optimizer, [(x[member], y[member]) for x, y in data])
+            values.append(loss_fn(model.eval(), (held_out[0][0], held_out[1][0])).item())
         torch.testing.assert_close(history["loss_fn"][:, member].double(), torch.tensor(values).double())
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
@@ -332,8 +312,7 @@ def test_counters_go_on_through_evaluations_whoever_holds_the_model(count: int, 
 def test_replayed_steps_count_too(kind: type[Keeps], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_STEPS", 0)
     models = members(kind, 3)
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS), replay=True)
-    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    step, state = start(models, loss_fn, hfta.sgd(lr=LRS), replay=True)
     for _ in range(8):
         state, _ = step(state, batches(3)[0])
     assert models[0][0].calls == 8 and step.status.startswith("eager")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
-from ways import assert_as_alone
+from ways import assert_as_alone, seeded, start
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -83,21 +82,7 @@ LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, many_at_once]
 
 
 def members(count: int) -> list[nn.Module]:
-    made = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        made.append(critic().double())
-    return made
-
-
-def train(
-    models: list[nn.Module], loss: Callable[..., Tensor], data: list[Batch], **options: Any
-) -> tuple[hfta.step.TrainState, Tensor]:
-    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=LRS[: len(models)]), **options)
-    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
-    for batch in data:
-        state, metrics = step(state, batch)
-    return state, metrics["loss"]
+    return seeded(lambda: critic().double(), range(count))
 
 
 @pytest.mark.filterwarnings("ignore:members run one after another.*is_grads_batched:hfta_func.errors.LoopWarning")
@@ -169,10 +154,12 @@ def test_noise_mixes_what_each_member_is_differentiated_by() -> None:
         (grads,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
         return grads.square().mean()
 
-    data = [(torch.randn(5, 4).double(), torch.randn(5, 4).double())]
-    together, losses = train(members(3), loss, data, batch_dims=None)
-    one_by_one, expected = train(members(3), loss, data, batch_dims=None, chunk_size=1)
-    torch.testing.assert_close((together.params, losses), (one_by_one.params, expected), rtol=1e-10, atol=1e-12)
+    batch, results = (torch.randn(5, 4).double(), torch.randn(5, 4).double()), []
+    for chunk_size in (None, 1):
+        step, state = start(members(3), loss, hfta.sgd(lr=LRS), batch_dims=None, chunk_size=chunk_size)
+        state, metrics = step(state, batch)
+        results.append((state.params, metrics["loss"]))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 def test_arrays_of_arrays() -> None:
@@ -192,9 +179,7 @@ def test_arrays_of_arrays() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("loss", [gradient_penalty, by_parameters])
 def test_compiled_it_is_refused_with_a_cure(loss: Any, count: int) -> None:
-    models = members(count)
-    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    step, state = start(members(count), loss, hfta.sgd(lr=0.1))
     batch = torch.randn(count, 5, 4).double(), torch.randn(count, 5, 4).double()
     torch._dynamo.reset()
     with pytest.raises(Exception, match=rf"in {loss.__name__} \(.*asks autograd .* torch\.func\.grad\(func\)\(input\)"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from ways import assert_as_alone
+from ways import assert_as_alone, loss, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,16 +60,9 @@ def by_every_row(x: Tensor, y: Tensor) -> Tensor:
 BRANCHES = [by_if, by_while, by_words, by_numbers, by_every_row]
 
 
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def array(
-    branch: Callable[..., Tensor], loss: Any = loss_fn, hparams: Any = None, **options: Any
-) -> tuple[list[Branching], Any, Any]:
+def array(branch: Callable[..., Tensor], **options: Any) -> tuple[list[Branching], Any, Any]:
     members = [Branching(branch).double() for _ in range(M)]
-    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=[0.01, 0.02, 0.03, 0.04, 0.05]), **options)
-    return members, step, step.init(*hfta.stack_params(members), seeds=range(M), hparams=hparams)
+    return members, *start(members, loss, hfta.sgd(lr=[0.01, 0.02, 0.03, 0.04, 0.05]), **options)
 
 
 @pytest.mark.sampled(every=7)
@@ -106,7 +99,7 @@ def test_members_that_agree_stay_together(value: float) -> None:
         _, metrics = step(state, batch)
     assert len(calls) == 1
     for i, member in enumerate(members):
-        torch.testing.assert_close(metrics["loss"][i], loss_fn(member, batch[i].clone()), rtol=1e-10, atol=0)
+        torch.testing.assert_close(metrics["loss"][i], loss(member, batch[i].clone()), rtol=1e-10, atol=0)
 
 
 def test_members_part_into_as_few_groups_as_neighbours_allow() -> None:
@@ -166,7 +159,6 @@ def test_a_branch_below_a_vmap_of_the_model_is_refused_in_chunks(count: int) -> 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return torch.vmap(lambda x, y: y if x.sum() > 0 else -y)(x, model(x)).square().mean()
 
-    step = hfta.make_train_step(nn.Linear(4, 4), loss, hfta.sgd(lr=0.1), chunk_size=1)
-    state = step.init(*hfta.init_params(lambda: nn.Linear(4, 4), range(count)), seeds=range(count))
+    step, state = start([nn.Linear(4, 4) for _ in range(count)], loss, hfta.sgd(lr=0.1), chunk_size=1)
     with pytest.raises(hfta.errors.TraceError, match=r"below a vmap of the model's own; use torch\.where"):
         step(state, torch.linspace(-9, 9, 20).reshape(5, 4).expand(count, 5, 4))

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from ways import assert_as_alone
+from ways import Calls, assert_as_alone, loss, start, train_solo
 
 
-class Model(nn.Module):
-    """A layer and a function of it."""
-
-    def __init__(self, use: Callable[[Model, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.extra = nn.Linear(4, 4).double(), nn.Linear(4, 4).double().requires_grad_(False)
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
+def model_with(use: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """A layer, a frozen one, and a function of them."""
+    layers = {"layer": nn.Linear(4, 4), "extra": nn.Linear(4, 4).requires_grad_(False)}
+    return Calls(nn.ModuleDict(layers), use).double()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -30,24 +24,24 @@ class Model(nn.Module):
 def test_hooks_of_all_modules_are_called_for_those_of_the_model(way: str, count: int) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: 1.5 * output)
     try:
-        assert_as_alone(lambda: Model(lambda m, x: m.layer(x)), torch.randn(3, 5, 4).double(), way, count)
+        assert_as_alone(lambda: model_with(lambda m, x: m.layer(x)), torch.randn(3, 5, 4).double(), way, count)
     finally:
         handle.remove()
 
 
-def _frozen(m: Model, x: Tensor) -> Tensor:
+def _frozen(m: Any, x: Tensor) -> Tensor:
     m.layer.weight.requires_grad_(False)
     return m.layer(x)
 
 
-def _frozen_for_a_while(m: Model, x: Tensor) -> Tensor:
+def _frozen_for_a_while(m: Any, x: Tensor) -> Tensor:
     m.layer.requires_grad_(False)
     y = m.layer(x)
     m.layer.requires_grad_(True)
     return y + m.layer(x)
 
 
-def _frozen_by_the_list(m: Model, x: Tensor) -> Tensor:
+def _frozen_by_the_list(m: Any, x: Tensor) -> Tensor:
     held = list(m.layer.parameters())
     for param in held:
         param.requires_grad = False
@@ -58,7 +52,7 @@ def _frozen_by_the_list(m: Model, x: Tensor) -> Tensor:
     return y + m.layer(x).square()
 
 
-def _unchanged(m: Model, x: Tensor) -> Tensor:
+def _unchanged(m: Any, x: Tensor) -> Tensor:
     m.layer.requires_grad_(True)
     m.extra.requires_grad_(False)
     return m.layer(x) + m.extra(x)
@@ -69,21 +63,21 @@ def _unchanged(m: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", ["together", "one by one", "in pairs", "evaluated"])
 @pytest.mark.parametrize("use", [_frozen_for_a_while, _frozen_by_the_list])
 def test_a_call_freezes_parameters_for_a_while(use: Any, way: str, count: int) -> None:
-    assert_as_alone(lambda: Model(use), torch.randn(3, 5, 4).double(), way, count)
+    assert_as_alone(lambda: model_with(use), torch.randn(3, 5, 4).double(), way, count)
 
 
 def test_what_a_call_freezes_gets_no_gradient() -> None:
-    models = [Model(_frozen) for _ in range(3)]
-    step = hfta.make_train_step(models[0], lambda m, x: m(x).square().mean(), hfta.sgd(lr=0.1))
-    state, _ = step(step.init(*hfta.stack_params(models), seeds=range(3)), torch.randn(3, 5, 4).double())
-    is_changed = {path: not torch.equal(x[0], models[0].get_parameter(path)) for path, x in state.params.items()}
-    assert is_changed == {"layer.weight": False, "layer.bias": True, "extra.weight": False, "extra.bias": False}
+    models = [model_with(_frozen) for _ in range(3)]
+    step, state = start(models, loss, hfta.sgd(lr=0.1))
+    state, _ = step(state, torch.randn(3, 5, 4).double())
+    changed = [path for path, x in state.params.items() if not torch.equal(x[0], models[0].get_parameter(path))]
+    assert len(state.params) == 4 and changed == ["module.layer.bias"]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["together", "one by one", "evaluated", "ensemble"])
 def test_where_it_changes_nothing_it_may(way: str, count: int) -> None:
-    assert_as_alone(lambda: Model(_unchanged), torch.randn(3, 5, 4).double(), way, count)
+    assert_as_alone(lambda: model_with(_unchanged), torch.randn(3, 5, 4).double(), way, count)
 
 
 def test_a_loss_of_a_joint_step_may_freeze_the_other_network() -> None:
@@ -107,10 +101,7 @@ def test_a_loss_of_a_joint_step_may_freeze_the_other_network() -> None:
     for member, model in enumerate(models):
         optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in losses}
         for _ in range(2):
-            for name, loss in losses.items():
-                value = loss(model, batch[member])
-                optimizers[name].zero_grad()
-                value.backward()
-                optimizers[name].step()
+            for name, own in losses.items():
+                train_solo(model, own, optimizers[name], [batch[member]])
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)

@@ -94,13 +94,11 @@ def test_a_counter_of_operations_around_an_evaluation_counts_those_of_the_loop(c
             model(x)
         return torch.tensor(float(counter.get_total_flops()))
 
-    with FlopCounterMode(display=False) as expected, torch.no_grad():
-        for model in models:
-            model(x)
     stacked, evaluate = hfta.stack_params(models), hfta.make_eval_step(models[0], loss)
     evaluate(stacked, x)
     with FlopCounterMode(display=False) as counter:
         evaluate(stacked, x)
-    assert counter.get_total_flops() == expected.get_total_flops() == count * 480
+    # Two for each product of a layer.
+    assert counter.get_total_flops() == count * 480
     inside = hfta.make_eval_step(models[0], counted, verify=False)
     assert inside(stacked, x)["counted"].tolist() == [count * 480.0] * count

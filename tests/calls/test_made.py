@@ -11,19 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hfta_func as hfta
-from ways import WAYS, assert_as_alone, loss
+from ways import WAYS, Calls, assert_as_alone, loss, seeded, start
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
 
-class Writing(nn.Module):
-    def __init__(self, write: Callable[[nn.Module, Tensor], Tensor]):
-        super().__init__()
-        self.linear, self.write = nn.Linear(4, 4), write
-        self.register_buffer("mask", torch.tensor([True, False, True, False]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.write(self.linear, x)
+def writing(write: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    return Calls(nn.Linear(4, 4), write)
 
 
 def zeros(linear, x):
@@ -153,14 +147,14 @@ def test_as_alone(case, shared, count, way):
         pytest.skip("needs a gradient inside the model")
     torch.manual_seed(7)
     batch = torch.randn(5, 4) if shared else torch.randn(3, 5, 4)
-    assert_as_alone(lambda: Writing(case), batch, way, count, shared)
+    assert_as_alone(lambda: writing(case), batch, way, count, shared)
 
 
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # It keeps tensors for the backward pass behind the write, so that it is computed again as far as that.
-        self.inner, self.outer = Writing(lambda linear, x: zeros(linear, x).sin()), nn.Linear(8, 1)
+        self.inner, self.outer = writing(lambda linear, x: zeros(linear, x).sin()), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.inner(x))
@@ -184,10 +178,9 @@ def test_noise_goes_on_as_before():
         first = F.dropout(linear(x))
         return (first + torch.randn(5, 4)) * torch.rand(4)
 
-    models, batch, losses = [Writing(noisy) for _ in range(3)], torch.randn(3, 5, 4), []
+    batch, losses = torch.randn(3, 5, 4), []
     for write in (noisy, plain):
-        step = hfta.make_train_step(Writing(write), loss, hfta.sgd(lr=0.1))
-        state = step.init(*hfta.stack_params(models), seeds=[4, 5, 6])
+        step, state = start(seeded(writing, range(3), [write] * 3), loss, hfta.sgd(lr=0.1), seeds=[4, 5, 6])
         losses.append(step(state, batch)[1]["loss"])
     assert torch.equal(*losses)
 
@@ -201,7 +194,7 @@ def into_unknown(linear, x):
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_is_made_otherwise(count):
-    assert_as_alone(lambda: Writing(into_unknown), torch.randn(3, 5, 4), "together", count)
+    assert_as_alone(lambda: writing(into_unknown), torch.randn(3, 5, 4), "together", count)
 
 
 def test_what_a_function_under_vmap_has_written_is_not_written_twice():

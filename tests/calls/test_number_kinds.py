@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hfta_func as hfta
-from ways import assert_as_alone, assert_as_arrays_of_one, loss
+from ways import Calls, assert_as_alone, assert_as_arrays_of_one, loss, seeded, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = [0.1, 0.3, 0.7]
@@ -54,10 +54,7 @@ KINDS = {
 
 
 def assert_members_are_solo_runs(func, **options):
-    members = []
-    for seed, number in enumerate(NUMBERS):
-        torch.manual_seed(seed)
-        members.append(Meets(func, number))
+    members = seeded(Meets, range(3), [func] * 3, NUMBERS)
     xs = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
     assert_as_arrays_of_one(loss, members, [1, 3, 7], xs, 1e-5, **options)
 
@@ -85,8 +82,8 @@ def test_a_loss_has_them_in_its_precision():
     def loss_fn(model, x, hparams):
         return model(x).mean() * hparams["number"]
 
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.1))
-    _, metrics = step(step.init(*hfta.stack_params(members), seeds=range(3)), torch.ones(3, 5, 4))
+    step, state = start(members, loss_fn, hfta.sgd(lr=0.1))
+    _, metrics = step(state, torch.ones(3, 5, 4))
     assert metrics["loss"].dtype == torch.float32
 
 
@@ -119,11 +116,7 @@ def test_rates_outside_of_training_need_no_key():
 @pytest.mark.parametrize("layer", [nn.Dropout, nn.AlphaDropout])
 def test_the_member_of_a_rate_that_goes_out_of_range_fails(layer, bad):
     model = nn.Sequential(nn.Linear(4, 4), layer(0.1))
-    step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
-    params, buffers = hfta.init_params(lambda: model, [0])
-    state = step.init(
-        *hfta.concat([hfta.models.Stacked(params, buffers)] * 2), seeds=[0, 1], hparams={"1.p": [0.1, 1.0]}
-    )
+    step, state = start([model] * 2, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), hparams={"1.p": [0.1, 1.0]})
     _, metrics = step(hfta.with_hyperparams(state, **{"1.p": [1.0, bad]}), torch.ones(2, 3, 4))
     assert metrics["finite"].tolist() == [True, False]
 
@@ -134,20 +127,9 @@ PROMOTED = {
 }
 
 
-class Applies(nn.Module):
-    """A function of a linear layer."""
-
-    def __init__(self, func):
-        super().__init__()
-        self.fc = nn.Linear(4, 4, dtype=torch.float64)
-        self.func = func
-
-    def forward(self, x):
-        return self.func(self.fc, x)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["together", "evaluated"])
 @pytest.mark.parametrize("name", PROMOTED)
 def test_numbers_count_less_than_tensors_with_axes(name, way, count):
-    assert_as_alone(lambda: Applies(PROMOTED[name]), torch.randn(3, 5, 4, dtype=torch.float64), way, count)
+    batch = torch.randn(3, 5, 4, dtype=torch.float64)
+    assert_as_alone(lambda: Calls(nn.Linear(4, 4, dtype=torch.float64), PROMOTED[name]), batch, way, count)

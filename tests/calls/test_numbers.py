@@ -10,23 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from ways import assert_as_arrays_of_one, train_array
+from comparisons import assert_trees_close
+from ways import assert_as_arrays_of_one, seeded, start, train_array
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = [3, 14, 15]
 
 
-class Calls(nn.Module):
-    """A function of features and a number of the module's own."""
+class Own(nn.Module):
+    """A function of the module, whose number is to differ, and of features."""
 
-    def __init__(self, func, number, other=None):
+    def __init__(self, func, number):
         super().__init__()
-        self.body = nn.Linear(4, 6, dtype=torch.float64)
-        self.func = func
-        self.number = number
+        self.body, self.func, self.number = nn.Linear(4, 4), func, number
 
     def forward(self, x):
-        return self.func(self.body(x), self.number)
+        return self.func(self, self.body(x))
 
 
 def features(module):
@@ -90,7 +89,7 @@ def loss(make, *numbers, kind):
 
 
 def call(func, *numbers):
-    return case(lambda number: Calls(func, number), *numbers)
+    return case(lambda number: Own(lambda module, x: func(x, module.number), number).double(), *numbers)
 
 
 CASES = {
@@ -170,26 +169,20 @@ def test_compiled_they_are_so_too(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches(2), compiled=True)
 
 
-def classifier(rate, slope=0.1, second=0.2):
+def classifier(rate, slope=0.1):
     """Noise after the first dropout layer shows whether it counts its draws as it does alone."""
     return nn.Sequential(
         *(nn.Linear(4, 8), nn.LeakyReLU(slope), nn.Dropout(rate), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
-        *(nn.Dropout(second), nn.Linear(8, 3)),
+        *(nn.Dropout(0.2), nn.Linear(8, 3)),
     ).double()
 
 
-def three(**options):
-    made = []
-    for seed, rate, slope in zip(SEEDS, (0.0, 0.3, 1.0), (0.01, 0.2, 0.0), strict=True):
-        torch.manual_seed(seed)
-        made.append(classifier(rate, slope, **options))
-    return made
+def three():
+    return seeded(classifier, SEEDS, (0.0, 0.3, 1.0), (0.01, 0.2, 0.0))
 
 
-def assert_same(one, other, **tolerance):
-    assert one.keys() == other.keys()
-    for path, leaf in one.items():
-        torch.testing.assert_close(other[path], leaf, **(tolerance or {"rtol": 0, "atol": 0}), msg=path)
+def assert_same(one, other, tolerance=0.0):
+    assert_trees_close({**other}, {**one}, tolerance)
 
 
 @pytest.mark.sampled(every=2)
@@ -298,8 +291,7 @@ def test_a_loss_and_a_metric_see_them_besides_their_own():
     def penalized(model, x, hparams):
         return model(x).square().sum() + hparams["l2"] * hparams["2.p"], {"rate": hparams["2.p"]}
 
-    step = hfta.make_train_step(members[0], penalized, hfta.sgd(lr=0.01))
-    state = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"l2": 2.0})
+    step, state = start(members, penalized, hfta.sgd(lr=0.01), SEEDS, {"l2": 2.0})
     _, metrics = step(state, batches()[0])
     assert metrics["rate"].tolist() == [0.0, 0.3, 1.0]
     rate = hfta.make_eval_step(members[0], lambda model, x, hparams: hparams["2.p"])(state, batches()[0, 0])
@@ -323,9 +315,7 @@ def test_numbers_are_given_by_name_to_models_that_are_alike():
 
 
 def test_members_are_taken_and_joined(tmp_path):
-    members = three()
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
-    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    step, state = start(three(), loss_fn, hfta.sgd(lr=0.02, momentum=0.5), SEEDS)
     xs = batches()
     middle, _ = step(state, xs[0])
     joined = hfta.concat([hfta.take(middle, [2, 1]), hfta.take(middle, 0)])
@@ -335,7 +325,7 @@ def test_members_are_taken_and_joined(tmp_path):
     assert loaded.hparams["2.p"].tolist() == [1.0, 0.3, 0.0]
     after, _ = step(loaded, xs[1][order])
     expected, _ = step(middle, xs[1])
-    assert_same(hfta.take(expected, order).params, after.params, rtol=1e-12, atol=1e-12)
+    assert_same(hfta.take(expected, order).params, after.params, 1e-12)
     averaged = hfta.step.average(expected)
     assert_same(averaged.hparams, state.hparams)
     assert_same(averaged.buffers, step(averaged, xs[2])[0].buffers | averaged.buffers)
@@ -345,9 +335,9 @@ def test_members_are_taken_and_joined(tmp_path):
 def test_they_change_between_steps_without_a_new_graph():
     members = three()
     torch._dynamo.reset()
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
+    step, state = start(members, loss_fn, hfta.sgd(lr=0.02, momentum=0.5), SEEDS)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    state, _ = compiled(step.init(*hfta.stack_params(members), seeds=SEEDS), batches()[0])
+    state, _ = compiled(state, batches()[0])
     changed = hfta.with_hyperparams(state, **{"2.p": [0.5, 0.0, 0.25]})
     with torch.compiler.set_stance("fail_on_recompile"):
         found, _ = compiled(changed, batches()[1])
@@ -357,7 +347,7 @@ def test_they_change_between_steps_without_a_new_graph():
         **{name: getattr(state, name) for name in ("params", "buffers", "opt_state", "step")}
     )
     expected, _ = step(fresh, batches()[1])
-    assert_same(expected.params, found.params, rtol=1e-10, atol=1e-10)
+    assert_same(expected.params, found.params, 1e-10)
 
 
 def test_fit_resumes_and_keeps_them(tmp_path):
@@ -399,49 +389,24 @@ def test_an_ensemble_of_models_that_differ():
 
 
 @pytest.mark.sampled(every=8)
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, dtype) for name in CASES if name not in APART for dtype in (torch.float32, torch.bfloat16)),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
 def test_numbers_have_the_precision_of_what_they_meet(name, dtype):
-    members = [member.to(dtype) for member in models(*CASES[name])]
-    x = batches()[0].to(dtype)
-    params, buffers = hfta.stack_params(members)
-    apply = hfta.functional(members[0])
+    def outputs(members, x, seeds):
+        apply = hfta.functional(members[0])
+        run = hfta.vmap(lambda params, buffers, x, key: apply(params, buffers, x, key=key)[0])
+        return run(*hfta.stack_params(members), x, hfta.random.keys(seeds))
 
-    def member(params, buffers, x, key):
-        return apply(params, buffers, x, key=key)[0]
-
-    found = hfta.vmap(member)(params, buffers, x, hfta.random.keys(SEEDS))
+    members, x = [member.to(dtype) for member in models(*CASES[name])], batches()[0].to(dtype)
+    found, tolerance = outputs(members, x, SEEDS), 1e-4 if dtype == torch.float32 else 0.1
     for i, one in enumerate(members):
-        own = hfta.stack_params([one])
-        expected = hfta.vmap(lambda *given, one=one: hfta.functional(one)(*given[:3], key=given[3])[0])(
-            *own, x[i : i + 1], hfta.random.keys(SEEDS[i : i + 1])
-        )
-        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        expected = outputs([one], x[i : i + 1], SEEDS[i : i + 1])
         torch.testing.assert_close(found[i : i + 1], expected, rtol=tolerance, atol=tolerance)
 
 
-class Own(nn.Module):
-    """A function of the module, whose number is to differ, and of features."""
-
-    def __init__(self, func, number):
-        super().__init__()
-        self.body, self.func, self.number = nn.Linear(4, 4), func, number
-
-    def forward(self, x):
-        return self.func(self, self.body(x))
-
-
-def step_of(func, numbers, compiled=False, **options):
+def step_of(func, numbers, compiled=False):
     members = [Own(func, number) for number in numbers]
-    step = hfta.make_train_step(members[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), **options)
-    state = step.init(*hfta.stack_params(members), seeds=range(len(members)))
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    step, state = start(members, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), compiled=compiled)
     return step(state, torch.ones(len(members), 3, 4))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import hfta_func as hfta
+from ways import seeded, start
 
 SEEDS = [11, 7, 1002]
 
@@ -124,15 +125,9 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **options: Any) -> hfta.step.TrainState:
-    models = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        models.append(kind(wrap).double())
-    step: Any = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02][:count]), **options)
-    state = step.init(*hfta.stack_params(models), seeds=SEEDS[:count])
-    torch._dynamo.reset()
-    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+def run(kind: type[Model], wrap: Wrap, count: int, **options: Any) -> hfta.step.TrainState:
+    models = seeded(lambda: kind(wrap).double(), range(count))
+    step, state = start(models, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02][:count]), SEEDS[:count], **options)
     torch.manual_seed(7)
     for _ in range(3):
         state, _ = step(state, (torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()))
@@ -158,7 +153,7 @@ def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **opt
 def test_the_numbers_are_those_without(kind: type[Model], count: int, compiled: bool, options: Any) -> None:
     if kind is InSequence and compiled:
         pytest.skip("PyTorch's compiler does not take checkpoint_sequential into a graph")
-    state, expected = run(kind, checkpoint, count, compiled, **options), run(kind, plainly, count)
+    state, expected = run(kind, checkpoint, count, compiled=compiled, **options), run(kind, plainly, count)
     for path, x, y in zip(optree.tree_paths(state), *map(optree.tree_leaves, (state, expected)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
 

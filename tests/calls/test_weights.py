@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import hfta_func as hfta
-from ways import assert_as_alone
+from ways import assert_as_alone, seeded, start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm. is deprecated")
 
@@ -61,11 +61,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def members(name: str, count: int) -> list[nn.Module]:
-    made = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        made.append(MODELS[name]().double())
-    return made
+    return seeded(lambda: MODELS[name]().double(), range(count))
 
 
 @pytest.mark.sampled(every=8)
@@ -100,8 +96,7 @@ def test_members_taken_out_compute_their_own_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["spectral norm, called", "weight norm, called", "pruning"])
 def test_members_go_to_files_and_come_from_them(name: str, tmp_path: pathlib.Path) -> None:
     models = members(name, 3)
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    step, state = start(models, loss_fn, hfta.sgd(lr=0.1))
     state, _ = step(state, (torch.randn(3, 5, 4).double(), torch.randn(3, 5, 2).double()))
     hfta.save(state, tmp_path / "state.safetensors")
     loaded = hfta.load(tmp_path / "state.safetensors", like=state)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-import random
 import re
-import signal
 import socket
 import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,55 +15,36 @@ import pytest
 
 import hfta_func as hfta
 from hfta_func import tune
-from kills import DRIVER, KILLS, check_kills, once
+from hfta_func.testing import assert_executor
+from kills import DRIVER, KILLS, check_killed_drivers, check_kills, once
+from processes import local_ray, program
 from studies import SCHEDULERS, SPACE, STUDY, build, told
-from worker_arrays import arrayed, assert_same, loader
 
 ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
 
 from hfta_func import cluster  # noqa: E402
 from hfta_func.cluster import ray_actors  # noqa: E402
 
-pytestmark = [
-    # Ray leaves sockets and files to the garbage collector, and says what it will do in later versions.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-def start(**options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
+# Ray leaves sockets and files to the garbage collector, and says what it will do in later versions.
+IGNORED = "ResourceWarning", "FutureWarning", "DeprecationWarning", "pytest.PytestUnraisableExceptionWarning"
+pytestmark = pytest.mark.filterwarnings(*(f"ignore::{category}" for category in IGNORED))
 
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[cluster.RayPool]:
-    # Actors find what the tests are made of, wherever the tests were started.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        with ray_actors._on_this_machine():
-            # Metrics are exported every second.
-            start(num_cpus=2, resources={"small": 1, "large": 1}, _system_config={"metrics_report_interval_ms": 1000})
-        try:
-            with cluster.ray() as found:
-                yield found
-        finally:
-            ray.shutdown()
-
-
-def kill(crew: Any, place: int) -> None:
-    os.kill(crew._workers[place].pid, signal.SIGKILL)
+    # Metrics are exported every second.
+    with local_ray(num_cpus=2, _system_config={"metrics_report_interval_ms": 1000}), cluster.ray() as found:
+        yield found
 
 
 @pytest.mark.exhaustive
-def test_a_fit_and_a_study_find_the_same(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
+def test_actors_keep_the_laws_of_executors(crew: cluster.RayPool) -> None:
     assert crew.count == 2
-    step, state = arrayed()
-    found = hfta.fit(
-        step, state, loader(), epochs=3, progress=False, executor=crew, resume=tmp_path / "run", save_every=3
-    )
-    assert_same(found, hfta.fit(step, state, loader(), epochs=3, progress=False))
+    assert_executor(crew, restarts=True)
+
+
+@pytest.mark.exhaustive
+def test_a_study_finds_the_same(crew: cluster.RayPool) -> None:
     options = STUDY | {"scheduler": SCHEDULERS["hyperband"], "max_models": 4}
     study, expected = (tune.run(build, SPACE, executor=executor, **options) for executor in (crew, None))
     assert told(study) == told(expected) and study.best.number == expected.best.number and once(study)
@@ -78,7 +54,7 @@ def test_a_fit_and_a_study_find_the_same(crew: cluster.RayPool, tmp_path: pathli
 @pytest.mark.soak(ids="64")
 @pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
 def test_actors_that_are_killed_change_nothing(crew: cluster.RayPool, trials: int, kills: int) -> None:
-    check_kills(crew, trials, kills, kill)
+    check_kills(crew, trials, kills)
 
 
 @pytest.mark.exhaustive
@@ -103,10 +79,8 @@ def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
 
 @pytest.mark.exhaustive
 def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
-    with pytest.raises(
-        hfta.errors.WorkerError,
-        match=r"no worker that needs 1 CPU has started in 0\.5 s; .*2 CPU.* of the cluster, .* are free",
-    ) as caught:
+    match = r"no worker that needs 1 CPU has started in 0\.5 s; .*2 CPU.* of the cluster, .* are free"
+    with pytest.raises(hfta.errors.WorkerError, match=match) as caught:
         cluster.ray(1, timeout=0.5)
     assert " CPU" not in str(caught.value).partition(" of the cluster, ")[2]
 
@@ -132,15 +106,12 @@ def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as there, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "init", init)
         address = f"127.0.0.1:{there.getsockname()[1]}"
-        with pytest.raises(
-            hfta.errors.WorkerError, match=rf"the Ray cluster {address} cannot be used \(RuntimeError: Version"
-        ):
+        match = rf"the Ray cluster {address} cannot be used \("
+        with pytest.raises(hfta.errors.WorkerError, match=match + "RuntimeError: Version"):
             cluster.ray(address=address)
     # Nothing listens there any more; Ray itself would ask for two minutes.
     began = time.monotonic()
-    with pytest.raises(
-        hfta.errors.WorkerError, match=rf"the Ray cluster {address} cannot be used \(ConnectionRefusedError: "
-    ):
+    with pytest.raises(hfta.errors.WorkerError, match=match + "ConnectionRefusedError: "):
         cluster.ray(address=address)
     assert time.monotonic() - began < 30
 
@@ -152,7 +123,7 @@ import ray
 from ray.cluster_utils import Cluster
 from hfta_func import cluster, tune
 from kills import once
-from studies import SPACE, STUDY, build, told
+from studies import SPACE, STUDY, after, build, told
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 seen = folder / "seen"
@@ -161,10 +132,7 @@ seen.mkdir()
 def build_slow(fixed, members):
     found = build(fixed, members)
     (seen / ray.get_runtime_context().get_node_id()).touch()
-    def step(state, batch):
-        time.sleep(0.02)
-        return found.step(state, batch)
-    return found._replace(step=step)
+    return found._replace(step=after(lambda *_: time.sleep(0.02), found.step))
 
 def trained(node):
     return (seen / node.node_id).exists()
@@ -206,24 +174,6 @@ print("the same")
 """
 
 
-@contextlib.contextmanager
-def program(code: str, *arguments: Any, **options: Any) -> Iterator[Any]:
-    path = os.pathsep.join([*filter(None, sys.path)])
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            # One that hangs would not end by itself.
-            process.kill()
-            raise
-
-
 @pytest.mark.soak
 def test_nodes_that_come_are_used_and_nodes_that_are_lost_change_nothing(tmp_path: pathlib.Path) -> None:
     with program(NODES, tmp_path, KILLS, stderr=subprocess.PIPE) as process:
@@ -240,40 +190,18 @@ print(nodes.address, flush=True)
 sys.stdin.read()
 nodes.shutdown()
 """
-RAY_DRIVER = "import warnings; warnings.simplefilter('ignore')\n" + DRIVER.replace(
-    "import hfta_func as hfta", "from hfta_func import cluster"
-).replace("hfta.workers.WorkerPool(2)", "cluster.ray(2, address=sys.argv[2])").replace(
-    "worker.process.pid", "worker.pid"
-).replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
+SILENT = "import warnings; warnings.simplefilter('ignore'); from hfta_func import cluster"
+RAY_DRIVER = DRIVER.replace("import hfta_func as hfta", SILENT)
+RAY_DRIVER = RAY_DRIVER.replace("hfta.workers.WorkerPool(2)", "cluster.ray(2, address=sys.argv[2])")
+RAY_DRIVER = RAY_DRIVER.replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
 
 
 @pytest.mark.soak
 def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Path) -> None:
-    draws = random.Random(2)
-    killed = 0
     with program(HEAD, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as head:
         address = head.stdout.readline().strip()
         try:
-            for _ in range(KILLS):
-                with program(RAY_DRIVER, tmp_path / "study", address, stderr=subprocess.DEVNULL) as process:
-                    actors_of = [int(word) for word in process.stdout.readline().split()[1:]]
-                    time.sleep(draws.uniform(0.1, 1.0))
-                    process.kill()
-                    rest = process.communicate()[0]
-                assert len(actors_of) == 2
-                if rest.endswith("the same\n"):
-                    break
-                killed += 1
-                for _ in range(300):
-                    if not any(os.path.exists(f"/proc/{pid}") for pid in actors_of):
-                        break
-                    time.sleep(0.1)
-                assert not any(os.path.exists(f"/proc/{pid}") for pid in actors_of)
-            with program(RAY_DRIVER, tmp_path / "study", address, stderr=subprocess.PIPE) as process:
-                out, err = process.communicate(timeout=600)
-            assert out.endswith("the same\n"), err[-3000:]
-            assert killed
-            print("killed", killed)
+            check_killed_drivers(RAY_DRIVER, tmp_path / "study", address, seconds=1.0, errors=subprocess.DEVNULL)
         finally:
             head.stdin.close()
             head.wait(60)
@@ -314,19 +242,11 @@ with cluster.ray(1) as pool:
     assert pool.wait(60) == (call, {"seed": 7})
 ray.shutdown()
 """
+FREE = "models 0 to 1: worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("threshold", "says"),
-    [
-        (1.0, "the same\n"),
-        (
-            1e-5,
-            "models 0 to 1: worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("threshold", "says"), [(1.0, "the same\n"), (1e-5, FREE)])
 def test_states_larger_than_the_object_store_are_spilled_or_refused(threshold: float, says: str) -> None:
     with program(FULL, threshold, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=120)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
 from hfta_func import cluster
+from processes import environment
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -56,16 +57,10 @@ if result:
 def launched(folder: pathlib.Path, how: str) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     order = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    port = str(29500 + os.getpid() % 1000)
-    return subprocess.run(
-        [*order, "--master-port", port, str(program), str(folder), how],
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    order += ["--master-port", str(29500 + os.getpid() % 1000), str(program), str(folder), how]
+    own = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    return subprocess.run(order, env=own, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.exhaustive

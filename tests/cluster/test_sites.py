@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from examples import sites
-from hfta_func.cluster import ray_actors
+from processes import local_ray
 
 M = 3
 
@@ -37,6 +35,7 @@ def metric_fn(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 METRICS = ["correct", "margin"]
+NO_NUMBER = "'<lambda>' is no number for every row"
 
 
 def visited(load: Any, metric_fn: Any = metric_fn, metrics: Any = METRICS, groups: Any = None, **options: Any) -> Any:
@@ -137,22 +136,13 @@ def test_small_groups_are_refused():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"metric_fn": lambda model, batch: {"rows": batch[0][:, 0]}},
-            r"returned \['rows'\], but \['correct', 'margin'\]",
-        ),
+        ({"metric_fn": lambda _, batch: {"rows": batch[0][:, 0]}}, r"returned \['rows'\], but \['correct', 'margin'\]"),
         (
             {"metric_fn": lambda model, batch: metric_fn(model, batch) | {"more": batch[0][:, 0]}},
             r"returned \['correct', 'margin', 'more'\], but \['correct', 'margin'\] were declared",
         ),
-        (
-            {"metric_fn": lambda model, batch: batch[0], "metrics": ["<lambda>"]},
-            "'<lambda>' is no number for every row",
-        ),
-        (
-            {"metric_fn": lambda model, batch: batch[0].mean(), "metrics": ["<lambda>"]},
-            "'<lambda>' is no number for every row",
-        ),
+        ({"metric_fn": lambda model, batch: batch[0], "metrics": ["<lambda>"]}, NO_NUMBER),
+        ({"metric_fn": lambda model, batch: batch[0].mean(), "metrics": ["<lambda>"]}, NO_NUMBER),
         ({"groups": {"odd": lambda data: torch.ones(3, dtype=torch.bool)}}, "group 'odd' is no boolean for every row"),
         ({"groups": {"odd": lambda data: data[1]}}, "group 'odd' is no boolean for every row"),
         ({"load": lambda: (rows(1)[0], rows(2, 9)[1])}, "leaves of unequal numbers of rows"),
@@ -166,26 +156,10 @@ def test_what_was_not_declared_stays_at_the_site(change: dict[str, Any], says: s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("impatient")
-def test_sites_of_a_cluster_are_where_their_resources_are(monkeypatch: pytest.MonkeyPatch):
-    ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with ray_actors._on_this_machine():
-            ray.init(
-                address="local", num_cpus=2, resources={"a": 1, "b": 1}, include_dashboard=False, logging_level="ERROR"
-            )
-        try:
-            found = sites.evaluate(
-                models(),
-                [sites.Site(name, lambda seed=seed: rows(seed), {name: 1}) for seed, name in enumerate("abc")],
-                metric_fn,
-                metrics=METRICS,
-                timeout=593,
-            )
-        finally:
-            ray.shutdown()
+def test_sites_of_a_cluster_are_where_their_resources_are():
+    where = [sites.Site(name, lambda seed=seed: rows(seed), {name: 1}) for seed, name in enumerate("abc")]
+    with local_ray(num_cpus=2, resources={"a": 1, "b": 1}):
+        found = sites.evaluate(models(), where, metric_fn, metrics=METRICS, timeout=593)
     assert {score.site: score.status for score in found} == {"a": "ok", "b": "ok", "c": "missing: no answer in 593 s"}

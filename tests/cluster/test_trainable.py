@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import sys
-import warnings
 from typing import Any
 
 import pytest
 
 import hfta_func as hfta
 from hfta_func import cluster
-from hfta_func.cluster import ray_actors
+from processes import local_ray
 from studies import build
 
-ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
 tune = pytest.importorskip("ray.tune", reason="needs Ray Tune; pip install 'ray[tune]'", exc_type=ImportError)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore", "ignore::pytest.PytestUnraisableExceptionWarning")
 CONFIG = {"width": 4, "lr": [0.01, 0.05, 0.1], "momentum": [0.0, 0.5, 0.9], "seed": [3, 1, 2]}
 
 
@@ -57,20 +50,13 @@ def test_configs_without_members_are_refused() -> None:
 
 @pytest.mark.exhaustive
 def test_a_tuner_runs_arrays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with ray_actors._on_this_machine():
-            ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-        try:
-            tuner = tune.Tuner(
-                cluster.trainable(build),
-                param_space=CONFIG | {"width": tune.grid_search([4, 6])},
-                run_config=tune.RunConfig(stop={"training_iteration": 2}, storage_path=str(tmp_path), verbose=0),
-            )
-            found = {result.config["width"]: result.metrics for result in tuner.fit()}
-        finally:
-            ray.shutdown()
+    with local_ray(num_cpus=2):
+        tuner = tune.Tuner(
+            cluster.trainable(build),
+            param_space=CONFIG | {"width": tune.grid_search([4, 6])},
+            run_config=tune.RunConfig(stop={"training_iteration": 2}, storage_path=str(tmp_path), verbose=0),
+        )
+        found = {result.config["width"]: result.metrics for result in tuner.fit()}
     for width in (4, 6):
         assert found[width]["error_members"] == expected(CONFIG | {"width": width}, 2)

@@ -12,8 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
+from comparisons import identical
 from hfta_func.testing import assert_matches_solo
 from schedule_cases import LR, SCHEDULES
+from ways import start, train_solo
 
 M, STEPS = 3, 50
 SEEDS = [11, 7, 1002]
@@ -27,8 +29,7 @@ def _array(
     **options: Any,
 ) -> tuple[list[nn.Module], hfta.step.TrainStep, hfta.step.TrainState]:
     members = models(name, M, dropout, dtype)
-    step = hfta.make_train_step(members[0], loss_fn, ours(case), **options)
-    return members, step, step.init(*hfta.stack_params(members), seeds=SEEDS)
+    return members, *start(members, loss_fn, ours(case), SEEDS, **options)
 
 
 def _largest_difference(a: Any, b: Any) -> float:
@@ -38,10 +39,6 @@ def _largest_difference(a: Any, b: Any) -> float:
     floating = [(x.double(), y.double()) for x, y in pairs if y.is_floating_point()]
     # Python's max() would skip a NaN.
     return float(torch.stack([(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in floating]).max())
-
-
-def _identical(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
 @pytest.mark.sampled(every=16)
@@ -55,11 +52,8 @@ def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
     for batch in batches(M, STEPS):
         state, metrics = step(state, batch)
         for i, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss = loss_fn(member, (batch[0][i], batch[1][i]))
-            loss.backward()
-            optimizer.step()
-            torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-9, atol=0)
+            (loss,) = train_solo(member, loss_fn, optimizer, [(batch[0][i], batch[1][i])])
+            torch.testing.assert_close(metrics["loss"][i], loss, rtol=1e-9, atol=0)
     for mine, theirs_ in zip(hfta.unstack_params(members[0], state.params, state.buffers), members, strict=True):
         assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10
 
@@ -101,7 +95,7 @@ def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: s
 def test_members_with_dropout_are_arrays_of_one(name: str, case: OptimizerCase) -> None:
     _, step, state = _array(name, case, dropout=0.3)
     after = assert_matches_solo(step, state, batches(M, STEPS), rtol=1e-10)
-    assert not _identical(after.params, state.params)
+    assert not identical(after.params, state.params)
     assert after.step.tolist() == [STEPS] * M
 
 
@@ -137,8 +131,7 @@ def test_masks_of_transformers_are_not_looked_at(given: bool | None) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         return model(x, x, **options).square().mean()
 
-    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.stack_params(members), seeds=range(M))
+    step, state = start(members, loss, hfta.sgd(lr=0.1))
     batch = torch.randn(M, 3, 4, 8, dtype=torch.float64)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for run in (step, compiled):
@@ -156,7 +149,7 @@ def test_compiled_by_inductor() -> None:
     batch[0][1] = float("nan")
     after, metrics = compiled(state, batch)
     assert metrics["finite"].tolist() == [True, False, True]
-    assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
+    assert identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
     assert len(hfta.unstack_params(members[0], after.params, after.buffers)) == M
 
 
@@ -167,8 +160,8 @@ def test_an_array_of_arrays() -> None:
     stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), state, other)
     both = optree.tree_map(lambda *leaves: torch.stack(leaves), first, second)
     nested, _ = hfta.vmap(step)(stacked, both)
-    for i, (start, batch) in enumerate(((state, first), (other, second))):
-        alone, _ = step(start, batch)
+    for i, (before, batch) in enumerate(((state, first), (other, second))):
+        alone, _ = step(before, batch)
         assert _largest_difference(optree.tree_map(lambda leaf, i=i: leaf[i], nested), alone) <= 1e-10
 
 
@@ -182,22 +175,19 @@ def test_tables_with_max_norm_are_the_runs_of_torch() -> None:
         return model(tokens).square().mean()
 
     members = [make() for _ in range(M)]
-    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]))
-    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    step, state = start(members, loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]), SEEDS)
     optimizers = [
         torch.optim.SGD(member.parameters(), lr=lr) for member, lr in zip(members, (0.1, 0.2, 0.3), strict=True)
     ]
     for _ in range(5):
         tokens, before = torch.randint(7, (M, 5, 3)), {path: param.clone() for path, param in state.params.items()}
         after, _ = step(state, tokens)
-        assert _identical(state.params, before)
+        assert identical(state.params, before)
         compiled, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(state, tokens)
         assert _largest_difference(compiled.params, after.params) <= 1e-12
         state = after
         for member, optimizer, own in zip(members, optimizers, tokens, strict=True):
-            optimizer.zero_grad()
-            loss_fn(member, own).backward()
-            optimizer.step()
+            train_solo(member, loss_fn, optimizer, [own])
     for mine, theirs_ in zip(hfta.unstack_params(members[0], *state[:2]), members, strict=True):
         assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10
     # Evaluation rescales rows of a copy.

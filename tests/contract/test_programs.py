@@ -208,9 +208,8 @@ def check_replayed(spec: Spec) -> None:
     made = models(spec, M)
     runs_alone(made, spec)
     dims = dict(zip(NAMES, spec.dims, strict=True))
-    eager, replayed = (
-        hfta.make_train_step(made[0], loss, hfta.sgd(lr=LRS), batch_dims=dims, replay=on) for on in (False, True)
-    )
+    make = functools.partial(hfta.make_train_step, made[0], loss, hfta.sgd(lr=LRS), batch_dims=dims)
+    eager, replayed = make(replay=False), make(replay=True)
     a = b = eager.init(*hfta.stack_params(made), seeds=range(M))
     statuses = []
     for step in range(9):
@@ -309,11 +308,9 @@ def check_vmap(spec: Spec, how: str) -> None:
         for i in range(num_params):
             column = [grads[i] for grads, _, _ in traces]
             trace[f"grad {names[i]}"] = torch.stack(column) if inside else leaves[i].summed(column)
-        for kind in range(2):
+        for kind, name in enumerate(("output", "buffer")):
             for i in range(len(traces[0][1][kind])):
-                trace[f"{('output', 'buffer')[kind]} {i}"] = torch.stack(
-                    [aux[kind][i].detach() for _, aux, _ in traces]
-                )
+                trace[f"{name} {i}"] = torch.stack([aux[kind][i].detach() for _, aux, _ in traces])
         for i in range(3):
             column = [written[i] for _, _, written in traces]
             trace[f"written {NAMES[i]}"] = torch.stack([column[int(j)] for j in leaves[i - 3].first.flatten()])
@@ -340,10 +337,8 @@ def check_vmap(spec: Spec, how: str) -> None:
             grads = torch.autograd.grad(first.sum(), leafs, materialize_grads=True)
             grads = [leaf.back(g) for leaf, g in zip(leaves, grads, strict=False)]
         trace = {f"grad {name}": g for name, g in zip(names, grads, strict=False)}
-        for kind in range(2):
-            trace |= {
-                f"{('output', 'buffer')[kind]} {i}": front(y, i % (ranks[kind][i] + 1)) for i, y in enumerate(aux[kind])
-            }
+        for kind, name in enumerate(("output", "buffer")):
+            trace |= {f"{name} {i}": front(y, i % (ranks[kind][i] + 1)) for i, y in enumerate(aux[kind])}
         return trace | {
             f"written {name}": leaf.back(v) for name, leaf, v in zip(NAMES, leaves[-3:], rest[-3:], strict=True)
         }

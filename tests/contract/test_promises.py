@@ -6,6 +6,7 @@ Each case stands for a promise that users of earlier versions could break withou
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import copy
 import dataclasses
 import pickle
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import FUNCTIONS
+from comparisons import identical
 from hfta_func.step.commit import Failure, diagnose
-from ways import assert_as_alone
+from ways import assert_as_alone, start, train_solo
 
 M, N, FEATURES = 3, 4, 3
 
@@ -162,24 +164,17 @@ def test_promise(promise: Promise, num_models: int, place: str, shared: bool) ->
         # The compiler raises an error of its own with the same words.
         with pytest.raises(Exception if place == "compiled" else hfta.HFTAError, match=promise.refused):
             train(1)
-        assert all(
-            torch.equal(a, b) for a, b in zip(params.values(), hfta.stack_params(models).params.values(), strict=True)
-        )
+        assert identical(params, hfta.stack_params(models).params)
         return
     state, metrics = train(3)
     assert torch.equal(inputs, kept)
     for member in range(num_models):
-        alone, optimizer = copy.deepcopy(models[member]), torch.optim.SGD
-        descent = optimizer(alone.parameters(), lr=0.1)
-        own = [x if shared else x[member] for x in (inputs, targets)]
-        for _ in range(3):
-            descent.zero_grad()
-            (alone(own[0].clone()) - own[1]).square().mean().backward()
-            descent.step()
+        alone, own = copy.deepcopy(models[member]), [x if shared else x[member] for x in (inputs, targets)]
+        descent = torch.optim.SGD(alone.parameters(), lr=0.1)
+        train_solo(alone, squares, descent, ((own[0].clone(), own[1]) for _ in range(3)))
         trained = hfta.export_model(models[0], state, member)
-        for (path, found), expected in zip(trained.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(found, expected, msg=lambda text, path=path: f"{path}: {text}")
-        expected = (alone(own[0].clone()) - own[1]).square().mean().detach()
+        torch.testing.assert_close(dict(trained.named_parameters()), dict(alone.named_parameters()))
+        expected = squares(alone, (own[0].clone(), own[1])).detach()
         torch.testing.assert_close(metrics["squares"][member], expected)
 
 
@@ -209,18 +204,10 @@ def test_steps_run_in_several_threads_at_once() -> None:
                 start, _ = step(start, x)
             return start
 
-        expected, found = [train(start) for start in starts], {}
-        threads = [
-            threading.Thread(target=lambda i=i, start=start, found=found, train=train: found.update({i: train(start)}))
-            for i, start in enumerate(starts)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for i, state in enumerate(expected):
-            for path, param in state.params.items():
-                assert torch.equal(found[i].params[path], param), (options, i, path)
+        expected = [train(start).params for start in starts]
+        with concurrent.futures.ThreadPoolExecutor(len(starts)) as threads:
+            found = [state.params for state in threads.map(train, starts)]
+        assert identical(found, expected), options
 
 
 def test_numbers_of_the_loss_are_copies_and_keep_their_bits() -> None:
@@ -278,19 +265,12 @@ def test_complex_parameters_are_updated_as_in_torch(name: str, donate: bool) -> 
     theirs = FUNCTIONS[name].theirs
     options = {"lr": 0.01} if name == "rprop" else {"lr": 0.01, "weight_decay": 0.1}
     x = torch.randn(2, N, FEATURES, dtype=torch.float64)
-    step = hfta.make_train_step(
-        models[0], lambda model, x: model(x).square().mean(), getattr(hfta, name)(**options), donate=donate
-    )
-    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
+    step, state = start(models, _mean_square, getattr(hfta, name)(**options), donate=donate)
     for _ in range(3):
         state, metrics = step(state, x)
     assert metrics["finite"].all()
     for member, model in enumerate(models):
-        optimizer = theirs(model.parameters(), **options)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x[member]).square().mean().backward()
-            optimizer.step()
+        train_solo(model, _mean_square, theirs(model.parameters(), **options), [x[member]] * 3)
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-11, atol=1e-12)
 

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, ours
+from comparisons import identical
 
 cases = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # Matrix products may sum in another order where a matrix does not start at a multiple of 64 bytes, so here all do.
@@ -58,10 +59,6 @@ def _batch(number: int, seeds: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _identical(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
-
-
 @pytest.mark.exhaustive
 @cases
 @given(st.data())
@@ -101,10 +98,10 @@ def test_a_failure_changes_no_other_member(data: st.DataObject) -> None:
             if metrics["failure"][member] != hfta.step.Failure.NONE or not before.active[member]:
                 # It stays where it was.
                 for kept, old in zip(sick[:3], before[:3], strict=True):
-                    assert _identical(hfta.take(kept, [member]), hfta.take(old, [member]))
+                    assert identical(hfta.take(kept, [member]), hfta.take(old, [member]))
     untouched = [member for member in range(num_models) if member not in {event[1] for event in events}]
     if untouched:
-        assert _identical(hfta.take(sick, untouched), hfta.take(healthy, untouched))
+        assert identical(hfta.take(sick, untouched), hfta.take(healthy, untouched))
     assert all(leaf.isfinite().all() for leaf in sick.params.values())
 
 
@@ -139,7 +136,7 @@ def test_members_go_on_as_if_nothing_had_changed(data: st.DataObject) -> None:
             array = hfta.concat([step(part, _batch(number, part.keys))[0] for part in parts])
         else:
             array, _ = step(array, _batch(number, array.keys))
-        assert _identical(array, hfta.take(expected[number + 1], members))
+        assert identical(array, hfta.take(expected[number + 1], members))
 
 
 @pytest.mark.exhaustive
@@ -161,5 +158,5 @@ def test_clones_with_other_hyperparameters_go_their_own_ways() -> None:
     array = hfta.concat([state, clones._replace(keys=torch.tensor([501, 502]))])
     array, _ = step(array, _batch(1, torch.tensor([100, 101, 102, 101, 101])))
     alone, _ = step(state, _batch(1, state.keys))
-    assert _identical(hfta.take(array, [0, 1, 2]), alone)
-    assert not _identical(hfta.take(array.params, [3]), hfta.take(array.params, [4]))
+    assert identical(hfta.take(array, [0, 1, 2]), alone)
+    assert not identical(hfta.take(array.params, [3]), hfta.take(array.params, [4]))

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import update_bn
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
+from ways import seeded, start, train_solo
 
 
 def make_model() -> nn.Module:
@@ -29,10 +30,7 @@ def make_model() -> nn.Module:
 
 
 def make(count: int) -> tuple[hfta.Ensemble, list[nn.Module]]:
-    models = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        models.append(make_model())
+    models = seeded(make_model, range(count))
     return hfta.Ensemble.from_modules(models), models
 
 
@@ -108,13 +106,9 @@ def test_frozen_batch_norms_and_groups_by_class(by_apply):
                 freeze(layer)
         norms = [p for layer in model.modules() if isinstance(layer, nn.LayerNorm) for p in layer.parameters()]
         rest = [p for p in model.parameters() if p.requires_grad and all(p is not norm for norm in norms)]
-        optimizer = torch.optim.AdamW(
-            [{"params": rest, "weight_decay": 0.3}, {"params": norms}], lr=0.01, weight_decay=0
-        )
-        for x in batches():
-            optimizer.zero_grad()
-            loss(model(x)).backward()
-            optimizer.step()
+        groups = [{"params": rest, "weight_decay": 0.3}, {"params": norms}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0)
+        train_solo(model, lambda model, x: loss(model(x)), optimizer, batches())
 
     ensemble, models = make(3)
     train(ensemble, lambda outputs: outputs.square().mean((1, 2)).sum())
@@ -321,8 +315,5 @@ def test_encoders_fill_padding_with_zeros_in_evaluation(lengths, normed, count, 
     with torch.no_grad():
         expected = torch.stack([model(x, padded) for model in models])
         torch.testing.assert_close(ensemble(x, padded), expected, rtol=1e-10, atol=1e-10)
-    stacked = hfta.stack_params(models)
-    state = hfta.make_train_step(models[0], lambda model, batch: model(*batch).mean(), hfta.sgd(lr=0.1)).init(
-        *stacked, seeds=range(count)
-    )
+    _, state = start(models, lambda model, batch: model(*batch).mean(), hfta.sgd(lr=0.1))
     torch.testing.assert_close(measure(state, (x, padded))["mean"], expected.mean(2), rtol=1e-10, atol=1e-10)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
-from scripts import BATCHES, X, Y, assert_same, loop, make, mse
+from scripts import BATCHES, X, Y, array, assert_same, loop, make, mse
 
 as_one = pytest.mark.filterwarnings("error::hfta_func.errors.LoopWarning")
 
@@ -41,21 +41,8 @@ def known_loss(model, batch):
 
 @as_one
 def test_a_mask_of_nodes_stays_one_beside_sums_that_a_layer_makes():
-    batch, seeds = (FEATURES, EDGES, KNOWN), range(3)
-    step = hfta.make_train_step(passing(), known_loss, hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.init_params(passing, seeds), seeds=seeds)
-    state, _ = hfta.fit(step, state, [batch], epochs=4, progress=False)
-    expected = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        model = passing()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            known_loss(model, batch).backward()
-            optimizer.step()
-        expected.append(model)
-    assert_same(hfta.unstack_params(passing(), *hfta.step.stacked(state)), expected)
+    given = {"make": passing, "data": [(FEATURES, EDGES, KNOWN)], "epochs": 4}
+    assert_same(array(known_loss, **given), [loop(known_loss, seed, **given) for seed in range(3)])
 
 
 def shifted(model, batch):
@@ -69,11 +56,8 @@ def shifted(model, batch):
 
 @as_one
 def test_a_batch_that_members_write_is_each_ones_own():
-    step = hfta.make_train_step(make(), shifted, hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.init_params(make, range(3)), seeds=range(3))
-    state, _ = hfta.fit(step, state, BATCHES, epochs=3, progress=False)
     expected = [loop(shifted, seed, batch=lambda batch: tuple(map(torch.clone, batch))) for seed in range(3)]
-    assert_same(hfta.unstack_params(make(), *hfta.step.stacked(state)), expected)
+    assert_same(array(shifted), expected)
 
 
 def grouped(first):
@@ -159,8 +143,5 @@ def taught(model, batch):
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize("way", ["data", "in place"])
 def test_a_teacher_that_a_call_moves_is_refused_at_once(way, chunk_size):
-    options = {"batch_dims": None, "chunk_size": chunk_size}
-    step = hfta.make_train_step(Teacher(way), taught, hfta.sgd(lr=0.1), **options)
-    state = step.init(*hfta.init_params(lambda: Teacher(way), range(3)), seeds=range(3))
     with pytest.raises(hfta.errors.StateError, match=r"writes its parameter 'teacher.0.weight'.*hfta.joint"):
-        step(state, BATCHES[0])
+        array(taught, make=lambda: Teacher(way), chunk_size=chunk_size, data=BATCHES[:1], epochs=1)

@@ -6,7 +6,6 @@ import queue
 import random as python_random
 import threading
 import time
-import types
 
 import numpy
 import optree
@@ -25,7 +24,10 @@ from torch.utils.data import (
 )
 
 import hfta_func as hfta
+import scripts
 from hfta_func._torch import num_dispatch_modes
+from hfta_func.errors import BatchError, HyperparameterError
+from scripts import assert_trained
 
 X = torch.randn(26, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1) + X[:, 0] * X[:, 1]
@@ -46,22 +48,9 @@ def array(loss=loss_fn, lrs=LRS, optimizer=None, **options):
     return step, step.init(*hfta.init_params(make, range(len(lrs))), seeds=range(len(lrs)))
 
 
-def loop(seed, batches, lr=None):
+def loop(seed, batches):
     """A script: one model trained on batches."""
-    torch.manual_seed(seed)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr or LRS[seed])
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
-    return model
-
-
-def assert_trained(state, models):
-    for member, model in enumerate(models):
-        found = {path: leaf[member] for path, leaf in state.params.items()}
-        torch.testing.assert_close(found, dict(model.named_parameters()), rtol=1e-10, atol=1e-12)
+    return scripts.loop(loss_fn, seed, make, epochs=1, data=batches, lr=LRS[seed])
 
 
 @pytest.mark.parametrize("members", [1, 3])
@@ -124,9 +113,7 @@ def test_batches_that_a_script_s_own_sampler_draws_for_each_member(sampler, item
 
 def test_samplers_of_unequal_length_are_refused():
     loader = hfta.ArrayLoader((X, Y), 4, seeds=[0, 1], sampler=lambda seed, epoch: range(8 + 4 * seed))
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=r"model 0: sampler\(0, 0\) returned 8 rows, but others have 12"
-    ):
+    with pytest.raises(HyperparameterError, match=r"model 0: sampler\(0, 0\) returned 8 rows, but others have 12"):
         next(iter(loader))
 
 
@@ -137,19 +124,17 @@ def test_a_sampler_that_ends_early_is_named(drop_last):
     loader = hfta.ArrayLoader((X, Y), 4, **options)
     assert [len(batch[0][0]) for batch in loader] == [4, 4, 4]
     if drop_last:
-        with pytest.raises(
-            hfta.errors.HyperparameterError, match=r"model 0: sampler\(4, 1\) returned 10 rows.* need 12"
-        ):
+        with pytest.raises(HyperparameterError, match=r"model 0: sampler\(4, 1\) returned 10 rows.* need 12"):
             next(iter(loader))
     else:
         assert [len(batch[0][0]) for batch in loader] == [4, 4, 2]
-        with pytest.raises(hfta.errors.HyperparameterError, match=r"model 0: sampler\(4, 2\) returned 8 rows.* need 9"):
+        with pytest.raises(HyperparameterError, match=r"model 0: sampler\(4, 2\) returned 8 rows.* need 9"):
             next(iter(loader))
 
 
 def test_a_data_loader_with_as_many_rows_as_members_is_no_loader_of_members():
     step, state = array()
-    with pytest.raises(hfta.errors.BatchError, match=r"batches of 3 rows, as many as models, .* with batch_dims=None"):
+    with pytest.raises(BatchError, match=r"batches of 3 rows, as many as models, .* with batch_dims=None"):
         hfta.fit(step, state, DataLoader(TensorDataset(X, Y), 3), epochs=1, progress=False)
     # Items that are the batches of all members have no batch size.
     parts = TensorDataset(X[:24].view(4, 3, 2, 3), Y[:24].view(4, 3, 2))
@@ -200,9 +185,8 @@ def test_sums_over_a_test_set_beside_means(kind, members):
         lambda model, batch: (loss_fn(model, batch), {"seen": torch.tensor(len(batch[0]))}), LRS[:members]
     )
     loader = hfta.ArrayLoader((X, Y), 4, seeds=range(members))
-    state, history = hfta.fit(
-        step, state, loader, epochs=2, evaluate=(metrics, data), sums=("sum", "wrong", "seen"), progress=False
-    )
+    sums = "sum", "wrong", "seen"
+    state, history = hfta.fit(step, state, loader, epochs=2, evaluate=(metrics, data), sums=sums, progress=False)
     assert history["seen"].dtype == torch.int64 and history["seen"].tolist() == [[26] * members] * 2
     for member, model in enumerate(hfta.unstack_params(make(), *state[:2])):
         own = torch.tensor(rows[member]) if kind == "rows" else torch.arange(26)
@@ -243,7 +227,7 @@ def test_batches_whose_tensors_differ_in_length():
 
     step, state = array()
     loader = hfta.ArrayLoader((X, Y), 26, seeds=range(3))
-    with pytest.raises(hfta.errors.BatchError, match=r"lengths \[1, 12\], .* have the metric return .* as 'rows'"):
+    with pytest.raises(BatchError, match=r"lengths \[1, 12\], .* have the metric return .* as 'rows'"):
         hfta.fit(step, state, loader, epochs=1, evaluate=(box, batches), progress=False)
     state, history = hfta.fit(step, state, loader, epochs=1, evaluate=(counted, batches), progress=False)
     assert "rows" not in history
@@ -262,9 +246,7 @@ def test_a_value_for_each_row_has_no_mean_over_batches(where):
     parts = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     loader = hfta.ArrayLoader((X, Y), 8, seeds=range(3))
     evaluate = (each, parts) if where == "evaluate" else None
-    with pytest.raises(
-        hfta.errors.BatchError, match=r"metric 'each' is \[3, 8\] in one batch and .* call hfta.predict"
-    ):
+    with pytest.raises(BatchError, match=r"metric 'each' is \[3, 8\] in one batch and .* call hfta.predict"):
         hfta.fit(step, state, loader, epochs=1, evaluate=evaluate, progress=False)
 
 
@@ -272,7 +254,7 @@ def test_predictions_for_the_loader_of_training():
     step, state = array(batch_dims=None)
     loader = DataLoader(TensorDataset(X, Y), 8)
     state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
-    with pytest.raises(hfta.errors.BatchError, match=r"2 positional arguments.* pass inputs=lambda batch: batch\[0\]"):
+    with pytest.raises(BatchError, match=r"2 positional arguments.* pass inputs=lambda batch: batch\[0\]"):
         hfta.predict(make(), state, loader)
     found = hfta.predict(make(), state, loader, inputs=lambda batch: batch[0]).outputs
     ensemble = hfta.Ensemble(make(), *hfta.step.stacked(state))
@@ -282,15 +264,24 @@ def test_predictions_for_the_loader_of_training():
         torch.testing.assert_close(found[member], expected.detach(), rtol=1e-12, atol=0)
 
 
-class Noisy(Dataset):
+class Items(Dataset):
+    """As many items as are asked for, each made by a function of its row."""
+
+    def __init__(self, count, make):
+        self.count, self.make = count, make
+
     def __len__(self):
-        return 12
+        return self.count
 
     def __getitem__(self, row):
-        first = X[row] + torch.randn(3).double()
-        # As reading a file, which lets other threads run.
-        time.sleep(1e-4)
-        return first, torch.randn(3) + numpy.random.rand()
+        return self.make(row)
+
+
+def noisy(row):
+    first = X[row] + torch.randn(3).double()
+    # As reading a file, which lets other threads run.
+    time.sleep(1e-4)
+    return first, torch.randn(3) + numpy.random.rand()
 
 
 def slowly():
@@ -301,7 +292,8 @@ def slowly():
 
 def test_threads_draw_what_one_alone_draws():
     def job(seed):
-        return [*hfta.DatasetLoader(Noisy(), 4, seeds=[seed, seed + 1])], hfta.init_params(slowly, [seed, seed + 1])
+        seeds = [seed, seed + 1]
+        return [*hfta.DatasetLoader(Items(12, noisy), 4, seeds=seeds)], hfta.init_params(slowly, seeds)
 
     expected = [job(seed) for seed in range(12)]
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -309,38 +301,25 @@ def test_threads_draw_what_one_alone_draws():
     assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
 
 
-class Named(Dataset):
-    """Items with a name, such as the path of a picture."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, row):
-        return {"x": X[row], "name": f"row {row}"}
+def named(row):
+    """An item with a name, such as the path of a picture."""
+    return {"x": X[row], "name": f"row {row}"}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_names_of_items_are_shared_or_left_out(num_workers):
-    shared = next(iter(hfta.DatasetLoader(Named(), 3, shared=True, shuffle=False, device="cpu")))
+    shared = next(iter(hfta.DatasetLoader(Items(6, named), 3, shared=True, shuffle=False, device="cpu")))
     assert shared["name"] == ["row 0", "row 1", "row 2"]
-    with pytest.raises(hfta.errors.BatchError, match=r"batch\['name'\]\[0\] is a str, .* drop it in collate_fn"):
-        next(iter(hfta.DatasetLoader(Named(), 3, seeds=[0, 1], num_workers=num_workers)))
-
-
-class Modes(Dataset):
-    """Items that say whether a dispatch mode slows their operators down."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, row):
-        return num_dispatch_modes()
+    with pytest.raises(BatchError, match=r"batch\['name'\]\[0\] is a str, .* drop it in collate_fn"):
+        next(iter(hfta.DatasetLoader(Items(6, named), 3, seeds=[0, 1], num_workers=num_workers)))
 
 
 def test_a_progress_bar_does_not_slow_loading_down(monkeypatch):
     def modes(*others):
+        """Of how many items a dispatch mode slows the operators down."""
         monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), *others])
-        return next(iter(hfta.DatasetLoader(Modes(), 4, seeds=[0]))).sum().item()
+        items = Items(4, lambda row: num_dispatch_modes())
+        return next(iter(hfta.DatasetLoader(items, 4, seeds=[0]))).sum().item()
 
     with tqdm.tqdm(total=1, file=io.StringIO()) as bar:
         assert modes(bar.monitor) == 0
@@ -356,9 +335,8 @@ def seeded_anew():
     return nn.Sequential(first, shared, nn.Dropout(), slowly(), nn.LSTM(3, 3), nn.Bilinear(3, 3, 3))
 
 
-class Augmented(Noisy):
-    def __getitem__(self, row):
-        return nn.functional.dropout(super().__getitem__(row)[0]), torch.distributions.Gamma(2.0, 1.0).sample()
+def augmented(row):
+    return nn.functional.dropout(noisy(row)[0]), torch.distributions.Gamma(2.0, 1.0).sample()
 
 
 def prefetched(batches):
@@ -393,7 +371,8 @@ def test_another_thread_draws_from_the_generator_of_the_process():
         return seeded_anew()
 
     def drawn():
-        return [*hfta.DatasetLoader(Augmented(), 4, seeds=[0, 1])], hfta.init_params(seeded_anew, range(3)).params
+        loader = hfta.DatasetLoader(Items(12, augmented), 4, seeds=[0, 1])
+        return [*loader], hfta.init_params(seeded_anew, range(3)).params
 
     def draw():
         torch.manual_seed(3)
@@ -455,8 +434,7 @@ def test_schedulers_count_updates_where_gradients_accumulate(every, members):
     models = [make() for _ in range(members)]
     optimizers = [torch.optim.SGD(model.parameters(), lr) for model, lr in zip(models, LRS, strict=False)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in optimizers]
-    counts = types.SimpleNamespace(epoch=(epochs, len(batches) // 2), update=(epochs * len(batches) // 2, 1))
-    steps, gap = getattr(counts, every)
+    steps, gap = (epochs, len(batches) // 2) if every == "epoch" else (epochs * len(batches) // 2, 1)
     optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=steps, every=gap)
     step, state = array(lrs=LRS[:members], optimizer=hfta.accumulate(optimizer, 2), batch_dims=None)
     state, _ = hfta.fit(step, state, batches, epochs=epochs, progress=False)
@@ -555,6 +533,6 @@ def test_a_data_set_in_place_of_batches():
         lambda data: hfta.predict(make(), ensemble.stacked(), data, inputs=lambda item: item[0]),
     ]
     for predict in predictions:
-        with pytest.raises(hfta.errors.BatchError, match="a TensorDataset has no batches; pass a DataLoader of it"):
+        with pytest.raises(BatchError, match="a TensorDataset has no batches; pass a DataLoader of it"):
             predict(data)
         torch.testing.assert_close(predict(DataLoader(data, 8)).outputs, ensemble(X))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import hfta_func as hfta
-from scripts import BATCHES, X, Y, array, assert_same, loop, make, mse
+from hfta_func.errors import BatchError, RandomnessError, StateError
+from scripts import BATCHES, X, Y, array, assert_same, fitted, loop, make, mse
 
 processes = pytest.mark.parametrize("workers", [None, 2])
 members = pytest.mark.parametrize("members", [1, 3])
@@ -49,7 +50,7 @@ def test_a_callback_changes_what_the_loss_reads(kind, workers):
     expected = []
     for seed in range(3):
         change(1.0)
-        expected.append(loop(loss, seed, end_epoch=lambda epoch: change(weights[epoch - 1])))
+        expected.append(loop(loss, seed, end_epoch=lambda epoch, _: change(weights[epoch - 1])))
     assert_same(models, expected)
 
 
@@ -71,7 +72,7 @@ def test_a_callback_changes_the_transform_of_a_loader(workers):
     expected = []
     for seed in range(3):
         alone = Scale()
-        expected.append(loop(mse, seed, end_epoch=lambda epoch, one=alone: halve(one), batch=alone))
+        expected.append(loop(mse, seed, end_epoch=lambda *_, one=alone: halve(one), batch=alone))
     assert_same(models, expected)
 
 
@@ -120,7 +121,7 @@ def test_a_function_around_the_step_says_whether_members_share_batches(fit):
         function.batch_dims = step.batch_dims
         return function
 
-    with pytest.raises(hfta.errors.BatchError, match=r"does not say .* set its attribute: function\.batch_dims"):
+    with pytest.raises(BatchError, match=r"does not say .* set its attribute: function\.batch_dims"):
         array(mse, around=around, fit=fit)
     assert_same(array(mse, around=told, fit=fit), [loop(mse, seed) for seed in range(3)])
     assert_same(array(mse, around=around), [loop(mse, seed) for seed in range(3)])
@@ -156,7 +157,7 @@ def centred():
 
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 def test_a_criterion_that_writes_its_buffer_in_place():
-    with pytest.raises(hfta.errors.StateError, match="writes a tensor in place for a later call"):
+    with pytest.raises(StateError, match="writes a tensor in place for a later call"):
         array(centred())
     assert_same(array(centred(), members=1), [loop(centred(), 0)])
 
@@ -180,9 +181,7 @@ class Constrained(nn.Linear):
 @members
 @pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")
 def test_weights_that_a_forward_pass_assigns(members):
-    with pytest.raises(
-        hfta.errors.StateError, match=r"writes its parameter 'weight' in place.* change it between steps"
-    ):
+    with pytest.raises(StateError, match=r"writes its parameter 'weight' in place.* change it between steps"):
         array(mse, members, lambda: Constrained(4, 1).double())
 
 
@@ -194,7 +193,7 @@ def test_seeds_that_a_loss_sets(members):
             return mse(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
 
     torch.manual_seed(5)
-    with pytest.raises(hfta.errors.RandomnessError, match=r"calls torch\.manual_seed.* leave it out, or draw"):
+    with pytest.raises(RandomnessError, match=r"calls torch\.manual_seed.* leave it out, or draw"):
         array(loss, members=members)
     noise = torch.randn(6, 4, dtype=torch.float64)
 
@@ -233,26 +232,17 @@ class Tempered(nn.Linear):
 
 
 def test_a_temperature_that_a_script_lowers():
-    made = []
-
-    def make_tempered():
-        made.append(Tempered())
-        return made[-1]
-
-    def lower(epoch):
-        made[-1].tau = 1 / (1 + epoch)
+    def lower(epoch, model):
+        model.tau = 1 / (1 + epoch)
 
     def trained(callback, **options):
-        model = make_tempered()
-        step = hfta.make_train_step(model, mse, hfta.sgd(lr=0.1), batch_dims=None)
-        state = step.init(*hfta.init_params(Tempered, range(3)), seeds=range(3), **options)
-        state, _ = hfta.fit(step, state, BATCHES, epochs=3, callbacks=[callback], progress=False)
-        return hfta.unstack_params(model, *hfta.step.stacked(state))
+        return array(mse, make=Tempered, fit={"callbacks": [callback]}, **options)
 
     message = r"\('tau'\), which has no effect .* step\.init\(\.\.\., hparams={'tau': \.\.\.}\) .* with_hyperparams"
+    template = Tempered()
     with pytest.warns(UserWarning, match=message):
-        trained(lambda state, history: lower(len(history)))
-    expected = [loop(mse, seed, make_tempered, end_epoch=lower) for seed in range(3)]
+        trained(lambda state, history: lower(len(history), template), template=template)
+    expected = [loop(mse, seed, Tempered, end_epoch=lower) for seed in range(3)]
     cured = trained(
         lambda state, history: hfta.with_hyperparams(state, tau=1 / (1 + len(history))), hparams={"tau": 1.0}
     )
@@ -316,29 +306,26 @@ def held(member, data):
     return BATCHES if data == "batches" else [(X, Y)]
 
 
+def evaluated(seed, make, batches):
+    """A model trained alone, and its loss on batches in eval mode after every epoch."""
+    losses = []
+
+    def evaluate(_, model):
+        values = [mse(model.eval(), batch).item() * len(batch[0]) for batch in batches]
+        losses.append(sum(values) / sum(len(batch[0]) for batch in batches))
+        model.train()
+
+    return loop(mse, seed, make, end_epoch=evaluate), losses
+
+
 @members
 @pytest.mark.parametrize("data", ["batch", "batches", "rows"])
 def test_an_evaluation_keeps_the_buffers_that_a_model_writes(members, data):
-    def script(seed):
-        torch.manual_seed(seed)
-        model, losses = Counts(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            for batch in BATCHES:
-                optimizer.zero_grad()
-                mse(model.train(), batch).backward()
-                optimizer.step()
-            values = [mse(model.eval(), batch).item() * len(batch[0]) for batch in held(seed, data)]
-            losses.append(sum(values) / sum(len(batch[0]) for batch in held(seed, data)))
-        return model, losses
-
-    step = hfta.make_train_step(Counts(), mse, hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.init_params(Counts, range(members)), seeds=range(members))
     own = hfta.ArrayLoader((X, Y), 6, seeds=range(members), rows=ROWS[:members]) if data == "rows" else None
     evaluate = lambda model, batch: {"val": mse(model, batch)}, own or {"batch": (X, Y)}.get(data, BATCHES)
-    state, history = hfta.fit(step, state, BATCHES, epochs=3, evaluate=evaluate, progress=False)
+    state, history = fitted(mse, members, Counts, fit={"evaluate": evaluate})
     for member in range(members):
-        model, losses = script(member)
+        model, losses = evaluated(member, Counts, held(member, data))
         found = {path: leaf[member] for path, leaf in {**state.params, **state.buffers}.items()}
         torch.testing.assert_close(found, model.state_dict(), rtol=1e-10, atol=1e-12)
         assert history["val"][:, member].tolist() == pytest.approx(losses, rel=1e-6)
@@ -374,9 +361,7 @@ def test_buffers_that_a_pure_function_cannot_keep(use):
             return hfta.predict(make(), state, X)
         return hfta.make_eval_step(make(), mse)(state, (X, Y))
 
-    with pytest.raises(
-        hfta.errors.StateError, match=r"writes its buffer 'seen' in eval mode.* an Ensemble, which keep it"
-    ):
+    with pytest.raises(StateError, match=r"writes its buffer 'seen' in eval mode.* an Ensemble, which keep it"):
         run(Counts)
     with pytest.warns(
         UserWarning, match="writes its buffer 'waves' in eval mode, where an array drops it; .* train mode"
@@ -400,29 +385,11 @@ class Adapted(nn.Sequential):
 @members
 def test_batch_norms_that_stay_in_train_mode_follow_an_evaluation(members):
     batches = [(X[i : i + 8] + 1, Y[i : i + 8]) for i in range(0, 24, 8)]
-    expected = []
-
-    def evaluated(epoch):
-        with torch.no_grad():
-            means[-1].append(torch.stack([mse(expected[-1].eval(), batch) for batch in batches]).mean())
-        expected[-1].train()
-
-    def make_adapted():
-        expected.append(Adapted())
-        means.append([])
-        return expected[-1]
-
-    step = hfta.make_train_step(Adapted(), mse, hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.init_params(Adapted, range(members)), seeds=range(members))
-    state, history = hfta.fit(step, state, BATCHES, epochs=3, evaluate=(mse, batches), progress=False)
-    means = []
-    for seed in range(members):
-        loop(mse, seed, make_adapted, end_epoch=evaluated)
+    state, history = fitted(mse, members, Adapted, fit={"evaluate": (mse, batches)})
+    expected, means = zip(*(evaluated(seed, Adapted, batches) for seed in range(members)), strict=True)
     assert_same(hfta.unstack_params(Adapted(), state.params, state.buffers), expected)
     torch.testing.assert_close(history["mse"], torch.tensor(means, dtype=torch.float64).T)
-    with pytest.raises(
-        hfta.errors.StateError, match=r"its buffer '0\.running_mean' in eval mode, .* or an Ensemble, which"
-    ):
+    with pytest.raises(StateError, match=r"its buffer '0\.running_mean' in eval mode, .* or an Ensemble, which"):
         hfta.predict(Adapted(), state, X)
     ensemble = hfta.Ensemble(Adapted(), state.params, state.buffers).eval()
     torch.testing.assert_close(ensemble(X), torch.stack([model.eval()(X) for model in expected]))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
-from scripts import BATCHES, X, Y, array, assert_same, loop, make, mse
+from scripts import BATCHES, X, Y, array, assert_same, assert_trained, fitted, loop, make, mse
 
 members = pytest.mark.parametrize("members", [1, 3])
 chunks = pytest.mark.parametrize("chunk_size", [None, 2, 1, "auto"])
@@ -168,20 +168,15 @@ def named_global(model, batch):
     return CRITERION(model(batch[0]), batch[1])
 
 
-def in_closure():
-    criterion = Weighted()
-    return lambda model, batch: criterion(model(batch[0]), batch[1])
-
-
 @pytest.mark.parametrize("way", ["closure", "partial", "attribute", "global"])
 @members
 def test_a_criterion_whose_parameter_is_not_trained(way, members):
     def loss(criterion, model, batch):
         return criterion(model(batch[0]), batch[1])
 
-    owner = types.SimpleNamespace(criterion=Weighted())
+    owner, held = types.SimpleNamespace(criterion=Weighted()), Weighted()
     losses = {
-        "closure": in_closure(),
+        "closure": lambda model, batch: held(model(batch[0]), batch[1]),
         "partial": functools.partial(loss, Weighted()),
         "attribute": lambda model, batch: owner.criterion(model(batch[0]), batch[1]),
         "global": named_global,
@@ -316,12 +311,9 @@ class Graph(nn.Module):
 @members
 def test_a_sparse_buffer_is_shared(layout, chunk_size, members):
     graph = functools.partial(Graph, layout)
-    step = hfta.make_train_step(graph(), mse, hfta.sgd(lr=0.1), batch_dims=None, chunk_size=chunk_size)
-    state = step.init(*hfta.init_params(graph, range(members)), seeds=range(members))
-    state, _ = hfta.fit(step, state, BATCHES, epochs=3, progress=False)
+    state, _ = fitted(mse, members, graph, chunk_size=chunk_size)
     models = [loop(mse, seed, graph) for seed in range(members)]
-    for member, model in enumerate(models):
-        torch.testing.assert_close(state.params["weight"][member], model.weight.detach(), rtol=1e-10, atol=1e-12)
+    assert_trained(state, models)
     assert "adjacency" not in state.buffers
     ensemble = hfta.Ensemble(graph(), *hfta.step.stacked(state))
     expected = torch.stack([model(X[:6]) for model in models])
@@ -386,17 +378,7 @@ class Sized(nn.Module):
 
 @members
 def test_a_size_that_each_call_notes_keeps_no_step_from_being_replayed(members):
-    step = hfta.make_train_step(Sized(), mse, hfta.sgd(lr=0.1), batch_dims=None)
-    state = step.init(*hfta.init_params(Sized, range(members)), seeds=range(members))
-    state, history = hfta.fit(step, state, [*BATCHES, (X, Y)], epochs=60, progress=False)
+    given = {"make": Sized, "data": [*BATCHES, (X, Y)], "epochs": 60}
+    state, history = fitted(mse, members, **given)
     assert history.status.startswith("replayed")
-    for member in range(members):
-        torch.manual_seed(member)
-        model = Sized()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in [*BATCHES, (X, Y)] * 60:
-            optimizer.zero_grad()
-            mse(model, batch).backward()
-            optimizer.step()
-        for path, param in model.named_parameters():
-            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-9, atol=1e-10)
+    assert_trained(state, [loop(mse, seed, **given) for seed in range(members)], rtol=1e-9, atol=1e-10)

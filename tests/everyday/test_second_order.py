@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import seeded, start
 
 M = 3
 LR = [1e-2, 3e-2, 2e-3]
@@ -28,14 +29,6 @@ def residual(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, di
     return inside + (model(batch[1]) - batch[1].sin()).square().sum(), {"inside": inside}
 
 
-def models() -> list[nn.Module]:
-    every = []
-    for seed in range(M):
-        torch.manual_seed(seed)
-        every.append(network())
-    return every
-
-
 POINTS = torch.linspace(0, 1, 12).double()[:, None], torch.tensor([[0.0], [1.0]]).double()
 
 
@@ -44,11 +37,10 @@ def test_a_physics_informed_network_ends_with_lbfgs(members: bool) -> None:
     batch = tuple(each.expand(M, *each.shape) for each in POINTS) if members else POINTS
     dims: Any = 0 if members else None
     options: dict[str, Any] = {"line_search_fn": "strong_wolfe", "max_iter": 10, "history_size": 20}
-    array, alone, losses = models(), models(), []
-    step = hfta.make_train_step(array[0], residual, hfta.adam(lr=LR), batch_dims=dims)
-    state = step.init(*hfta.stack_params(array), seeds=range(M))
+    alone, losses = seeded(network, range(M)), []
+    step, state = start(seeded(network, range(M)), residual, hfta.adam(lr=LR), batch_dims=dims)
     state, _ = hfta.fit(step, state, [batch], epochs=20, progress=False)
-    step = hfta.make_train_step(array[0], residual, hfta.lbfgs(**options), batch_dims=dims)
+    step = hfta.make_train_step(network(), residual, hfta.lbfgs(**options), batch_dims=dims)
     state = step.init(state.params, state.buffers, seeds=range(M))
     state, history = hfta.fit(step, state, [batch], epochs=4, progress=False)
     for model, lr in zip(alone, LR, strict=True):
@@ -72,10 +64,10 @@ def test_a_physics_informed_network_ends_with_lbfgs(members: bool) -> None:
 
 
 def test_a_run_of_lbfgs_is_interrupted_and_goes_on(tmp_path: Any) -> None:
-    step = hfta.make_train_step(network(), residual, hfta.lbfgs(line_search_fn="strong_wolfe"), batch_dims=None)
-    start = step.init(*hfta.stack_params(models()), seeds=range(M))
-    expected, _ = hfta.fit(step, start, [POINTS], epochs=3, progress=False)
+    models, optimizer = seeded(network, range(M)), hfta.lbfgs(line_search_fn="strong_wolfe")
+    step, state = start(models, residual, optimizer, batch_dims=None)
+    expected, _ = hfta.fit(step, state, [POINTS], epochs=3, progress=False)
     for epochs in (1, 3):
-        after, _ = hfta.fit(step, start, [POINTS], epochs=epochs, resume=tmp_path / "run.safetensors", progress=False)
+        after, _ = hfta.fit(step, state, [POINTS], epochs=epochs, resume=tmp_path / "run.safetensors", progress=False)
     torch.testing.assert_close(after.params, expected.params, rtol=1e-9, atol=1e-9)
     assert after.opt_state.func_evals.tolist() == expected.opt_state.func_evals.tolist()

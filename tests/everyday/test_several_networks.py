@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
+from ways import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LR = [0.05, 0.02, 0.01]
@@ -23,11 +24,7 @@ def net(inputs: int, outputs: int) -> nn.Module:
 
 
 def make_models(make: Any, count: int) -> list[Any]:
-    models = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        models.append(nn.ModuleDict(make()).double())
-    return models
+    return seeded(lambda: nn.ModuleDict(make()).double(), range(count))
 
 
 def make_rows(count: int, rows: int, columns: int, batches: int = 4) -> list[Tensor]:
@@ -47,6 +44,20 @@ def train(models: Any, batches: Any, losses: dict[str, Any], optimizers: Any, **
 def assert_same(members: Any, loops: Any) -> None:
     for member, alone in zip(members, loops, strict=True):
         assert_trees_close(dict(member.state_dict()), dict(alone.state_dict()), 1e-7)
+
+
+def assert_as_scripts(make: Any, count: int, batches: Any, losses: dict[str, Any], ours: Any, theirs: Any) -> None:
+    """Members whose networks step one after another, each by its loss, are models that do so alone."""
+    loops = make_models(make, count)
+    for i, model in enumerate(loops):
+        optimizers = {name: theirs(model[name].parameters(), lr=LR[i]) for name in losses}
+        for batch in batches:
+            for name, loss in losses.items():
+                model.zero_grad()
+                loss(model, batch[i]).backward()
+                optimizers[name].step()
+    optimizers = dict.fromkeys(losses, ours(lr=LR[:count]))
+    assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
 
 
 def make_gan() -> dict[str, nn.Module]:
@@ -143,17 +154,8 @@ def test_forward_forward_trains_each_layer_on_what_those_below_return(count):
     def make() -> dict[str, nn.Module]:
         return {name: nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU()) for name in names}
 
-    batches, loops = make_rows(count, 8, 4), make_models(make, count)
-    for i, model in enumerate(loops):
-        optimizers = {name: torch.optim.Adam(model[name].parameters(), lr=LR[i]) for name in names}
-        for batch in batches:
-            for name in names:
-                optimizers[name].zero_grad()
-                loss_of(name)(model, batch[i]).backward()
-                optimizers[name].step()
     losses = {name: loss_of(name) for name in names}
-    optimizers = dict.fromkeys(names, hfta.adam(lr=LR[:count]))
-    assert_same(train(make_models(make, count), batches, losses, optimizers), loops)
+    assert_as_scripts(make, count, make_rows(count, 8, 4), losses, hfta.adam, torch.optim.Adam)
 
 
 @counts
@@ -198,13 +200,4 @@ def test_a_counter_of_a_network_that_two_losses_call(count):
         "d": lambda model, batch: model["d"](model["g"](batch)).square().mean(),
         "g": lambda model, batch: (1 - model["d"](model["g"](batch))).square().mean(),
     }
-    batches, loops = make_rows(count, 5, 3), make_models(make, count)
-    members = train(make_models(make, count), batches, losses, {name: hfta.sgd(lr=0.1) for name in losses})
-    for i, model in enumerate(loops):
-        optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in losses}
-        for batch in batches:
-            for name, loss in losses.items():
-                model.zero_grad()
-                loss(model, batch[i]).backward()
-                optimizers[name].step()
-    assert_same(members, loops)
+    assert_as_scripts(make, count, make_rows(count, 5, 3), losses, hfta.sgd, torch.optim.SGD)

@@ -1,6 +1,4 @@
-import importlib.util
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -10,7 +8,9 @@ from matplotlib import pyplot
 
 import hfta_func as hfta
 
-DEMO = pathlib.Path(__file__).parents[2] / "examples" / "digits.py"
+pytest.importorskip("sklearn", reason="needs scikit-learn; pip install 'hfta_func[examples]'")
+from examples import digits
+
 ROW = re.compile(
     r"^ *(?P<lr>[\d.e-]+) +(?P<mean>[\d.]+) +(?P<low>[\d.]+) - (?P<high>[\d.]+) +(?P<worst>[\d.]+) +(?P<best>[\d.]+) "
     r"+(?P<seed>\d+)$",
@@ -21,43 +21,34 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("digits", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The demo's output and picture, for two seeds and two learning rates."""
     picture = tmp_path_factory.mktemp("demo") / "new" / "digits.png"
     options = ["--epochs", "2", "--seeds", "2", "--lr", "0.001", "0.01", "--out", str(picture)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, DEMO, *options], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, digits.__file__, *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout, done.stderr, picture
 
 
-def alone(demo, seed, lr):
+def alone(seed, lr):
     """Test accuracy in % of one member trained as an array of one."""
-    train, test = demo.load_digits()
+    train, test = digits.load_digits()
     loader = hfta.ArrayLoader(train, batch_size=32, seeds=[seed], drop_last=True)
     schedule = hfta.schedules.cosine(lr, T_max=2 * len(loader))
-    step = hfta.make_train_step(demo.CNN(), demo.loss_fn, hfta.adam(lr=schedule))
-    state = step.init(*hfta.init_params(demo.CNN, [seed]), seeds=[seed])
+    step = hfta.make_train_step(digits.CNN(), digits.loss_fn, hfta.adam(lr=schedule))
+    state = step.init(*hfta.init_params(digits.CNN, [seed]), seeds=[seed])
     state, _ = hfta.fit(step, state, loader, epochs=2, progress=False)
-    return 100 * hfta.make_eval_step(demo.CNN(), demo.accuracy)(state, test)["accuracy"].item()
+    return 100 * hfta.make_eval_step(digits.CNN(), digits.accuracy)(state, test)["accuracy"].item()
 
 
 @pytest.mark.exhaustive
-def test_table_holds_the_accuracy_of_every_member_trained_alone(demo, run):
+def test_table_holds_the_accuracy_of_every_member_trained_alone(run):
     rows = [{name: float(text) for name, text in match.groupdict().items()} for match in ROW.finditer(run[0])]
     assert [row["lr"] for row in rows] == [0.001, 0.01]
     for row in rows:
-        accuracies = [alone(demo, seed, row["lr"]) for seed in (0, 1)]
+        accuracies = [alone(seed, row["lr"]) for seed in (0, 1)]
         # float32 sums in another order may turn one of the 450 images over.
         assert row["worst"] == pytest.approx(min(accuracies), abs=0.23)
         assert row["best"] == pytest.approx(max(accuracies), abs=0.23)

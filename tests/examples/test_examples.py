@@ -4,7 +4,6 @@ import csv
 import functools
 import importlib
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -283,18 +282,13 @@ def test_mixed_precision_and_tests_after_every_epoch(name, way, call):
         assert float(row[loss]) == pytest.approx(float(expected[loss]), rel=0.1)
 
 
-@pytest.fixture
-def modules():
-    """What is imported meanwhile does not stay, because it knows other modules than what was imported before."""
-    with mock.patch.dict(sys.modules):
-        yield sys.modules
-
-
 @pytest.mark.exhaustive
-def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules):
-    for name in [name for name in modules if name.partition(".")[0] in ("examples", "hfta_func")]:
-        del modules[name]
-    modules["hfta_func"] = None
+# What is imported meanwhile does not stay, because it knows other modules than what was imported before.
+@mock.patch.dict(sys.modules)
+def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("examples", "hfta_func")]:
+        del sys.modules[name]
+    sys.modules["hfta_func"] = None
     # Curves are drawn by the package's plot, once training is over; without it, nothing is trained.
     run = importlib.import_module("examples.common.run")
     monkeypatch.setattr(run, "_check", lambda flags: None)
@@ -326,23 +320,12 @@ sys.exit(" ".join(failed) or 0)
 """
 
 
-def elsewhere(folder, *argv):
-    """Run Python in another folder than that of the examples, and return what it printed."""
-    # As many threads as in this process: sums of another order are rounded otherwise.
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.exhaustive
 def test_every_example_runs_by_its_path(tmp_path):
-    assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == len(SCRIPTS) > 12
+    command = [sys.executable, "-c", RUN_EACH, *map(str, SCRIPTS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == len(SCRIPTS) > 12
 
 
 # Ctrl-C

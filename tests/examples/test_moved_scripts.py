@@ -86,8 +86,4 @@ def test_parameters_and_buffers_are_those_of_the_script_for_each_seed(kind, monk
     finally:
         torch.set_default_dtype(default)
     for one, member in zip(alone, members, strict=True):
-        found = member.state_dict()
-        for name, value in one.state_dict().items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        torch.testing.assert_close(member.state_dict(), one.state_dict(), rtol=1e-6, atol=1e-6)

@@ -63,6 +63,5 @@ def test_changed_code_and_missing_outputs_are_stale(notebook):
         cell.outputs = []
     assert run.stale(emptied) == ["no cell has outputs; run python notebooks/run.py"]
     run.code_cells(emptied)[1].execution_count = 7
-    assert any(
-        problem.endswith("execution count is 7, not 2; run python notebooks/run.py") for problem in run.stale(emptied)
-    )
+    problem = "execution count is 7, not 2; run python notebooks/run.py"
+    assert any(found.endswith(problem) for found in run.stale(emptied))

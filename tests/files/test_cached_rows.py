@@ -16,15 +16,11 @@ KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int6
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)], ids=str)
 def test_rows_are_those_of_the_batches(tmp_path, dtype, shape):
     values = [torch.randint(2, (rows, *shape)).to(dtype) for rows in (4, 1, 0, 3)]
-    rows = write_rows(
-        tmp_path / "deep" / "er", ({"a.b": value, "c": value.mT if len(shape) > 1 else value} for value in values)
-    )
-    for name, value in {
-        "a.b": torch.cat(values),
-        "c": torch.cat([x.mT if len(shape) > 1 else x for x in values]),
-    }.items():
+    turned, folder = [x.mT if len(shape) > 1 else x for x in values], tmp_path / "deep" / "er"
+    rows = write_rows(folder, ({"a.b": value, "c": other} for value, other in zip(values, turned, strict=True)))
+    for name, value in {"a.b": torch.cat(values), "c": torch.cat(turned)}.items():
         assert torch.equal(rows[name], value)
-        assert torch.equal(safetensors.torch.load_file(tmp_path / "deep" / "er" / f"{name}.safetensors")[name], value)
+        assert torch.equal(safetensors.torch.load_file(folder / f"{name}.safetensors")[name], value)
     assert sorted(rows) == ["a.b", "c"]
 
 
@@ -42,9 +38,8 @@ def test_what_is_broken_off_leaves_the_files_as_they_were(tmp_path):
 
 
 def test_rows_of_several_kinds_and_none_are_refused(tmp_path):
-    with pytest.raises(
-        hfta.errors.BatchError, match=r"^a batch has \{'a': \(torch.float32, \[4\]\)\} and the first one"
-    ):
+    message = r"^a batch has \{'a': \(torch.float32, \[4\]\)\} and the first one"
+    with pytest.raises(hfta.errors.BatchError, match=message):
         write_rows(tmp_path, [{"a": torch.zeros(2, 3)}, {"a": torch.zeros(2, 4)}])
     with pytest.raises(hfta.errors.BatchError, match="there is no batch to write"):
         write_rows(tmp_path, [])

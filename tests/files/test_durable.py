@@ -5,7 +5,6 @@ import itertools
 import os
 import pickle
 import random
-import subprocess
 import sys
 
 import optree
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from processes import output
 
 SEEDS = [5, 3, 8, 1]
 NAN, INF = float("nan"), float("inf")
@@ -357,10 +357,7 @@ refused("File too large")
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_disk_that_is_full(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    output(FULL_DISK, tmp_path, PYTHONWARNINGS="error")
 
 
 def test_directories_that_are_not_there(tmp_path):

@@ -56,9 +56,7 @@ class Published(torch.optim.Optimizer):
 class Lion(Published):
     """Algorithm 2 of Chen et al., NeurIPS 2023."""
 
-    def __init__(
-        self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0, maximize: bool = False
-    ):
+    def __init__(self, params: Any, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
         super().__init__(params, lr, *betas, weight_decay, maximize=maximize)
 
     def descend(self, theta: Tensor, g: Tensor, lr: float, state: dict[str, Any]) -> None:
@@ -72,15 +70,7 @@ class Lion(Published):
 class Lamb(Published):
     """Algorithm 2 of You et al., ICLR 2020, a layer being a parameter and its scaling the identity."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        maximize: bool = False,
-    ):
+    def __init__(self, params: Any, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, maximize=False):
         super().__init__(params, lr, *betas, eps, weight_decay, maximize=maximize)
 
     def descend(self, x: Tensor, g: Tensor, lr: float, state: dict[str, Any]) -> None:
@@ -96,19 +86,9 @@ class Muon(Published):
     """Algorithm 2 of Jordan et al., 2024."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "original",
-        ns_dtype: torch.dtype = torch.bfloat16,
-        maximize: bool = False,
-    ):
+        self, params: Any, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, eps=1e-7, ns_steps=5,
+        ns_coefficients=(3.4445, -4.775, 2.0315), adjust_lr_fn="original", ns_dtype=torch.bfloat16, maximize=False,
+    ):  # fmt: skip
         super().__init__(params, lr, weight_decay, momentum, eps, ns_coefficients, ns_steps, maximize=maximize)
         assert nesterov and adjust_lr_fn == "original", "the algorithm as published"
 
@@ -128,7 +108,9 @@ class Muon(Published):
 _MOMENTUM = {"lr": [0.05, 0.02, 0.1], "momentum": [0.9, 0.0, 0.5], "weight_decay": [0.0, 1e-2, 1e-3]}
 _NESTEROV = {**_MOMENTUM, "momentum": [0.9, 0.7, 0.5]}
 _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
+_ADAGRAD = {**_RATES, "lr_decay": [0.0, 0.1, 0.5], "initial_accumulator_value": [0.0, 0.5, 1.0]}
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
+_CENTERED = {**_RMSPROP, "eps": [1e-5, 1e-4, 1e-3], "momentum": [0.9, 0.0, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
 
 _ASGD = {**_RATES, "lambd": [1e-4, 0.0, 0.1], "alpha": [0.75, 0.5, 1.0], "t0": [1e6, 1.0, 2.0]}
@@ -158,21 +140,9 @@ OPTIMIZERS = [
     OptimizerCase("radam, decoupled", hfta.radam, torch.optim.RAdam, _ADAM, {"decoupled_weight_decay": True}),
     OptimizerCase("adamax", hfta.adamax, torch.optim.Adamax, _ADAM, {}),
     OptimizerCase("adadelta", hfta.adadelta, torch.optim.Adadelta, {**_RATES, "rho": [0.9, 0.8, 0.5]}, {}),
-    OptimizerCase(
-        "adagrad",
-        hfta.adagrad,
-        torch.optim.Adagrad,
-        {**_RATES, "lr_decay": [0.0, 0.1, 0.5], "initial_accumulator_value": [0.0, 0.5, 1.0]},
-        {},
-    ),
+    OptimizerCase("adagrad", hfta.adagrad, torch.optim.Adagrad, _ADAGRAD, {}),
     OptimizerCase("rmsprop", hfta.rmsprop, torch.optim.RMSprop, _RMSPROP, {}),
-    OptimizerCase(
-        "rmsprop, centered, with momentum",
-        hfta.rmsprop,
-        torch.optim.RMSprop,
-        {**_RMSPROP, "eps": [1e-5, 1e-4, 1e-3], "momentum": [0.9, 0.0, 0.5]},
-        {"centered": True},
-    ),
+    OptimizerCase("rmsprop, centered, with momentum", hfta.rmsprop, torch.optim.RMSprop, _CENTERED, {"centered": True}),
     OptimizerCase("asgd", hfta.asgd, torch.optim.ASGD, _ASGD, {}),
     OptimizerCase("rprop", hfta.rprop, torch.optim.Rprop, _RPROP, {}),
     OptimizerCase("adafactor", hfta.adafactor, torch.optim.Adafactor, _ADAFACTOR, {}),
@@ -183,17 +153,10 @@ OPTIMIZERS = [
 ]
 
 _MUON = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
-
+_MATRICES = {"tall": (6, 4), "wide": (3, 5), "square": (4, 4)}
 MATRIX_OPTIMIZERS = [
     # Some of the norms are below this eps, others above it.
-    OptimizerCase(
-        "muon",
-        hfta.muon,
-        Muon,
-        _MUON,
-        {"eps": 3.0, "ns_dtype": torch.float64},
-        {"tall": (6, 4), "wide": (3, 5), "square": (4, 4)},
-    )
+    OptimizerCase("muon", hfta.muon, Muon, _MUON, {"eps": 3.0, "ns_dtype": torch.float64}, _MATRICES)
 ]
 """Optimizers that only take matrices, so that they cannot train a whole model."""
 

@@ -37,6 +37,12 @@ def assert_tensors_close(
     )
 
 
+def identical(found: Any, expected: Any) -> bool:
+    """Whether two trees have leaves of the same types and values."""
+    pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
 def assert_trees_close(found: Any, expected: Any, tolerance: float, what: str = "") -> None:
     """Two stacked trees have the same paths, and leaves that agree."""
     paths, leaves, _ = optree.tree_flatten_with_accessor(found)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hfta_func import tune
-from studies import SPACE, STUDY, build, told
+from processes import program
+from studies import SPACE, STUDY, after, build, told
 
 
 def pids(crew: Any) -> list[int]:
@@ -25,7 +27,7 @@ def kill(crew: Any, place: int) -> None:
 class Killer:
     """Kills workers at random moments while they train, but none of them for the third time in a row."""
 
-    def __init__(self, crew: Any, kills: int, kill: Any = kill):
+    def __init__(self, crew: Any, kills: int):
         self.kills, self._busy, answered = 0, {}, crew._is_answered
 
         def noted(call: Any, worker: Any) -> bool:
@@ -36,7 +38,7 @@ class Killer:
                 del self._busy[worker.name]
 
         crew._is_answered = noted
-        self._thread = threading.Thread(target=self._run, args=(crew, kills, kill), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(crew, kills), daemon=True)
         self._ended, self._crew = threading.Event(), crew
 
     def __enter__(self) -> Killer:
@@ -48,7 +50,7 @@ class Killer:
         self._thread.join()
         del self._crew._is_answered
 
-    def _run(self, crew: Any, kills: int, kill: Any) -> None:
+    def _run(self, crew: Any, kills: int) -> None:
         draws = random.Random(3)
         names = [worker.name for worker in crew._workers]
         while self.kills < kills and not self._ended.wait(draws.uniform(0.0, 0.1)):
@@ -67,28 +69,21 @@ def epochs_of(study: tune.Study) -> list[int]:
 
 def once(study: tune.Study) -> bool:
     """Whether each trial was asked for once, and all have ended."""
-    shown = study.optuna.get_trials(deepcopy=False)
-    return [trial.number for trial in study.trials] == [*range(len(shown))] and all(
-        one.state.is_finished() for one in shown
-    )
+    shown, numbers = study.optuna.get_trials(deepcopy=False), [trial.number for trial in study.trials]
+    return numbers == [*range(len(shown))] and all(one.state.is_finished() for one in shown)
 
 
-def check_kills(crew: Any, trials: int, kills: int, *kill: Any) -> None:
+def check_kills(crew: Any, trials: int, kills: int) -> None:
     """Workers that are killed at random moments change neither trials nor winner, and every trial is told once."""
 
     def build_slow(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def step(state: Any, batch: Any) -> Any:
-            time.sleep(0.004)
-            return found.step(state, batch)
-
-        return found._replace(step=step)
+        return found._replace(step=after(lambda *_: time.sleep(0.004), found.step))
 
     options = STUDY | {"scheduler": tune.hyperband(), "trials": trials, "epochs": 9 if trials == 11 else 27}
     expected = tune.run(build, SPACE, max_models=16, **options)
     deaths = crew.deaths
-    with Killer(crew, kills, *kill) as killer:
+    with Killer(crew, kills) as killer:
         found = tune.run(build_slow, SPACE, max_models=4, executor=crew, **options)
     assert killer.kills == kills == crew.deaths - deaths
     assert told(found) == told(expected) and found.best.number == expected.best.number
@@ -103,14 +98,11 @@ import sys, time
 import hfta_func as hfta
 from hfta_func import tune
 from kills import once
-from studies import SPACE, STUDY, build, told
+from studies import SPACE, STUDY, after, build, told
 
 def build_slow(fixed, members):
     found = build(fixed, members)
-    def step(state, batch):
-        time.sleep(0.01)
-        return found.step(state, batch)
-    return found._replace(step=step)
+    return found._replace(step=after(lambda *_: time.sleep(0.01), found.step))
 
 options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "max_models": 8}
 with hfta.workers.WorkerPool(2) as pool:
@@ -121,3 +113,29 @@ assert once(study)
 assert told(study) == told(tune.run(build, SPACE, **options | {"max_models": 16}))
 print("the same")
 """
+
+
+def check_killed_drivers(code: str, *arguments: Any, seconds: float, errors: int) -> None:
+    """A study whose driver is killed goes on to the same trials, and its two workers end, without a word."""
+    draws, killed = random.Random(1), 0
+    for _ in range(KILLS):
+        with program(code, *arguments, stderr=errors) as driver:
+            workers = [int(word) for word in driver.stdout.readline().split()[1:]]
+            time.sleep(draws.uniform(0.1, seconds))
+            driver.kill()
+            rest, said = driver.communicate()
+        assert len(workers) == 2 and "Error" not in (said or "")
+        # At the end of the call that each is at.
+        for _ in range(600):
+            if not any(os.path.exists(f"/proc/{worker}") for worker in workers):
+                break
+            time.sleep(0.1)
+        assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
+        if rest.endswith("the same\n"):
+            break
+        killed += 1
+    assert killed
+    print("killed", killed)
+    with program(code, *arguments, stderr=subprocess.PIPE) as driver:
+        out, said = driver.communicate(timeout=600)
+    assert out.endswith("the same\n"), said[-3000:]

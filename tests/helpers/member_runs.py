@@ -14,10 +14,6 @@ def factory():
     return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)).double()
 
 
-def loss_fn(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def mse(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -29,11 +25,22 @@ class Run:
     """A step, its state and what a run of some seeds needs."""
 
     def __init__(self, seeds=SEEDS, **options):
-        self.step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=0.05), **options)
+        self.step = hfta.make_train_step(factory(), mse, hfta.adam(lr=0.05), **options)
         self.loader = hfta.ArrayLoader(DATA, 5, seeds=seeds)
         evaluate = hfta.make_eval_step(factory(), mse)
         self.evaluate = lambda state: evaluate(state, DATA)
         self.state = self.step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+
+    def note_sizes(self, step=None):
+        """Train by a function that notes the number of members at each call, in the list that is returned."""
+        sizes, step = [], step or self.step
+
+        def noted(state, batch):
+            sizes.append(hfta.num_models(state))
+            return step(state, batch)
+
+        noted.batch_dims, self.step = self.step.batch_dims, noted
+        return sizes
 
     def fit(self, epochs, *callbacks, **options):
         options = {"evaluate": self.evaluate, "progress": False} | options

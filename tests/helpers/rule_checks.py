@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from rule_cases import RuleCase
 M = 3
 
 
-def member_inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
+def member_inputs(case: RuleCase, mask: tuple[bool, ...] = ()) -> list[Tensor]:
+    """Inputs of all members, which share those where ``mask`` is False; without one they share none."""
+    mask = mask or (True,) * len(case.make())
     members = [case.make() for _ in range(M)]
     return [
         torch.stack(column) if batched else column[0]
@@ -33,7 +37,8 @@ def weighted_sum(outputs: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
-def outputs_of_loop(case: RuleCase, mask: tuple[bool, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+def outputs_of_loop(case: RuleCase, inputs: Sequence[Tensor], mask: tuple[bool, ...] = ()) -> tuple[Tensor, ...]:
+    mask = mask or (True,) * len(inputs)
     members = [
         as_tuple(case.func(*(x[i] if batched else x for batched, x in zip(mask, inputs, strict=True))))
         for i in range(M)
@@ -53,7 +58,7 @@ def assert_close(got: object, expected: object, tolerance: float = 1e-11) -> Non
 def check_against_loop(case: RuleCase, mask: tuple[bool, ...], tolerance: float = 1e-11) -> None:
     """Outputs and gradients of an array, where ``mask`` says which inputs are per member, are those of a loop."""
     inputs = [x.requires_grad_(x.is_floating_point()) for x in member_inputs(case, mask)]
-    expected = outputs_of_loop(case, mask, inputs)
+    expected = outputs_of_loop(case, inputs, mask)
     got = as_tuple(hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))(*inputs))
     assert_close(got, expected, tolerance)
     assert_close(grads_of(got, inputs), grads_of(expected, inputs), tolerance)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor, nn
 
 import hfta_func as hfta
@@ -40,19 +39,27 @@ def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"error": loss_fn(model, batch)}
 
 
-def build(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]], compiled: bool = False) -> tune.Array:
+def build(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
     seeds = members["seed"]
 
     def factory() -> nn.Module:
         return Net(fixed.get("width", 4)).double()
 
-    step: Any = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
     evaluate = hfta.make_eval_step(factory(), error, batch_dims=None)
     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-    if compiled:
-        step = torch.compile(step, backend="aot_eager")
     loader = hfta.ArrayLoader((X, Y), 16, seeds=seeds)
     return tune.Array(step, state, loader, lambda state: evaluate(state, (X, Y)), factory())
+
+
+def after(first: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    """A step or an evaluation before which something else is done with the same arguments."""
+
+    def both(*args: Any) -> Any:
+        first(*args)
+        return call(*args)
+
+    return both
 
 
 def told(study: tune.Study) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -15,6 +15,17 @@ import hfta_func as hfta
 from comparisons import assert_trees_close
 
 WAYS = ("together", "one by one", "in pairs", "compiled", "evaluated", "ensemble", "mapped")
+
+
+class Calls(nn.Module):
+    """A module, and what is computed with it."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]):
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, batch: Any) -> Any:
+        return self.call(self.module, batch)
 
 
 def assert_as_alone(
@@ -34,7 +45,7 @@ def assert_as_alone(
     numbers of the members, so that ``torch.initial_seed()`` tells ``make`` which one it makes.
     """
     loss_fn = loss_fn or loss
-    models, alone = [_seeded(make, seed) for seed in range(count)], [_seeded(make, seed) for seed in range(count)]
+    models, alone = seeded(make, range(count)), seeded(make, range(count))
     dims, batch = (None, batch) if shared else (0, optree.tree_map(lambda leaf: leaf[:count], batch))
     rows = [batch if shared else optree.tree_map(operator.itemgetter(i), batch) for i in range(count)]
     if way in ("evaluated", "ensemble", "mapped"):
@@ -46,22 +57,16 @@ def assert_as_alone(
         assert_trees_close({"outputs": found}, {"outputs": expected}, tolerance)
         return
     options |= {"one by one": {"chunk_size": 1}, "in pairs": {"chunk_size": 2}}.get(way, {})
-    step: Any = hfta.make_train_step(
-        models[0], loss_fn, hfta.sgd(lr=[0.1 + 0.1 * i for i in range(count)]), batch_dims=dims, **options
-    )
-    state = step.init(*hfta.stack_params(models, share_frozen=options.get("share_frozen", False)), seeds=range(count))
-    if way == "compiled":
-        torch._dynamo.reset()
-        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    optimizer = hfta.sgd(lr=[0.1 + 0.1 * i for i in range(count)])
+    step, state = start(models, loss_fn, optimizer, compiled=way == "compiled", batch_dims=dims, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * i) for i, model in enumerate(alone)]
     for _ in range(2):
         state, metrics = step(state, batch)
-        losses = torch.stack(
-            [
-                _solo_step(model, row, 0.1 + 0.1 * i, loss_fn)
-                for i, (model, row) in enumerate(zip(alone, rows, strict=True))
-            ]
-        )
-        assert_trees_close({"loss": metrics["loss"]}, {"loss": losses}, tolerance)
+        losses = [
+            train_solo(model, loss_fn, optimizer, [_copied(row)])[0]
+            for model, optimizer, row in zip(alone, optimizers, rows, strict=True)
+        ]
+        assert_trees_close({"loss": metrics["loss"]}, {"loss": torch.stack(losses)}, tolerance)
     own = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in alone]
     # Numbers in which members differ are beside the buffers, and what they share is not in the state.
     found = {path: leaf for path, leaf in {**state.params, **state.buffers}.items() if path in own[0]}
@@ -74,25 +79,49 @@ def _copied(batch: Any) -> Any:
     return optree.tree_map(torch.clone, batch)
 
 
-def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return make()
+def seeded(make: Callable[..., Any], seeds: Any, *columns: Any) -> list[Any]:
+    """A model from each seed, made of its entries of ``columns``."""
+    models = []
+    for seed, *args in zip(seeds, *columns, strict=True):
+        torch.manual_seed(seed)
+        models.append(make(*args))
+    return models
+
+
+def start(
+    models: list[Any],
+    loss_fn: Any,
+    optimizer: Any,
+    seeds: Any = None,
+    hparams: Any = None,
+    compiled: bool = False,
+    **options: Any,
+) -> tuple[Any, hfta.step.TrainState]:
+    """A step for these models, and the first state of their array; seeds are the numbers of the members."""
+    step: Any = hfta.make_train_step(models[0], loss_fn, optimizer, **options)
+    stacked = hfta.stack_params(models, share_frozen=options.get("share_frozen", False))
+    state = step.init(*stacked, seeds=range(len(models)) if seeds is None else seeds, hparams=hparams)
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    return step, state
+
+
+def train_solo(model: nn.Module, loss_fn: Any, optimizer: Any, batches: Iterable[Any]) -> list[Tensor]:
+    """The losses of one model that PyTorch trains alone."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss_fn(model, batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return losses
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """The mean square of what a model returns."""
     return model(batch).abs().square().mean()
-
-
-def _solo_step(model: nn.Module, batch: Any, lr: float, loss_fn: Callable[..., Tensor]) -> Tensor:
-    value = loss_fn(model, _copied(batch))
-    model.zero_grad()
-    value.backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.grad is not None:
-                param -= lr * param.grad
-    return value.detach()
 
 
 def _outputs(models: list[nn.Module], batch: Any, dims: Any, way: str, loss_fn: Callable[..., Tensor]) -> Tensor:
@@ -125,19 +154,10 @@ class InFloat64(TorchFunctionMode):
 
 
 def train_array(
-    loss_fn: Callable[..., Tensor],
-    members: list[nn.Module],
-    seeds: Any,
-    xs: Tensor,
-    compiled: bool = False,
-    **options: Any,
+    loss_fn: Callable[..., Tensor], members: list[nn.Module], seeds: Any, xs: Tensor, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     """The state after a step for each of ``xs [T, M, ...]``, and what the last one reports."""
-    step: Any = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5), **options)
-    state = step.init(*hfta.stack_params(members), seeds=seeds)
-    if compiled:
-        torch._dynamo.reset()
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    step, state = start(members, loss_fn, hfta.sgd(lr=0.02, momentum=0.5), seeds, **options)
     for x in xs:
         state, metrics = step(state, x)
     return state, metrics

@@ -12,9 +12,15 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from comparisons import assert_tensors_close, assert_trees_close
 from hfta_func.run.trainers import ExecutorTrainer
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import Inline, Pool
 
 M = 5
+
+
+class Two(Inline):
+    """An executor of two workers that are this process."""
+
+    count = 2
 
 
 def make() -> nn.Module:
@@ -40,6 +46,11 @@ def arrayed(lr: Any = None, loss: Any = loss_fn, **options: Any) -> tuple[hfta.s
 
 def loader(seeds: Any = range(M), **options: Any) -> hfta.ArrayLoader:
     return hfta.ArrayLoader(data(), 5, seeds=seeds, **options)
+
+
+def trained(array: tuple[Any, Any], epochs: int = 1, **options: Any) -> hfta.run.Result:
+    """A run of a step and its state."""
+    return hfta.fit(*array, loader(), epochs=epochs, progress=False, **options)
 
 
 def assert_same(one: hfta.run.Result, other: hfta.run.Result) -> None:

@@ -89,12 +89,13 @@ def _quiet():
         yield
 
 
-def solo(kind, seed, arguments, callbacks=(), **options):
-    lightning.seed_everything(seed, verbose=False)
-    module = kind(**arguments)
+def solo(kind, member, callbacks=(), datamodule=None, **options):
+    """The module of one member that is trained alone, and its Trainer."""
+    lightning.seed_everything(5 + member, verbose=False)
+    module = kind(**{name: column[member] for name, column in ARGUMENTS.items()})
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **SILENT, **options)
-    trainer.fit(module, TRAIN, VALIDATION)
-    return module, trainer.callback_metrics
+    trainer.fit(module, *(() if datamodule else (TRAIN, VALIDATION)), datamodule=datamodule)
+    return module, trainer
 
 
 @pytest.mark.parametrize(
@@ -116,15 +117,13 @@ def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
     array = hfta.integrations.lightning(kind, seeds=[5, 6], **ARGUMENTS)
     history = array.fit(TRAIN, VALIDATION, callbacks=stop(), progress=False, **options)
     for member, model in enumerate(array.models()):
-        own = {name: column[member] for name, column in ARGUMENTS.items()}
-        alone, metrics = solo(kind, 5 + member, own, stop(), **options)
-        for values, expected in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
-            torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-10)
-        assert dict(model.hparams) == {**own, "kind": "a"} and model.training
+        alone, trainer = solo(kind, member, stop(), **options)
+        torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-10)
+        assert dict(model.hparams) == dict(alone.hparams) and model.training
         last = history.last().iloc[member]
         assert kind is not OnPlateau or last.epoch == (6, 3)[member]
         for name in ("accuracy", "norm", "train_loss", "val_loss"):
-            torch.testing.assert_close(last[name], metrics[name].item(), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(last[name], trainer.callback_metrics[name].item(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", [Classifier, ByEpoch])
@@ -176,10 +175,7 @@ def test_members_stop_where_early_stopping_says(metric, options):
     ended = history["val_loss"].isfinite().sum(0).tolist()
     assert 1 <= min(ended) < 7
     for member, epochs in enumerate(ended):
-        lightning.seed_everything(5 + member, verbose=False)
-        trainer = lightning.Trainer(accelerator="cpu", max_epochs=7, callbacks=[stop()], **SILENT)
-        alone = Bounded(**{name: column[member] for name, column in ARGUMENTS.items()})
-        trainer.fit(alone, TRAIN, VALIDATION)
+        alone, trainer = solo(Bounded, member, [stop()], max_epochs=7)
         assert trainer.current_epoch == epochs
         torch.testing.assert_close(array.models()[member].state_dict(), alone.state_dict(), rtol=1e-10, atol=1e-10)
 
@@ -264,27 +260,20 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
     with pytest.raises(hfta.errors.StackError, match="Linear is no LightningModule; use Experiment"):
         hfta.integrations.lightning(lambda: nn.Linear(1, 1), seeds=2)
     array = hfta.integrations.lightning(Classifier, seeds=2)
-    with pytest.raises(hfta.HFTAError, match=r"3.*2"):
-        array.fit(hfta.ArrayLoader(TRAIN.dataset.tensors, 8, seeds=[0, 1, 2]), max_epochs=1, progress=False)
-    with pytest.raises(hfta.errors.StackError, match="Timer is a callback for one Trainer"):
-        array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
-    with pytest.raises(
-        hfta.errors.StackError, match=r"accumulate_grad_batches=2, epochs of \[5, 5\] batches; .*Subset"
+    three, stream = hfta.ArrayLoader(TRAIN.dataset.tensors, 8, seeds=[0, 1, 2]), DataLoader(Stream(), 8)
+    error, accumulated = hfta.errors.StackError, "accumulate_grad_batches=2, epochs of "
+    for batches, options, kind, message in (
+        (three, {}, hfta.HFTAError, r"3.*2"),
+        (TRAIN, {"callbacks": [lightning.callbacks.Timer()]}, error, "Timer is a callback for one Trainer"),
+        (TRAIN, {"accumulate_grad_batches": 2}, error, accumulated + r"\[5, 5\] batches; .*Subset"),
+        (stream, {"accumulate_grad_batches": 2}, error, accumulated + r"\[0, 0\] batches; .*__len__"),
+        (TRAIN, {"precision": "64-true"}, KeyError, "64-true"),
+        (TRAIN, {"accelerator": "gpu"}, TypeError, "accelerator"),
     ):
-        array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
-    stream = DataLoader(Stream(), 8)
-    with pytest.raises(
-        hfta.errors.StackError, match=r"accumulate_grad_batches=2, epochs of \[0, 0\] batches; .*__len__"
-    ):
-        array.fit(stream, max_epochs=1, accumulate_grad_batches=2, progress=False)
-    with pytest.raises(
-        hfta.errors.StackError, match="schedulers need the number of batches, which the dataloader has not"
-    ):
+        with pytest.raises(kind, match=message):
+            array.fit(batches, max_epochs=1, progress=False, **options)
+    with pytest.raises(error, match="schedulers need the number of batches, which the dataloader has not"):
         hfta.integrations.lightning(ByEpoch, seeds=2).fit(stream, max_epochs=1, progress=False)
-    with pytest.raises(KeyError, match="64-true"):
-        array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
-    with pytest.raises(TypeError, match=r"accelerator"):
-        array.fit(TRAIN, max_epochs=1, accelerator="gpu")
 
 
 class Data(lightning.LightningDataModule):
@@ -316,9 +305,7 @@ def test_a_datamodule_changes_batches():
     array = hfta.integrations.lightning(kind, seeds=[5, 6], **ARGUMENTS)
     array.fit(datamodule=Scaling(), max_epochs=1, progress=False)
     for member, model in enumerate(array.models()):
-        lightning.seed_everything(5 + member, verbose=False)
-        alone = kind(**{name: column[member] for name, column in ARGUMENTS.items()})
-        lightning.Trainer(accelerator="cpu", max_epochs=1, **SILENT).fit(alone, datamodule=Scaling())
+        alone, _ = solo(kind, member, datamodule=Scaling(), max_epochs=1)
         torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-10)
 
 

@@ -17,6 +17,7 @@ MEMBERS = [
     {"learning_rate": 1e-2, "weight_decay": 0.1, "seed": 3, "warmup_steps": 3, "max_grad_norm": 0.5},
     {"learning_rate": 3e-3, "weight_decay": 0.3, "seed": 4, "warmup_steps": 1, "max_grad_norm": 0.2},
 ]
+SMOOTHED = [{**own, "label_smoothing_factor": factor} for own, factor in zip(MEMBERS, [0.0, 0.2], strict=True)]
 
 
 def collate(rows):
@@ -53,32 +54,32 @@ def make_trainer(folder, kind=transformers.Trainer, callbacks=(), rows=ROWS, mod
     )
 
 
+def assert_as_alone(trainer, alone, rtol=1e-10, atol=1e-10):
+    """A trainer's model is what another one makes of it, which is trained now."""
+    alone.train()
+    trained, expected = dict(trainer.model.named_parameters()), dict(alone.model.named_parameters())
+    torch.testing.assert_close(trained, expected, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize(
-    ("kind", "options", "precision"),
+    ("kind", "members", "options", "precision"),
     [
-        (transformers.Trainer, {"eval_strategy": "epoch", "lr_scheduler_type": "cosine"}, 1e-10),
-        (ByHand, {"eval_strategy": "epoch", "gradient_accumulation_steps": 5}, 1e-10),
+        (transformers.Trainer, MEMBERS, {"eval_strategy": "epoch", "lr_scheduler_type": "cosine"}, 1e-10),
+        (ByHand, MEMBERS, {"eval_strategy": "epoch", "gradient_accumulation_steps": 5}, 1e-10),
         # LabelSmoother adds in float32.
-        (transformers.Trainer, {"label_smoothing_factor": 0.2, "optim": "sgd", "learning_rate": 0.2}, 1e-6),
-        (transformers.Trainer, {"optim": "sgd", "learning_rate": 0.2, "factors": [0.0, 0.2]}, 1e-6),
+        (transformers.Trainer, MEMBERS, {"label_smoothing_factor": 0.2, "optim": "sgd", "learning_rate": 0.2}, 1e-6),
+        (transformers.Trainer, SMOOTHED, {"optim": "sgd", "learning_rate": 0.2}, 1e-6),
     ],
     ids=["padded", "accumulated", "smoothed", "some smoothed"],
 )
 @pytest.mark.exhaustive(ids="smoothed|accumulated")
-def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, options, precision):
-    options = dict(options)
-    factors = options.pop("factors", None)
-    members = (
-        [{**own, "label_smoothing_factor": x} for own, x in zip(MEMBERS, factors, strict=True)] if factors else MEMBERS
-    )
+def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, members, options, precision):
     trainers = [make_trainer(tmp_path, kind, **member | options) for member in members]
     state, history = hfta.integrations.train_trainers(trainers, progress=False)
     assert [*history.columns] == sorted({*members[0]} - {"seed", *options})
     for member, (trainer, own) in enumerate(zip(trainers, members, strict=True)):
         alone = make_trainer(tmp_path, kind, **own | options)
-        alone.train()
-        trained, expected = dict(trainer.model.named_parameters()), dict(alone.model.named_parameters())
-        torch.testing.assert_close(trained, expected, rtol=precision, atol=precision)
+        assert_as_alone(trainer, alone, precision, precision)
         for name in ("loss", "accuracy", "mean") if "eval_strategy" in options else ():
             value = alone.state.log_history[-2][f"eval_{name}"]
             torch.testing.assert_close(history[f"eval_{name}"][-1, member].item(), value, rtol=1e-9, atol=1e-12)
@@ -101,9 +102,7 @@ def test_batches_of_a_user_and_several_data_sets_to_evaluate_on(tmp_path, capsys
     trainers = [made(member) for member in range(2)]
     _, history = hfta.integrations.train_trainers(trainers, progress=False)
     alone = made(1)
-    alone.train()
-    trained, expected = dict(trainers[1].model.named_parameters()), dict(alone.model.named_parameters())
-    torch.testing.assert_close(trained, expected, rtol=1e-10, atol=1e-10)
+    assert_as_alone(trainers[1], alone)
     for logged in alone.state.log_history[:2]:
         names = [name for name in logged if name.endswith(("_loss", "_accuracy"))]
         assert len(names) == 2
@@ -139,11 +138,8 @@ def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
     trainers = [made(1), made(2)]
     hfta.integrations.train_trainers(trainers, progress=False)
     for seed, trainer in enumerate(trainers, 1):
-        alone = made(seed)
-        alone.train()
-        trained, expected = dict(trainer.model.named_parameters()), dict(alone.model.named_parameters())
         # Their loss is computed in float32.
-        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-7)
+        assert_as_alone(trainer, made(seed), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.exhaustive
@@ -159,9 +155,8 @@ def test_members_stop_early_where_their_trainers_do(tmp_path, capsys):
     epochs = []
     for trainer, member in zip(trainers, MEMBERS, strict=True):
         alone = made(member)
-        alone.train()
+        assert_as_alone(trainer, alone, 1e-7, 1e-7)
         epochs.append(round(alone.state.epoch))
-        torch.testing.assert_close(dict(trainer.model.named_parameters()), dict(alone.model.named_parameters()))
     assert history["eval_mean"].isfinite().sum(0).tolist() == epochs and len(history) == max(epochs) and min(epochs) < 5
 
 

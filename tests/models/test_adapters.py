@@ -8,15 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
-from ways import InFloat64
+from ways import InFloat64, train_solo
 
 peft = pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
 transformers = pytest.importorskip("transformers")
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 LR = [1e-2, 3e-3, 1e-3]
 stack = hfta.models.stack_adapters
 ATTENTION = r".*attn\.c_attn"
@@ -60,20 +58,16 @@ def solo(base, config, seed):
 def train_alone(base, config, member, batches, **options):
     model = solo(base, config, member)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member], **options)
-    for batch in batches[:, member]:
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
+    train_solo(model, loss_fn, optimizer, batches[:, member])
     return model
 
 
-def train(adapters, batches, lr=LR, seeds=None, **options):
+def train(adapters, batches, lr=LR, **options):
     step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=lr, **options), share_frozen=True)
-    seeds = range(len(adapters.configs)) if seeds is None else seeds
-    state = step.init(double(adapters.params), double(adapters.buffers), seeds=seeds)
+    state = step.init(double(adapters.params), double(adapters.buffers), seeds=range(len(adapters.configs)))
     for batch in batches:
         state, _ = step(state, batch)
-    return step, state
+    return state
 
 
 CONFIGS = {
@@ -102,7 +96,7 @@ def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
     before = copy.deepcopy(base.state_dict())
     adapters = hfta.models.stack_adapters(base, configs, seeds=range(3))
     batches = make_batches(6)
-    _, state = train(adapters, batches)
+    state = train(adapters, batches)
     for member, config in enumerate(configs):
         model = train_alone(base, config, member, batches)
         exported = adapters.export(state, member)
@@ -132,22 +126,14 @@ def test_dropout_of_each_member():
 
     def loss_fn(model, x):
         kept.clear()
-        model(x)
-        return kept[0].sum(), {"kept": (kept[0] != 0).double().mean(), "most": kept[0].max()}
+        loss = model(x).sum()
+        return loss, {"kept": (kept[0] != 0).double().mean(), "most": kept[0].max()}
 
-    step = hfta.make_train_step(adapters.model, lambda m, x: m(x).sum(), hfta.sgd(lr=0.1), share_frozen=True)
-    run = hfta.make_train_step(
-        adapters.model, lambda m, x: _with_sum(m, x, loss_fn), hfta.sgd(lr=0.1), share_frozen=True
-    )
+    step = hfta.make_train_step(adapters.model, loss_fn, hfta.sgd(lr=0.1), share_frozen=True)
     state = step.init(adapters.params, adapters.buffers, seeds=[0, 1, 2])
-    _, metrics = run(state, torch.ones(3, 8, 64))
+    _, metrics = step(state, torch.ones(3, 8, 64))
     torch.testing.assert_close(metrics["kept"], torch.tensor([1, 0.5, 0.1]).double(), rtol=0, atol=0.1)
     torch.testing.assert_close(metrics["most"], torch.tensor([1.0, 2.0, 10.0]))
-
-
-def _with_sum(model, x, func):
-    _, metrics = func(model, x)
-    return model(x).sum(), metrics
 
 
 @pytest.mark.parametrize(
@@ -167,7 +153,7 @@ def test_bad_adapters(call, message):
 
 def test_states_of_other_adapters_are_refused():
     adapters = hfta.models.stack_adapters(make_base(), [lora(1), lora(2)], seeds=[0, 1])
-    _, state = train(adapters, make_batches(1, 2), LR[:2])
+    state = train(adapters, make_batches(1, 2), LR[:2])
     with pytest.raises(hfta.errors.StackError, match=r"holds 1 members, but these are 2 adapters.*take"):
         adapters.export(hfta.take(state, [1]), 0)
     with pytest.raises(hfta.errors.StackError, match="index 5 selects no members of an array of 2"):
@@ -205,36 +191,31 @@ def make_llama():
 
 # Autograd functions without rules, and what peft and PyTorch say of such layers.
 @pytest.mark.sampled(every=2)
-@pytest.mark.filterwarnings(
-    "ignore::hfta_func.errors.LoopWarning",
-    "ignore:Unsupported layer",
-    "ignore:Sparse invariant",
-    "ignore:.*no bias term",
-)
+@pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning", "ignore:Unsupported layer")
+@pytest.mark.filterwarnings("ignore:Sparse invariant", "ignore:.*no bias term")
 @pytest.mark.exhaustive(unless="^(OFT|VeRA)$")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_trained_and_evaluated_as_alone(kind):
-    # Some compute in float32, whatever the type of the base.
-    with InFloat64():
-        check_kind(kind)
-
-
-def check_kind(kind):
-    base, config = make_llama(), KINDS[kind]()
-    adapters = hfta.models.stack_adapters(base, [config] * 3, seeds=range(3))
-    batches = make_batches(3)
     # Shadow does not use the parameters of its last update, which alone have no gradient and so no weight decay.
     decay = {"weight_decay": 0.0} if kind == "Shadow" else {}
-    _, state = train(adapters, batches, **decay)
-    losses = hfta.make_eval_step(adapters.model, loss_fn, batch_dims=0, share_frozen=True)(state, batches[0])["loss_fn"]
-    for member in range(3):
-        model = train_alone(base, config, member, batches, **decay)
-        alone = dict(model.named_parameters())
-        for path, param in adapters.export(state, member).named_parameters():
-            torch.testing.assert_close(param.double(), alone[path], rtol=1e-10, atol=1e-12, msg=path)
-        with torch.no_grad():
-            expected = loss_fn(model.eval(), batches[0, member])
-        torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=0)
+    # Some compute in float32, whatever the type of the base.
+    with InFloat64():
+        base, config, batches = make_llama(), KINDS[kind](), make_batches(3)
+        adapters = stack(base, [config] * 3, seeds=range(3))
+        state = train(adapters, batches, **decay)
+        evaluate = hfta.make_eval_step(adapters.model, loss_fn, batch_dims=0, share_frozen=True)
+        losses = evaluate(state, batches[0])["loss_fn"]
+        for member in range(3):
+            model = train_alone(base, config, member, batches, **decay)
+            alone = dict(model.named_parameters())
+            for path, param in adapters.export(state, member).named_parameters():
+                torch.testing.assert_close(param.double(), alone[path], rtol=1e-10, atol=1e-12, msg=path)
+            with torch.no_grad():
+                expected = loss_fn(model.eval(), batches[0, member])
+            torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=0)
+
+
+_CPT = {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2], "task_type": "CAUSAL_LM"}
 
 
 @pytest.mark.sampled(every=2)
@@ -243,12 +224,7 @@ def check_kind(kind):
     ("make", "message"),
     [
         # A prompt whose gradient a hook scales.
-        (
-            lambda: peft.CPTConfig(
-                cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"
-            ),
-            "has a hook for the backward pass.* remove it",
-        ),
+        (lambda: peft.CPTConfig(**_CPT), "has a hook for the backward pass.* remove it"),
         # Every call replaces a parameter of the base by a computed one, and puts it back.
         (
             lambda: LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"]),
@@ -279,9 +255,7 @@ def test_a_batch_mixes_the_rows_of_adapters():
     ):
         state, _ = step(state, (batch, index))
         for member in {*index.tolist()}:
-            optimizers[member].zero_grad()
-            loss_fn(models[member], batch[index == member]).backward()
-            optimizers[member].step()
+            train_solo(models[member], loss_fn, optimizers[member], [batch[index == member]])
     for member, model in enumerate(models):
         exported = dict(adapters.export(state, member).named_parameters())
         for path, param in model.named_parameters():

@@ -10,6 +10,7 @@ import hfta_func as hfta
 from comparisons import assert_trees_close
 from hfta_func._torch import inside_vmap
 from hfta_func.step import replay
+from ways import seeded
 
 X = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5)
 
@@ -59,11 +60,7 @@ class Model(nn.Module):
 
 
 def models_of(sizes, mode=None):
-    made = []
-    for seed, size in enumerate(sizes):
-        torch.manual_seed(seed)
-        made.append(Model(*size, mode).double())
-    return made
+    return seeded(lambda size: Model(*size, mode).double(), range(len(sizes)), sizes)
 
 
 def loss(model, batch):

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn
+from comparisons import identical
 from hfta_func.models.remat import blocks
+from ways import start
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -94,10 +96,8 @@ class Exchanges(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        signal, parcel = (
-            Signal(self.embed(x.flatten(1)), {"shared": torch.ones(8, device=x.device)}),
-            Parcel(torch.zeros(8, device=x.device)),
-        )
+        signal = Signal(self.embed(x.flatten(1)), {"shared": torch.ones(8, device=x.device)})
+        parcel = Parcel(torch.zeros(8, device=x.device))
         for scale, block in zip((0.5, 0.25), self.blocks, strict=True):
             signal, parcel = block(signal, scale=scale, parcel=parcel)
             assert signal.extras["mask"] is None and signal.extras["name"] == "exchange"
@@ -125,22 +125,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _pair(
-    make: Callable[[], nn.Module], checkpoint: Any = True, loss: Any = loss_fn, **options: Any
+    make: Callable[[], nn.Module], checkpoint: Any = True, **options: Any
 ) -> tuple[hfta.step.TrainStep, hfta.step.TrainStep, hfta.step.TrainState]:
     """A step without and one with checkpointing, and a state for both."""
-    members = [make().double() for _ in range(M)]
-    plain, checkpointed = (
-        hfta.make_train_step(
-            members[0], loss, hfta.sgd(lr=[0.1, 0.05, 0.02], momentum=[0.9, 0.5, 0.0]), checkpoint=chosen, **options
-        )
-        for chosen in (False, checkpoint)
-    )
-    return plain, checkpointed, plain.init(*hfta.stack_params(members), seeds=SEEDS)
-
-
-def _assert_identical(a: Any, b: Any) -> None:
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        assert torch.equal(x, y), f"{path} differs by {(x.double() - y.double()).abs().max():.2e}"
+    members, optimizer = [make().double() for _ in range(M)], hfta.sgd(lr=[0.1, 0.05, 0.02], momentum=[0.9, 0.5, 0.0])
+    plain, state = start(members, loss_fn, optimizer, SEEDS, **options)
+    return plain, hfta.make_train_step(members[0], loss_fn, optimizer, checkpoint=checkpoint, **options), state
 
 
 def _assert_same_steps(
@@ -150,8 +140,7 @@ def _assert_same_steps(
     for batch in data:
         a, expected = plain(a, batch)
         b, metrics = checkpointed(b, batch)
-        _assert_identical(metrics, expected)
-        _assert_identical(b, a)
+        assert identical(metrics, expected) and identical(b, a)
     return b
 
 
@@ -250,7 +239,6 @@ def test_parts_that_are_not_called_are_named(make: Callable[[], nn.Module], path
 
 def test_a_part_that_writes_its_input_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5)))
-    step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
-    state = step.init(*hfta.stack_params([model]), seeds=[0])
+    step, state = start([model], loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         step(state, batches(1, 1, dtype=torch.float32)[0])

@@ -120,11 +120,7 @@ class Settings:
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
-        (
-            traced,
-            lambda model: setattr(model, "layer", torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))),
-            "layer",
-        ),
+        (traced, differs("layer", torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)).double())), "layer"),
         *(
             (differs("act", first), differs("act", second), f"act{where}")
             for first, second, where in [
@@ -212,21 +208,18 @@ def partial(model):
     model.call = functools.partial(F.linear, weight=model.layer.weight, bias=model.layer.bias)
 
 
-def functions_that_objects_hold(model):
+def held_functions(model):
     model.first = types.SimpleNamespace(call=lambda x: model.layer(x))
     model.second = functools.partial(lambda scale, x: model.layer(x) * scale, 2.0), lambda x: x @ model.layer.weight
     model.call = lambda x: model.first.call(x) + model.second[0](x) + model.second[1](x)
 
 
+REFERRING = [penalised_list, mixed_containers, buffer_list, through_an_optimizer, closure, partial, held_functions]
+
+
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
-@pytest.mark.parametrize(
-    "build",
-    [
-        *(penalised_list, mixed_containers, buffer_list, through_an_optimizer),
-        *(closure, partial, functions_that_objects_hold),
-    ],
-)
+@pytest.mark.parametrize("build", REFERRING)
 def test_what_refers_to_parameters_and_modules(build, way, count):
     assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way, count)

@@ -1,10 +1,13 @@
 """Outputs of layers of a frozen network, and members that train on them."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import hfta_func as hfta
+from ways import seeded, train_solo
 
 
 class Trunk(nn.Module):
@@ -107,10 +110,7 @@ def test_members_over_a_network_are_those_of_a_loop(trunk, tmp_path, count, cach
         return {path: output.flatten(0, 1) for path, output in extract(tokens).items()}
 
     widths, l1, lr = [6, 12, 9][:count], [1e-2, 1e-1, 3e-2][:count], [1e-2, 3e-3, 1e-3][:count]
-    models = []
-    for seed, width in enumerate(widths):
-        torch.manual_seed(seed)
-        models.append(Probe(width).double())
+    models = seeded(lambda width: Probe(width).double(), range(count), widths)
     model = hfta.padded(models)
     step = hfta.make_train_step(model, loss_fn, hfta.adam(lr=lr), batch_dims=None)
     hparams = {"l1": l1, "layer": [number % 2 for number in range(count)]}
@@ -127,20 +127,17 @@ def test_members_over_a_network_are_those_of_a_loop(trunk, tmp_path, count, cach
 
     trunk.eval()
     for number, alone in enumerate(models):
+        numbers = {"l1": torch.tensor(l1[number], dtype=torch.float64), "layer": torch.tensor(number % 2)}
         optimizer = torch.optim.Adam(alone.parameters(), lr=lr[number])
         for epoch in range(4):
-            order = [*hfta.ArrayLoader(data if cached else tokens, 40 if cached else 8, **options).batches(epoch)]
-            for batch in order:
+            for batch in hfta.ArrayLoader(data if cached else tokens, 40 if cached else 8, **options).batches(epoch):
                 inputs = batch if cached else {}
                 if not cached:
                     with torch.no_grad():
                         inputs["blocks.0"] = trunk.blocks[0](trunk.embed(batch))
                         inputs["blocks.2"] = trunk.blocks[2](trunk.blocks[1](inputs["blocks.0"]))
                         inputs = {path: output.flatten(0, 1) for path, output in inputs.items()}
-                optimizer.zero_grad()
-                numbers = {"l1": torch.tensor(l1[number], dtype=torch.float64), "layer": torch.tensor(number % 2)}
-                loss_fn(alone, inputs, numbers).backward()
-                optimizer.step()
+                train_solo(alone, functools.partial(loss_fn, hparams=numbers), optimizer, [inputs])
         trained = hfta.unstack_params(model, *hfta.step.stacked(state))[number]
         torch.testing.assert_close(trained.state_dict(), alone.state_dict(), rtol=1e-10, atol=1e-12)
 

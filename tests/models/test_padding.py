@@ -13,6 +13,7 @@ from torch import nn
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
+from ways import seeded, start
 
 TOLERANCE = 1e-10
 
@@ -184,16 +185,13 @@ CASES = {
     )},
     "words": (lambda w: Words(w, False), (2,), (6,)),
     "tied words": (lambda w: Words(w, True), (2,), (6,)),
+    "some biases": (lambda w: nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)), (3,), (4,)),
 }  # fmt: skip
 
 
 def models_of(name):
     make, *sizes = CASES[name]
-    made = []
-    for seed, size in enumerate(sizes):
-        torch.manual_seed(seed)
-        made.append(make(*size).double())
-    return made
+    return seeded(lambda size: make(*size).double(), range(len(sizes)), sizes)
 
 
 def batches(count, steps):
@@ -223,8 +221,7 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
         losses.append(metrics["loss"])
     found = hfta.unstack_params(model, *hfta.step.stacked(state))
     for i, alone in enumerate(models):
-        one = hfta.make_train_step(alone, loss, optimizer(rates[i : i + 1]))
-        own = one.init(*hfta.stack_params([alone]), seeds=[i])
+        one, own = start([alone], loss, optimizer(rates[i : i + 1]), [i])
         for number, batch in enumerate(data):
             own, metrics = one(own, optree.tree_map(lambda leaf: leaf[i : i + 1], batch))  # noqa: B023
             assert_trees_close({"loss": losses[number][i]}, {"loss": metrics["loss"][0]}, TOLERANCE)
@@ -236,7 +233,7 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups)$")
+@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups|some biases)$")
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_their_models_alone(name):
     assert_alone(models_of(name))
@@ -311,11 +308,6 @@ def test_autocast(norm):
         one = hfta.make_train_step(alone, loss, hfta.sgd(lr=0.1), autocast=torch.bfloat16)
         _, expected = one(one.init(*hfta.stack_params([alone]), seeds=[i]), [leaf[i : i + 1] for leaf in batch])
         torch.testing.assert_close(metrics["loss"][i : i + 1], expected["loss"], rtol=1e-3, atol=0)
-
-
-def test_biases_that_some_models_lack():
-    models = [nn.Sequential(nn.Linear(5, w, bias=w > 3), nn.Tanh(), nn.Linear(w, 2)).double() for w in (3, 4)]
-    assert_alone(models)
 
 
 @pytest.mark.exhaustive(unless="lamb")

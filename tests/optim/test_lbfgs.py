@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.errors import HyperparameterError
 from hfta_func.step import Failure
+from ways import seeded, start
 
 pytestmark = pytest.mark.usefixtures("double")
 M = 3
 WOLFE = {"line_search_fn": "strong_wolfe"}
+ROUGH = {**WOLFE, "tolerance_grad": [1e-2, 0, 0], "tolerance_change": [0, 1e-2, 1e-4]}
 
 
 class Valley(nn.Module):
@@ -43,18 +45,24 @@ def valley(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[2])
 
 
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.register_buffer("noise", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))
+
+
 def data(seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(30, 3, generator=generator)
     return inputs, inputs.sin().sum(1, keepdim=True), torch.ones(())
 
 
-def made(make: Callable[[], nn.Module], count: int = M) -> list[Any]:
-    models = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        models.append(make())
-    return models
+def array(make: Any, loss_fn: Any, options: dict[str, Any], count: int = M, **how: Any) -> tuple[Any, Any]:
+    return start(seeded(make, range(count)), loss_fn, hfta.lbfgs(**options), batch_dims=None, **how)
 
 
 def closed(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any) -> float:
@@ -73,11 +81,11 @@ def per_member(options: dict[str, Any], member: int) -> dict[str, Any]:
     return {name: value[member] if isinstance(value, list) else value for name, value in options.items()}
 
 
-def assert_alike(state: Any, models: list[nn.Module], rtol: float = 1e-10) -> None:
+def assert_alike(state: Any, models: list[nn.Module]) -> None:
     for member, model in enumerate(models):
         for path, value in [*model.named_parameters(), *model.named_buffers()]:
             held = {**state.params, **state.buffers}[path][member]
-            torch.testing.assert_close(held, value.detach(), rtol=rtol, atol=rtol)
+            torch.testing.assert_close(held, value.detach(), rtol=1e-10, atol=1e-10)
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
@@ -86,17 +94,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
     "few evaluations": (mlp, regression, {**WOLFE, "lr": [8.0, 1.0, 3.0], "max_eval": [3, 2, 5]}, 8),
     "one evaluation": (mlp, regression, {**WOLFE, "max_eval": 1}, 6),
     "short memory": (mlp, regression, {**WOLFE, "history_size": 2, "max_iter": [3, 8, 1]}, 4),
-    "rough tolerances": (
-        mlp,
-        regression,
-        {**WOLFE, "tolerance_grad": [1e-2, 0, 0], "tolerance_change": [0, 1e-2, 1e-4]},
-        8,
-    ),
+    "rough tolerances": (mlp, regression, ROUGH, 8),
     "fixed steps": (mlp, regression, {"lr": [0.3, 0.1, 0.5], "max_iter": 6}, 8),
     "fixed steps of rough tolerance": (mlp, regression, {"lr": 0.5, "tolerance_change": [1e-3, 1e-9, 1e-2]}, 8),
     "fixed steps, few evaluations": (mlp, regression, {"lr": 0.5, "max_eval": [1, 4, 9], "history_size": 1}, 4),
     "valley": (Valley, valley, WOLFE, 6),
     "valley, short memory": (Valley, valley, {**WOLFE, "history_size": 3, "lr": [1.0, 0.1, 4.0]}, 2),
+    "buffers that move with every evaluation": (Noisy, regression, {**WOLFE, "lr": [1.0, 20.0, 0.1], "max_iter": 3}, 3),
 }
 
 
@@ -104,10 +108,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_members_are_separate_optimizers(case: str, count: int) -> None:
     make, loss_fn, options, steps = CASES[case]
-    models, batch = made(make, count), data()
+    models, batch = seeded(make, range(count)), data()
     given = {name: value[:count] if isinstance(value, list) else value for name, value in options.items()}
-    step = hfta.make_train_step(models[0], loss_fn, hfta.lbfgs(**given), batch_dims=None)
-    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    step, state = array(make, loss_fn, given, count)
     optimizers = [torch.optim.LBFGS(model.parameters(), **per_member(given, i)) for i, model in enumerate(models)]
     for _ in range(steps):
         state, metrics = step(state, batch)
@@ -133,12 +136,6 @@ class Logarithm(nn.Module):
 
 def logarithm(model: nn.Module, batch: Any) -> Tensor:
     return model()
-
-
-def array(make: Any, loss_fn: Any, options: dict[str, Any], **how: Any) -> tuple[Any, Any]:
-    models = made(make)
-    step = hfta.make_train_step(models[0], loss_fn, hfta.lbfgs(**options), batch_dims=None, **how)
-    return step, step.init(*hfta.stack_params(models), seeds=range(M))
 
 
 def test_a_line_search_steps_back_from_infinity() -> None:
@@ -230,28 +227,6 @@ def test_options_of_the_step(how: dict[str, Any]) -> None:
     assert step.status.startswith("eager: not asked" if "replay" in how else "replayed")
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 1)
-        self.register_buffer("noise", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(x))
-
-
-def test_buffers_move_with_every_evaluation() -> None:
-    models, options = made(Noisy), {**WOLFE, "lr": [1.0, 20.0, 0.1], "max_iter": 3}
-    step, state = array(Noisy, regression, options)
-    optimizers = [torch.optim.LBFGS(model.parameters(), **per_member(options, i)) for i, model in enumerate(models)]
-    for seed in range(3):
-        state, _ = step(state, data(seed))
-        for model, optimizer in zip(models, optimizers, strict=True):
-            closed(model, optimizer, regression, data(seed))
-        assert_alike(state, models)
-    assert state.buffers["norm.num_batches_tracked"].tolist() == state.opt_state.func_evals.tolist()
-
-
 def test_evaluations_of_a_step_draw_the_same_noise() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         noise = torch.rand(())
@@ -279,13 +254,12 @@ def test_runs_replay_their_evaluations() -> None:
 
 
 def test_from_torch() -> None:
-    models = made(mlp)
+    models = seeded(mlp, range(M))
     options: list[Any] = [{"lr": 0.5, "max_iter": 4}, {"lr": 0.2, "max_iter": 8}, {"lr": 0.7, "tolerance_grad": 1e-2}]
     optimizers = [torch.optim.LBFGS(each.parameters(), **own) for each, own in zip(models, options, strict=True)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
     optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=4)
-    step = hfta.make_train_step(models[0], regression, optimizer, batch_dims=None)
-    state = step.init(*hfta.stack_params(models), seeds=range(M))
+    step, state = start(models, regression, optimizer, batch_dims=None)
     for seed in range(4):
         state, _ = step(state, data(seed))
         for model, each, scheduler in zip(models, optimizers, schedulers, strict=True):
@@ -302,20 +276,18 @@ def test_what_is_refused() -> None:
     step, state = array(mlp, regression, WOLFE)
     for around in (hfta.accumulate(hfta.lbfgs(), 2), hfta.chain(hfta.clip_grad_norm(1.0), hfta.lbfgs())):
         outer = hfta.make_train_step(mlp(), regression, around, batch_dims=None)
-        with pytest.raises(
-            hfta.errors.HyperparameterError, match=r"no part of a chain.*give it alone to make_train_step"
-        ):
+        with pytest.raises(HyperparameterError, match=r"no part of a chain.*give it alone to make_train_step"):
             outer(outer(outer.init(state.params, seeds=range(M)), data())[0], data())
     with pytest.raises(ValueError, match="leave out shared_params and carry"):
         hfta.make_train_step(mlp(), regression, hfta.lbfgs(), shared_params=["0"])
     with pytest.raises(hfta.errors.TraceError, match="no transform can map or differentiate it"):
         torch.func.grad(lambda params: step(state._replace(params=params), data())[1]["loss"].sum())(state.params)
-    with pytest.raises(hfta.errors.HyperparameterError, match="line_search_fn is 'armijo'"):
+    with pytest.raises(HyperparameterError, match="line_search_fn is 'armijo'"):
         hfta.lbfgs(line_search_fn="armijo")  # type: ignore
     with pytest.raises(ValueError, match="history_size is 0; give an integer of at least 1"):
         hfta.lbfgs(history_size=0)
     for name in ("lr", "max_iter", "max_eval", "tolerance_grad", "tolerance_change"):
-        with pytest.raises(hfta.errors.HyperparameterError, match=f"model 1: {name} is nan"):
+        with pytest.raises(HyperparameterError, match=f"model 1: {name} is nan"):
             hfta.lbfgs(**{name: [1.0, float("nan"), 1.0]})
 
 

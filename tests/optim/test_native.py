@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, SHAPES, OptimizerCase, ours
 from hfta_func import random
 from hfta_func._kernels import native, noise
 from hfta_func.optim import _kernel
+from processes import output
+from ways import loss
 
 SOURCE = native.shared_out(
     "", "double *x", "for (int64_t i = low; i < high; i++) x[model * sizes[0] + i] = 10 * model + i"
@@ -104,28 +104,21 @@ print(bool(metrics["finite"].all()), native.program(noise._WORDS))
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     own = {"HFTA_FUNC_NATIVE": "0"} if compiler == "none" else {"CC": str(broken), "HFTA_FUNC_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **own}, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["True", "None"], done.stderr
+    assert output(program, **own) == "True None\n"
 
 
-def test_threads_share_members_and_leaves(folder: pathlib.Path) -> None:
+def test_threads_share_members_and_leaves(folder: pathlib.Path, set_threads: Any) -> None:
     source = native.shared_out(
         "", "int64_t **out", "for (int64_t i = low; i < high; i++) out[leaf][model * sizes[leaf] + i] += 1"
     )
     run = native.program(source)
     assert run is not None
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            # Odd sizes, one of them nothing, more than one thread does alone.
-            leaves = [torch.zeros(5, size, dtype=torch.int64) for size in (1, 0, 9973, 3)]
-            run([leaf.shape[1] for leaf in leaves], 5, [leaves])
-            assert all((leaf == 1).all() for leaf in leaves)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        # Odd sizes, one of them nothing, more than one thread does alone.
+        leaves = [torch.zeros(5, size, dtype=torch.int64) for size in (1, 0, 9973, 3)]
+        run([leaf.shape[1] for leaf in leaves], 5, [leaves])
+        assert all((leaf == 1).all() for leaf in leaves)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
@@ -145,10 +138,8 @@ def test_what_a_kernel_cannot_take_operators_do() -> None:
             hfta.update_(optimizer, {path: grad.clone() for path, grad in grads.items()}, held[1], held[0])
         return held[0]
 
-    plain, grads = (
-        {"a": torch.randn(2, 3, 4), "b": torch.randn(2, 3)},
-        {"a": torch.randn(2, 4, 3).mT, "b": torch.randn(2, 3)},
-    )
+    plain = {"a": torch.randn(2, 3, 4), "b": torch.randn(2, 3)}
+    grads = {"a": torch.randn(2, 4, 3).mT, "b": torch.randn(2, 3)}
     other = {"a": plain["a"].mT.contiguous().mT, "b": plain["b"]}
     assert not other["a"].is_contiguous()
     for one, two in zip(found(plain, grads).values(), found(other, grads).values(), strict=True):
@@ -182,41 +173,23 @@ def test_derivatives_through_an_update() -> None:
     torch.testing.assert_close(found, torch.tensor([-0.1, -0.2]).reshape(2, 1).expand(2, 3))
 
 
-class Deep(nn.Module):
-    """More leaves than a compiler gets one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(_kernel.MAX_INLINE_LEAVES)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("chained", [False, True])
 def test_an_update_of_many_leaves_is_one_operator_of_a_graph(donate: bool, chained: bool) -> None:
     torch._dynamo.reset()
-    models = [Deep().double() for _ in range(3)]
+    # More leaves than a compiler gets one by one.
+    models = [nn.Sequential(*(nn.Linear(3, 3) for _ in range(_kernel.MAX_INLINE_LEAVES))).double() for _ in range(3)]
     optimizer = hfta.adamw(lr=[1e-3, 1e-2, 1e-1], weight_decay=[0.0, 0.1, 0.2])
     optimizer = hfta.chain(hfta.clip_grad_norm(1.0), optimizer) if chained else optimizer
     targets: list[str] = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
+    def compiler(graph: Any, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
 
-        def compiler(graph: Any, inputs: Any) -> Any:
-            targets.extend(str(node.target) for node in graph.graph.nodes)
-            return graph.forward
-
-        return aot_autograd(fw_compiler=compiler)(graph, inputs)
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
-    step = hfta.make_train_step(models[0], loss_fn, optimizer, donate=donate)
-    run = torch.compile(step, fullgraph=True, backend=backend)
+    step = hfta.make_train_step(models[0], loss, optimizer, donate=donate)
+    run = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
     eager, compiled = (step.init(*hfta.stack_params(models), seeds=[1, 2, 3]) for _ in range(2))
     for number in range(4):
         x = torch.randn(3, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))

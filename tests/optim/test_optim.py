@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
+from hfta_func.errors import HyperparameterError
 from hfta_func.optim._leafwise import PAIRS
 from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
 
 M, STEPS = 3, 100
+Shapes, Params = dict[str, tuple[int, ...]], dict[str, Tensor]
 CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -42,7 +44,7 @@ def test_every_number_is_checked(case: OptimizerCase) -> None:
     for knob, values in case.knobs.items():
         bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
         names = rf"({'|'.join(PAIRS[knob])})" if isinstance(values[0], tuple) else knob
-        with pytest.raises(hfta.errors.HyperparameterError, match=rf"model 1: {names} is nan"):
+        with pytest.raises(HyperparameterError, match=rf"model 1: {names} is nan"):
             ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
 
 
@@ -54,11 +56,11 @@ def test_ranges_belong_to_the_optimizer() -> None:
         knobs = Hyperparams(owner, lr=0.5, alpha=1.0)
         states.append(leafwise(owner, knobs, lambda grad, param, k, average: grad).init({"w": torch.ones(M, 2)}))
     message = "alpha is -1.0; it must be positive"
-    with pytest.raises(hfta.errors.HyperparameterError, match=message):
+    with pytest.raises(HyperparameterError, match=message):
         Hyperparams(first, alpha=-1.0)
-    with pytest.raises(hfta.errors.HyperparameterError, match=message):
+    with pytest.raises(HyperparameterError, match=message):
         hfta.with_hyperparams(states[0], alpha=-1.0)
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
+    with pytest.raises(HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
         hfta.with_hyperparams(states[0], lr=2.0)
     found = hfta.with_hyperparams(states[1], alpha=-1.0, lr=2.0).hyperparams
     assert found["alpha"].tolist() == [-1.0] * M and found["lr"].tolist() == [2.0] * M
@@ -81,7 +83,7 @@ def test_operators_run_a_rule_without_a_form_in_c(rule: Any) -> None:
     torch.testing.assert_close(updates["w"], expected, rtol=1e-14, atol=0)
 
 
-def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[dict[str, Tensor]]:
+def _gradients(steps: int, shapes: Shapes = SHAPES) -> list[Params]:
     """Of very different sizes, and some of them zero."""
     return [
         {
@@ -92,28 +94,49 @@ def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[
     ]
 
 
-def _check_against(
-    optimizer: hfta.GradientTransformation,
-    make: Any,
-    tolerance: float = 1e-12,
-    shapes: dict[str, tuple[int, ...]] = SHAPES,
-) -> None:
-    params = {name: torch.randn(M, *shape) for name, shape in shapes.items()}
-    solo = [{name: nn.Parameter(param[i].clone()) for name, param in params.items()} for i in range(M)]
-    others = [make(i, list(own.values())) for i, own in enumerate(solo)]
+def _start(shapes: Shapes = SHAPES) -> Params:
+    return {name: torch.randn(M, *shape) for name, shape in shapes.items()}
+
+
+def _walk(optimizer: hfta.GradientTransformation, params: Params, gradients: list[Params]) -> tuple[Params, Any]:
     state = optimizer.init(params)
-    for grads in _gradients(STEPS, shapes):
+    for grads in gradients:
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+    return params, state
+
+
+def _member(tree: Params, i: int) -> list[nn.Parameter]:
+    return [nn.Parameter(leaf[i].clone()) for leaf in tree.values()]
+
+
+def _alone(start: Params, gradients: list[Params], make: Any) -> list[list[nn.Parameter]]:
+    """Parameters of each member in the end; ``make(i, parameters)`` is what updates those of member i."""
+    members = [_member(start, i) for i in range(M)]
+    for i, parameters in enumerate(members):
+        step = make(i, parameters)
+        for grads in gradients:
+            for parameter, grad in zip(parameters, grads.values(), strict=True):
+                parameter.grad = grad[i].clone()
+            step()
+    return members
+
+
+def _assert_members(found: Params, expected: list[list[nn.Parameter]], tolerance: float = 1e-12) -> None:
+    for name, column in zip(found, zip(*expected, strict=True), strict=True):
+        stacked = torch.stack([x.detach() for x in column])
+        torch.testing.assert_close(found[name], stacked, rtol=tolerance, atol=tolerance)
+
+
+def _check_against(optimizer: Any, make: Any, tolerance: float = 1e-12, shapes: Shapes = SHAPES) -> None:
+    params, gradients = _start(shapes), _gradients(STEPS, shapes)
+    expected, state = _alone(params, gradients, lambda *member: make(*member).step), optimizer.init(params)
+    for grads in gradients:
         held = optree.tree_map(torch.clone, (grads, state, params))
         updates, after = optimizer.update(grads, state, params)
         assert all(map(torch.equal, optree.tree_leaves((grads, state, params)), optree.tree_leaves(held)))
         state, params = after, hfta.apply_updates(params, updates)
-        for i, (own, other) in enumerate(zip(solo, others, strict=True)):
-            for name, parameter in own.items():
-                parameter.grad = grads[name][i].clone()
-            other.step()
-    for name, param in params.items():
-        expected = torch.stack([own[name].detach() for own in solo])
-        torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
+    _assert_members(params, expected, tolerance)
 
 
 @pytest.fixture(params=["kernel", "operators"])
@@ -133,9 +156,9 @@ def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) ->
 
 
 def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
-    knobs, gradients = {"lr": [0.1, 0.2, 0.3], "weight_decay": [0.0, 0.1, 0.5]}, _gradients(5)
+    knobs, start, gradients = {"lr": [0.1, 0.2, 0.3], "weight_decay": [0.0, 0.1, 0.5]}, _start(), _gradients(5)
     adam, adamw = hfta.adam(**knobs, decoupled_weight_decay=True), hfta.adamw(**knobs)
-    found, expected = (_walk(optimizer, _start_at(0), gradients)[0] for optimizer in (adam, adamw))
+    found, expected = (_walk(optimizer, start, gradients)[0] for optimizer in (adam, adamw))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -155,24 +178,18 @@ def test_corrections_for_bias_are_computed_in_float64() -> None:
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
 def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
     knobs = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
+
+    def make(i: int, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, **{name: values[i] for name, values in knobs.items()}, **options)
+
     # In bfloat16, batched products may be rounded differently from products of single matrices.
-    tolerance = 1e-3
-    _check_against(
-        hfta.muon(**knobs, **options),
-        lambda i, parameters: torch.optim.Muon(
-            parameters, **{name: values[i] for name, values in knobs.items()}, **options
-        ),
-        tolerance,
-        {"matrix": shape},
-    )
+    _check_against(hfta.muon(**knobs, **options), make, 1e-3, {"matrix": shape})
 
 
 def test_muon_is_for_matrices() -> None:
-    with pytest.raises(hfta.errors.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
+    with pytest.raises(HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
         hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match="adjust_lr_fn is 'rms'; it must be 'original' or 'match_"
-    ):
+    with pytest.raises(HyperparameterError, match="adjust_lr_fn is 'rms'; it must be 'original' or 'match_"):
         hfta.muon(adjust_lr_fn="rms")
 
 
@@ -191,46 +208,28 @@ TRANSFORMATIONS = [
 @pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
-def test_in_place(make: Any, shapes: Any) -> None:
-    optimizer, gradients = make(), _gradients(6, shapes)
-    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
-    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
-    addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))]
-    for grads in gradients:
-        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, held, own)
-    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
-    assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
-
-
-@pytest.mark.sampled(every=5)
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_in_place_of_some_members(make: Any, shapes: Any) -> None:
-    optimizer, gradients = make(), _gradients(6, shapes)
-    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
-    all_own, all_held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    """And of all members, whose tensors stay where they are."""
+    optimizer, gradients, start = make(), _gradients(6, shapes), _start(shapes)
+    expected, first = _walk(optimizer, start, gradients), (start, optimizer.init(start))
+    every, some = (optree.tree_map(torch.clone, first) for _ in range(2))
+    addresses = [leaf.data_ptr() for leaf in optree.tree_leaves(every)]
     keep = torch.tensor([True, False, True])
     for grads in gradients:
-        poisoned = {name: grad.clone() for name, grad in grads.items()}
-        for grad in poisoned.values():
-            grad[1] = float("nan")
-        hfta.update_(optimizer, poisoned, held, own, keep)
-        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, all_held, all_own)
-    for kept, before, others in zip(
-        *(
-            optree.tree_leaves(tree)
-            for tree in ((own, held), (_start_at(0, shapes), optimizer.init(_start_at(0, shapes))), (all_own, all_held))
-        ),
-        strict=True,
-    ):
+        hfta.update_(optimizer, optree.tree_map(torch.clone, grads), every[1], every[0])
+        poisoned = {name: grad.index_fill(0, torch.tensor([1]), float("nan")) for name, grad in grads.items()}
+        hfta.update_(optimizer, poisoned, some[1], some[0], keep)
+    assert [leaf.data_ptr() for leaf in optree.tree_leaves(every)] == addresses
+    for kept, before, other, new in zip(*map(optree.tree_leaves, (some, first, every, expected)), strict=True):
+        torch.testing.assert_close(other, new, rtol=1e-12, atol=1e-12)
         assert torch.equal(kept[1], before[1])
-        torch.testing.assert_close(kept[[0, 2]], others[[0, 2]], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(kept[[0, 2]], other[[0, 2]], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_an_array_of_arrays(make: Any, shapes: Any) -> None:
     optimizer, (first, second) = make(), _gradients(2, shapes)
-    starts = [_start_at(seed, shapes) for seed in (0, 1)]
+    starts = [_start(shapes) for _ in range(2)]
     trees = [(grads, optimizer.init(start), start) for grads, start in zip((first, second), starts, strict=True)]
     nested = hfta.vmap(optimizer.update)(*optree.tree_map(lambda a, b: torch.stack([a, b]), *trees))
     for i, tree in enumerate(trees):
@@ -247,34 +246,6 @@ def test_numbers_are_not_rounded_to_the_parameters_type() -> None:
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     torch.testing.assert_close(updates["w"], torch.full((M, 4), -0.999, dtype=torch.float32), rtol=1e-6, atol=0)
     assert hfta.apply_updates(params, updates)["w"].dtype == torch.bfloat16
-
-
-def _start_at(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(M, *shape, generator=generator) for name, shape in shapes.items()}
-
-
-def _walk(
-    optimizer: hfta.GradientTransformation, params: dict[str, Tensor], gradients: list[dict[str, Tensor]]
-) -> tuple[dict[str, Tensor], Any]:
-    state = optimizer.init(params)
-    for grads in gradients:
-        updates, state = optimizer.update(grads, state, params)
-        params = hfta.apply_updates(params, updates)
-    return params, state
-
-
-def _start() -> dict[str, Tensor]:
-    return {name: torch.randn(M, *shape) for name, shape in SHAPES.items()}
-
-
-def _member(tree: dict[str, Tensor], i: int) -> list[nn.Parameter]:
-    return [nn.Parameter(leaf[i].clone()) for leaf in tree.values()]
-
-
-def _assert_members(found: dict[str, Tensor], expected: list[list[nn.Parameter]]) -> None:
-    for name, column in zip(found, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(found[name], torch.stack([x.detach() for x in column]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -311,16 +282,11 @@ def test_accumulated_gradients_are_those_of_larger_batches(compiled: bool) -> No
         compiled_update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
         optimizer = optimizer._replace(update=compiled_update)
     found, state = _walk(optimizer, start, gradients)
-    expected = [_member(start, i) for i in range(M)]
-    for i, parameters in enumerate(expected):
-        other = torch.optim.Adam(parameters, lr=lr[i])
-        for number, grads in enumerate(gradients, 1):
-            for name, parameter in zip(grads, parameters, strict=True):
-                share = grads[name][i] / every[i]
-                parameter.grad = share if parameter.grad is None else parameter.grad + share
-            if number % every[i] == 0:
-                other.step()
-                other.zero_grad()
+    expected = []
+    for i, count in enumerate(every):
+        parts = [gradients[at : at + count] for at in range(0, 20, count)]
+        means = [{name: sum(grads[name] for grads in part) / count for name in start} for part in parts]
+        expected.append(_alone(start, means, lambda i, own: torch.optim.Adam(own, lr=lr[i]).step)[i])
     _assert_members(found, expected)
     assert state.inner.step.tolist() == [20, 10, 4] and state.seen.tolist() == [0, 0, 0]
     assert not any(mean.any() for mean in state.grads.values())
@@ -341,19 +307,15 @@ def test_ema_is_the_averaged_model_of_torch() -> None:
     plain, _ = _walk(hfta.sgd(lr=0.1), start, gradients)
     assert all(torch.equal(found[name], plain[name]) for name in found)
     averages = []
-    for i in range(M):
-        model = nn.ParameterList(_member(start, i))
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay[i])
-        )
-        other = torch.optim.SGD(model.parameters(), lr=0.1)
-        for grads in gradients:
-            for name, parameter in zip(grads, model, strict=True):
-                parameter.grad = grads[name][i]
-            other.step()
-            average.update_parameters(model)
-        averages.append(list(average.module))
-    _assert_members(state[-1].average, averages)
+
+    def make(i: int, parameters: list[nn.Parameter]) -> Any:
+        model, average = nn.ParameterList(parameters), torch.optim.swa_utils.get_ema_multi_avg_fn(decay[i])
+        averages.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average))
+        other = torch.optim.SGD(parameters, lr=0.1)
+        return lambda: (other.step(), averages[i].update_parameters(model))
+
+    _alone(start, gradients, make)
+    _assert_members(state[-1].average, [list(average.module) for average in averages])
 
 
 def _label(path: str, shape: torch.Size) -> str | None:
@@ -367,14 +329,13 @@ def test_groups_have_optimizers_of_their_own(label: Any) -> None:
     rates, start, gradients = [0.1, 0.2, 0.3], _start(), _gradients(20)
     groups = {"matrices": hfta.adam(lr=rates), "others": hfta.sgd(lr=0.5, momentum=0.9)}
     found, state = _walk(hfta.partition(label, groups), start, gradients)
-    expected = [_member(start, i) for i in range(M)]
-    for i, (matrix, vector, _) in enumerate(expected):
+
+    def make(i: int, parameters: list[nn.Parameter]) -> Any:
+        matrix, vector, _ = parameters
         others = torch.optim.Adam([matrix], lr=rates[i]), torch.optim.SGD([vector], lr=0.5, momentum=0.9)
-        for grads in gradients:
-            matrix.grad, vector.grad = grads["matrix"][i], grads["vector"][i]
-            for other in others:
-                other.step()
-    _assert_members(found, expected)
+        return lambda: [other.step() for other in others]
+
+    _assert_members(found, _alone(start, gradients, make))
     assert state.groups["others"].momentum.keys() == {"vector"}
 
 
@@ -400,9 +361,7 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
     changed = hfta.with_hyperparams(state, lr=0.5, **{"others.lr": [1.0, 2.0, 3.0]})
     assert changed.groups["matrices"].hyperparams["lr"].tolist() == [0.5] * M
     assert changed.groups["others"].hyperparams["lr"].tolist() == [1.0, 2.0, 3.0]
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"
-    ):
+    with pytest.raises(HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"):
         hfta.with_hyperparams(state, **{"matrices.momentum": 0.5})
 
 
@@ -418,22 +377,20 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
     ],
 )
 def test_groups_that_do_not_fit(label: Any, message: str) -> None:
-    with pytest.raises(hfta.errors.HyperparameterError, match=message):
+    with pytest.raises(HyperparameterError, match=message):
         hfta.partition(label, {"body": hfta.sgd(), "rest": hfta.sgd()}).init(_start())
 
 
 def test_a_link_of_a_chain_may_drop_parameters() -> None:
     """Only the last link's updates are applied, so that the others may return any."""
-    start = _start_at(0, SHAPES)
+    start = _start()
     dropped = next(iter(start))
 
-    def update(grads: dict[str, Tensor], state: Any, params: dict[str, Tensor]) -> Any:
+    def update(grads: Params, state: Any, params: Params) -> Any:
         return {name: grad for name, grad in grads.items() if name != dropped}, state
 
     chained = hfta.chain(hfta.GradientTransformation(lambda params: (), update), hfta.sgd(lr=0.1))
-    updates, _ = chained.update(
-        {name: torch.ones_like(param) for name, param in start.items()}, chained.init(start), start
-    )
+    updates, _ = chained.update(start, chained.init(start), start)
     assert updates.keys() == start.keys() - {dropped}
 
 
@@ -485,9 +442,7 @@ def test_adafactor_holds_rows_and_columns_and_no_matrix() -> None:
         {"matrix": 40, "vector": 0},
         {"matrix": 0, "vector": 7},
     ]
-    with pytest.raises(
-        hfta.errors.HyperparameterError, match=r"adafactor needs real, unpadded parameters, not 'w'; use"
-    ):
+    with pytest.raises(HyperparameterError, match=r"adafactor needs real, unpadded parameters, not 'w'; use"):
         hfta.adafactor().init({"w": torch.zeros(M, 2, dtype=torch.complex64)})
 
 
@@ -512,20 +467,8 @@ def test_the_average_of_asgd_is_that_of_the_parameters_from_t0_on() -> None:
 
 @pytest.mark.usefixtures("either_way")
 def test_rprop_forgets_a_gradient_that_was_not_finite() -> None:
-    bad = [torch.tensor([2.0, float("nan"), float("inf"), -1.0])] * M
-
-    def gradients(t: int) -> list[Tensor]:
-        return bad if t == 1 else [torch.full((4,), 1.0 + t + i) for i in range(M)]
-
-    ones = torch.ones(M, 4)
-    optimizer, params = hfta.rprop(lr=[0.1, 0.2, 0.3]), {"w": ones}
-    solo = [nn.Parameter(ones[i].clone()) for i in range(M)]
-    others = [torch.optim.Rprop([param], lr=[0.1, 0.2, 0.3][i]) for i, param in enumerate(solo)]
-    state = optimizer.init(params)
-    for t in range(4):
-        updates, state = optimizer.update({"w": torch.stack(gradients(t))}, state, params)
-        params = hfta.apply_updates(params, updates)
-        for param, other, grad in zip(solo, others, gradients(t), strict=True):
-            param.grad = grad.clone()
-            other.step()
-    torch.testing.assert_close(params["w"], torch.stack([param.detach() for param in solo]))
+    rates, start = [0.1, 0.2, 0.3], {"w": torch.ones(M, 4)}
+    gradients = [{"w": 1.0 + t + torch.arange(M).unsqueeze(1).repeat(1, 4)} for t in range(4)]
+    gradients[1] = {"w": torch.tensor([2.0, float("nan"), float("inf"), -1.0]).repeat(M, 1)}
+    found, _ = _walk(hfta.rprop(lr=rates), start, gradients)
+    _assert_members(found, _alone(start, gradients, lambda i, own: torch.optim.Rprop(own, lr=rates[i]).step))

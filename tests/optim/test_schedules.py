@@ -7,6 +7,7 @@ from torch.optim import lr_scheduler
 import hfta_func as hfta
 from hfta_func import schedules
 from schedule_cases import LR, SCHEDULES
+from ways import seeded, start
 
 COUNT = 40
 
@@ -23,32 +24,34 @@ def descent(lr, params, count=COUNT, change=None):
     return torch.stack(rates)
 
 
-def torch_rates(make, count=COUNT):
-    """``[count, M]`` learning rates of torch's schedulers, one optimizer for each member."""
+def torch_rates(make, metrics=((),) * (COUNT - 1)):
+    """``[1 + steps, M]`` learning rates of torch's schedulers, one optimizer for each member."""
     columns = []
     for i, lr in enumerate(LR):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
         scheduler = make(i, optimizer)
-        column = []
-        for _ in range(count):
-            column.append(optimizer.param_groups[0]["lr"])
+        column = [optimizer.param_groups[0]["lr"]]
+        for metric in metrics:
             optimizer.step()
-            scheduler.step()
-        columns.append(torch.tensor(column, dtype=torch.float64))
-    return torch.stack(columns, dim=1)
+            scheduler.step(*metric[i : i + 1])
+            column.append(optimizer.param_groups[0]["lr"])
+        columns.append(column)
+    return torch.tensor(columns, dtype=torch.float64).T
 
 
-PARAMS = {"w": torch.zeros(3, 2, dtype=torch.float64)}
+PARAMS, ONES = ({"w": make(3, 2, dtype=torch.float64)} for make in (torch.zeros, torch.ones))
 
 
 # SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_as_in_torch(name):
+def test_optimizers_and_values_are_as_in_torch(name):
     schedule, make = SCHEDULES[name]
-    expected = torch_rates(make)
+    rates, expected = descent(schedule, PARAMS), torch_rates(make)
     assert len({tuple(column) for column in expected.T.tolist()}) == len(LR)
-    torch.testing.assert_close(descent(schedule, PARAMS), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rates, expected, rtol=1e-12, atol=1e-12)
+    for counts in ([0, 1, 2], [3, 10, 39], [20, 7, 5]):
+        assert torch.equal(schedules.values(schedule, counts), rates[counts, [0, 1, 2]])
 
 
 def test_plain_numbers_stand_for_all_members():
@@ -60,7 +63,7 @@ def test_plain_numbers_stand_for_all_members():
 def test_members_count_their_own_updates():
     optimizer = hfta.sgd(lr=schedules.step_lr(LR, step_size=10, gamma=0.5))
     state = optimizer.init(PARAMS)._replace(step=torch.tensor([0, 10, 25]))
-    updates, _ = optimizer.update({"w": torch.ones(3, 2, dtype=torch.float64)}, state, PARAMS)
+    updates, _ = optimizer.update(ONES, state, PARAMS)
     torch.testing.assert_close(-updates["w"][:, 0], torch.tensor([0.1, 0.15, 0.25]).double(), rtol=1e-7, atol=0)
 
 
@@ -112,9 +115,7 @@ def test_restarts_fall_on_their_counts(restart):
         if begin.max() > 2**40:
             continue
         optimizer = hfta.sgd(lr=schedules.cosine_restarts(LR, lengths, growth))
-        updates, _ = optimizer.update(
-            {"w": torch.ones(3, 2).double()}, optimizer.init(PARAMS)._replace(step=begin), PARAMS
-        )
+        updates, _ = optimizer.update(ONES, optimizer.init(PARAMS)._replace(step=begin), PARAMS)
         torch.testing.assert_close(-updates["w"][:, 0], torch.tensor(LR).double(), rtol=1e-6, atol=0)
 
 
@@ -130,16 +131,6 @@ def test_one_cycle_keeps_its_last_value(strategy, three_phase):
     assert (schedules.values(schedule, [count - 2 for count in steps]) > last * (1 + 1e-6)).all()
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_values_are_what_optimizers_use(name):
-    schedule, _ = SCHEDULES[name]
-    rates = descent(schedule, PARAMS)
-    for counts in ([0, 1, 2], [3, 10, 39], [20, 7, 5]):
-        expected = torch.stack([rates[count, member] for member, count in enumerate(counts)])
-        assert torch.equal(schedules.values(schedule, counts), expected)
-
-
 NUMBERS = {
     "factor": [0.5, 0.1, 0.9],
     "patience": [0, 2, 1],
@@ -150,19 +141,14 @@ NUMBERS = {
 }
 
 
-def torch_plateaus(metrics, numbers=NUMBERS, **options):
-    """``[epochs, M]``: the learning rates after each epoch, of one scheduler of torch for each member."""
-    columns = []
-    for i, lr in enumerate(LR):
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-        own = {name: values[i] for name, values in numbers.items()}
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **options, **own)
-        column = []
-        for metric in metrics[:, i].tolist():
-            scheduler.step(metric)
-            column.append(optimizer.param_groups[0]["lr"])
-        columns.append(column)
-    return torch.tensor(columns, dtype=torch.float64).T
+def torch_plateaus(metrics, **options):
+    """``[1 + epochs, M]``: the learning rates before and after each epoch, of one scheduler of torch per member."""
+
+    def make(i, optimizer):
+        own = {name: values[i] for name, values in NUMBERS.items()}
+        return lr_scheduler.ReduceLROnPlateau(optimizer, **options, **own)
+
+    return torch_rates(make, metrics.tolist())
 
 
 def noisy_metrics(epochs):
@@ -180,7 +166,7 @@ def test_plateau_is_that_of_torch(mode, threshold_mode):
     options, metrics = {"mode": mode, "threshold_mode": threshold_mode}, noisy_metrics(60)
     if mode == "max":
         metrics = -metrics
-    expected = torch_plateaus(metrics, **options)
+    expected = torch_plateaus(metrics, **options)[1:]
     assert all(len(column.unique()) > 2 for column in expected.T)
     state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss", **options, **NUMBERS)
     for epoch in range(60):
@@ -190,12 +176,8 @@ def test_plateau_is_that_of_torch(mode, threshold_mode):
 
 def plateau_run(epochs, metrics, callback, optimizer, resume=None):
     """The learning rates that were in force in each epoch, and the last state, of a run whose metric is given."""
-
-    def factory():
-        return torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
-
-    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).sum(), optimizer)
-    state = step.init(*hfta.init_params(factory, [0, 1, 2]), seeds=[0, 1, 2])
+    models = seeded(lambda: torch.nn.Linear(3, 1, bias=False, dtype=torch.float64), range(3))
+    step, state = start(models, lambda model, batch: model(batch).sum(), optimizer)
     rates, batches = [], [torch.ones(3, 1, 3, dtype=torch.float64)]
     before = [state.params["weight"]]
 
@@ -205,10 +187,8 @@ def plateau_run(epochs, metrics, callback, optimizer, resume=None):
         before.append(state.params["weight"])
         return {"score": metrics[int(state.step[0]) - 1]}
 
-    callbacks = [callback]
-    run = hfta.fit(
-        step, state, batches, epochs=epochs, evaluate=evaluate, callbacks=callbacks, progress=False, resume=resume
-    )
+    options = {"evaluate": evaluate, "callbacks": [callback], "progress": False, "resume": resume}
+    run = hfta.fit(step, state, batches, epochs=epochs, **options)
     return torch.stack(rates), run.state
 
 
@@ -216,7 +196,7 @@ def plateau_run(epochs, metrics, callback, optimizer, resume=None):
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_plateau_in_fit(mode, tmp_path):
     metrics = noisy_metrics(24)
-    expected = torch.cat([torch.tensor([LR], dtype=torch.float64), torch_plateaus(metrics, mode=mode)])
+    expected = torch_plateaus(metrics, mode=mode)
     assert (expected[-1] < expected[0]).all()
     rates, state = plateau_run(24, metrics, schedules.plateau("score", mode=mode, **NUMBERS), hfta.sgd(lr=LR))
     torch.testing.assert_close(rates, expected[:-1], rtol=1e-9, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import gymnasium
@@ -9,18 +10,11 @@ import numpy as np
 import optree
 import pytest
 import torch
+from examples.rl.common import NAMES
 from examples.rl.grid import Bricks, Crossing
 
 import hfta_func as hfta
 from hfta_func import rl
-
-GYMNASIUM = {
-    "CartPole": "CartPole-v1",
-    "MountainCar": "MountainCar-v0",
-    "MountainCarContinuous": "MountainCarContinuous-v0",
-    "Pendulum": "Pendulum-v1",
-    "Acrobot": "Acrobot-v1",
-}
 
 
 def actions_of(space, generator, count):
@@ -31,7 +25,7 @@ def actions_of(space, generator, count):
 
 def follow(name, count):
     """As many random steps of both, each from this package's state; as many environments take them here at once."""
-    environment, real = getattr(rl, name)(dtype=torch.float64), gymnasium.make(GYMNASIUM[name])
+    environment, real = getattr(rl, name)(dtype=torch.float64), gymnasium.make(NAMES[name])
     assert environment.observation_space == real.observation_space
     assert environment.action_space == real.action_space
     assert environment.max_steps == real.spec.max_episode_steps
@@ -59,18 +53,18 @@ def follow(name, count):
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("name", GYMNASIUM)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_dynamics_are_those_of_gymnasium(name):
     follow(name, 500)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", GYMNASIUM)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_dynamics_over_many_steps(name):
     follow(name, 10_000)
 
 
-EVERY = [*(getattr(rl, name)() for name in GYMNASIUM), Bricks(), Crossing()]
+EVERY = [*(getattr(rl, name)() for name in NAMES), Bricks(), Crossing()]
 
 
 @pytest.mark.parametrize("environment", EVERY, ids=lambda environment: type(environment).__name__)
@@ -120,9 +114,8 @@ def test_episodes_end_and_begin_anew():
         # The final observation is kept, the next one is that of a new episode.
         assert (running.observation[done].abs() <= 0.05).all() and not running.length[done].any()
         assert torch.equal(running.observation[~done], step["next_observation"][~done])
-        out = (step["next_observation"][..., 2].abs() > 12 * math.pi / 180) | (
-            step["next_observation"][..., 0].abs() > 2.4
-        )
+        place, angle = (step["next_observation"][..., i].abs() for i in (0, 2))
+        out = (angle > 12 * math.pi / 180) | (place > 2.4)
         assert torch.equal(step["terminated"], out)
         assert torch.equal(step["truncated"], ~out & (before.length == 11))
         lengths, total = lengths * ~done, total + done
@@ -153,31 +146,26 @@ def test_what_cannot_be_started():
             rl.start(rl.CartPole(), keys, 3)
 
 
-STEPS = []
-
-
-def counted():
-    STEPS.append(1)
-    return len(STEPS)
+STEPS = itertools.count()
 
 
 @pytest.mark.parametrize(
-    "reset, step, error, message",
+    ("step", "error", "message"),
     [
-        (lambda x: (x, x), lambda x, key: x - x.mean(), hfta.errors.StateError, "mixes environments or remembers: obs"),
-        (lambda x: (x, x), lambda x, key: x + counted(), hfta.errors.StateError, "mixes environments or remembers"),
-        (lambda x: (x, x), lambda x, key: x + torch.randn(4), hfta.errors.RandomnessError, "key"),
+        (lambda x: x - x.mean(), hfta.errors.StateError, "mixes environments or remembers: obs"),
+        (lambda x: x + next(STEPS), hfta.errors.StateError, "mixes environments or remembers"),
+        (lambda x: x + torch.randn(4), hfta.errors.RandomnessError, "key"),
     ],
-)  # fmt: skip
-def test_environments_of_ones_own_are_checked(reset, step, error, message):
+)
+def test_environments_of_ones_own_are_checked(step, error, message):
     class Own(rl.Environment):
         observation_space, action_space = rl.CartPole.observation_space, rl.CartPole.action_space
 
         def reset(self, key):
-            return reset(hfta.random.uniform(key, (4,)))
+            return (hfta.random.uniform(key, (4,)),) * 2
 
         def step(self, state, action, key):
-            after = step(state, key)
+            after = step(state)
             nothing = torch.zeros_like(after[..., 0])
             return after, after, nothing, nothing > 0, nothing > 0
 
@@ -297,13 +285,7 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
     policy = rl.make_policy(torch.nn.Linear(1, 1), lambda model, x: act(model, x).reshape(len(x), *taken.shape))
     _, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 2)
     assert steps["observation"].shape == (2, 2, 2, *seen.shape) and steps["action"].shape == (2, 2, 2, *taken.shape)
-    for call, error, message in (
-        (
-            lambda: envs.start(hfta.random.keys([0])),
-            hfta.errors.BatchError,
-            r"torch.int64\[1\], but must be torch.int64\[2\]",
-        ),
-        (lambda: envs.rollout(policy, agents, None, 0), ValueError, "steps is 0; give an integer"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    with pytest.raises(hfta.errors.BatchError, match=r"torch.int64\[1\], but must be torch.int64\[2\]"):
+        envs.start(hfta.random.keys([0]))
+    with pytest.raises(ValueError, match="steps is 0; give an integer"):
+        envs.rollout(policy, agents, None, 0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import hfta_func as hfta
 from rule_cases import BATCH_AXES, FAMILIES, RECURRENT, RULE_CASES, RuleCase
-from rule_checks import M, as_tuple, member_inputs, outputs_of_loop
+from rule_checks import as_tuple, member_inputs, outputs_of_loop
 
 # PyTorch says that it takes another way for LSTMs with projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
@@ -16,14 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 BY_NAME = {case.name: case for case in RULE_CASES}
 BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AXES.items()]
 EVERY = [pytest.param(case, id=case.name) for case in RULE_CASES]
-
-
-def _per_member(case: RuleCase) -> list[Tensor]:
-    return member_inputs(case, (True,) * len(case.make()))
-
-
-def _loop(case: RuleCase, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    return outputs_of_loop(case, (True,) * len(inputs), inputs)
 
 
 def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
@@ -43,31 +37,30 @@ def test_tangents(case: RuleCase) -> None:
         pytest.skip(
             "PyTorch's own tangents stop at variances that it has clamped, its gradients do not; these do not either"
         )
-    inputs = _per_member(case)
+    inputs = member_inputs(case)
     moved = [i for i, x in enumerate(inputs) if x.is_floating_point()]
-    tangents = tuple(torch.randn_like(inputs[i]) for i in moved)
+    primals, tangents = tuple(inputs[i] for i in moved), tuple(torch.randn_like(inputs[i]) for i in moved)
 
-    def along(func, *values: Tensor):  # type: ignore[no-untyped-def]
-        filled = list(inputs)
-        for i, value in zip(moved, values, strict=True):
-            filled[i] = value
-        return as_tuple(func(*filled))
+    def pushed(func: Any) -> Any:
+        def along(*values: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(moved, values, strict=True))
+            return as_tuple(func(*(given.get(i, x) for i, x in enumerate(inputs))))
 
-    primals = tuple(inputs[i] for i in moved)
+        return torch.func.jvp(along, primals, tangents)
+
     try:
-        expected = torch.func.jvp(lambda *values: along(lambda *x: _loop(case, list(x)), *values), primals, tangents)
+        expected = pushed(lambda *x: outputs_of_loop(case, x))
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"PyTorch has no tangent for it: {str(error)[:80]}")
-    got = torch.func.jvp(lambda *values: along(hfta.vmap(case.func), *values), primals, tangents)
-    _close(got, expected)
+    _close(pushed(hfta.vmap(case.func)), expected)
 
 
 def check_autocast(case: RuleCase, dtype: torch.dtype, device: str) -> None:
     """Outputs, their dtypes, and gradients under autocast are those of members alone."""
-    inputs = [x.float().requires_grad_() if x.is_floating_point() else x for x in _per_member(case)]
+    inputs = [x.float().requires_grad_() if x.is_floating_point() else x for x in member_inputs(case)]
     try:
         with torch.autocast(device, dtype):
-            expected = _loop(case, inputs)
+            expected = outputs_of_loop(case, inputs)
         wanted = _grads(expected, inputs)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"PyTorch itself does not run it under autocast: {str(error)[:80]}")
@@ -92,14 +85,10 @@ def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", [param for param in EVERY if any(x.dim() == 4 for x in param.values[0].make())])
 def test_channels_last(case: RuleCase) -> None:
-    inputs = [
-        torch.stack([one.contiguous(memory_format=torch.channels_last) for one in x]) if x.dim() == 5 else x
-        for x in _per_member(case)
-    ]
-    inputs = [x.movedim(2, -1).contiguous().movedim(-1, 2) if x.dim() == 5 else x for x in inputs]
+    inputs = [x.movedim(2, -1).contiguous().movedim(-1, 2) if x.dim() == 5 else x for x in member_inputs(case)]
     inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
     try:
-        expected = _loop(case, inputs)
+        expected = outputs_of_loop(case, inputs)
         wanted = _grads(expected, inputs)
     except RuntimeError as error:
         pytest.skip(f"PyTorch itself does not run it on this layout: {str(error)[:80]}")
@@ -119,10 +108,10 @@ def _with_batch(x: Tensor, axis: int | None, size: int) -> Tensor:
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize(("case", "axes"), BATCHED)
 def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], size: int) -> None:
-    inputs = [_with_batch(x, axis, size) for x, axis in zip(_per_member(case), axes, strict=True)]
+    inputs = [_with_batch(x, axis, size) for x, axis in zip(member_inputs(case), axes, strict=True)]
     inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
     try:
-        expected = _loop(case, inputs)
+        expected = outputs_of_loop(case, inputs)
     except (RuntimeError, ValueError, IndexError) as error:
         with pytest.raises((RuntimeError, ValueError, IndexError)):
             hfta.vmap(case.func)(*inputs)
@@ -136,7 +125,7 @@ def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], s
 @pytest.mark.parametrize(("case", "axes"), BATCHED)
 def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
     torch._dynamo.reset()
-    inputs = _per_member(case)
+    inputs = member_inputs(case)
     wanted = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
 
     def step(*values: Tensor) -> tuple[object, object]:
@@ -154,7 +143,7 @@ def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
         values = [_with_batch(x, axis, size) for x, axis in zip(inputs, axes, strict=True)]
         got = compiled(*values)
         _close(got, step(*values))
-        _close(got[1], _loop(case, values))
+        _close(got[1], outputs_of_loop(case, values))
 
 
 @pytest.mark.exhaustive
@@ -164,7 +153,7 @@ def test_inductor(family: str) -> None:
     torch._dynamo.reset()
     # Every sixth row of a family, all in one graph: forward and the gradient of everything.
     cases = FAMILIES[family][::6]
-    inputs = [_per_member(case) for case in cases]
+    inputs = [member_inputs(case) for case in cases]
     wanted = [[i for i, x in enumerate(values) if x.is_floating_point()] for values in inputs]
 
     def step(inputs: list[list[Tensor]]) -> tuple[object, object]:
@@ -184,8 +173,3 @@ def test_inductor(family: str) -> None:
         return torch.func.grad(total, has_aux=True)(leaves)
 
     _close(torch.compile(step, fullgraph=True)(inputs), step(inputs), 1e-9)
-
-
-def test_the_tables_name_rows_that_exist() -> None:
-    assert set(BATCH_AXES) <= set(BY_NAME)
-    assert M >= 3

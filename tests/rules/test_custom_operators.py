@@ -1,10 +1,13 @@
 """Operators of ``torch.library`` with derivatives, with and without batching rules, against the loop over models alone."""
 
+import functools
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
+from test_autograd_functions import Model
 from ways import WAYS, assert_as_alone
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore::hfta_func.errors.LoopWarning")]
@@ -89,20 +92,11 @@ def scaled(model, y):
     return y * z
 
 
-class Model(nn.Module):
-    def __init__(self, func):
-        super().__init__()
-        self.first, self.second, self.func = nn.Linear(3, 4), nn.Linear(4, 4), func
-
-    def forward(self, x):
-        return self.second(self.func(self, self.first(x)))
-
-
 OPERATORS = {
     "without a rule": lambda model, y: cube(y, 2.0),
     "with a rule": lambda model, y: batched_cube(y, 2.0),
     "of operators": lambda model, y: traced_cube(y, 2.0),
-    "two results": lambda model, y: sum(products(y, model.second.weight)),
+    "two results": lambda model, y: sum(products(y, model.inner.weight)),
     "in place": scaled,
     "with kernels": lambda model, y: torch.ops.hfta_test_custom.sine(y),
 }
@@ -115,4 +109,5 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_act_as_in_a_model_alone(name, shared, way):
     batch = torch.randn(5, 3) if shared else torch.randn(3, 5, 3)
-    assert_as_alone(lambda: Model(OPERATORS[name]), batch, way, 3, shared)
+    make = functools.partial(Model, lambda model, y: model.inner(OPERATORS[name](model, y)))
+    assert_as_alone(make, batch, way, 3, shared)

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from torch._inductor.utils import run_and_get_code
 
 import hfta_func as hfta
 from hfta_func._kernels import native
+from processes import output
 from rule_cases import RuleCase
 from rule_checks import check_against_loop
+from ways import loss, start
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
 
@@ -96,23 +97,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("x", "weight", "options"), CASES)
-def test_bits_depend_neither_on_other_members_nor_on_threads(x: Any, weight: Any, options: Any) -> None:
+def test_bits_depend_neither_on_other_members_nor_on_threads(
+    x: Any, weight: Any, options: Any, set_threads: Any
+) -> None:
     def func(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.conv2d(x, weight, bias, **options)
 
     inputs = [torch.randn(5, *shape, dtype=torch.float32) for shape in (x, weight, (weight[0],))]
-    threads = torch.get_num_threads()
     with hfta.rules.override(conv="direct"):
         # Members whose results are not numbers are nobody else's business.
         broken = [torch.cat([x[:2], torch.full_like(x[2:3], bad), x[3:]]) for x, bad in zip(inputs, _BAD, strict=True)]
         beside = _passes(func, *broken)
-        try:
-            torch.set_num_threads(1)
-            together = _passes(func, *inputs)
-            torch.set_num_threads(3)
-            threaded = _passes(func, *inputs)
-        finally:
-            torch.set_num_threads(threads)
+        set_threads(1)
+        together = _passes(func, *inputs)
+        set_threads(3)
+        threaded = _passes(func, *inputs)
         for i in range(5):
             alone = _passes(func, *(x[i : i + 1] for x in inputs))
             for one, all_of_them, other, several in zip(alone, together, beside, threaded, strict=True):
@@ -167,12 +166,8 @@ class Convolutions(torch.nn.Module):
 
 
 def test_an_array_of_one_runs_by_lowerings_too() -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
     model, x = Convolutions(), torch.randn(2, 3, 9, 8, dtype=torch.float64)
-    step = hfta.make_train_step(model, loss, hfta.sgd(lr=1.0))
-    state = step.init(*hfta.stack_params([model]), seeds=[0])
+    step, state = start([model], loss, hfta.sgd(lr=1.0))
     grads = torch.autograd.grad(loss(model, x), [*model.parameters()])
     with hfta.rules.override(conv="direct"):
         after, _ = step(state, x.unsqueeze(0))
@@ -207,9 +202,7 @@ def test_without_a_compiler_the_table_chooses_others() -> None:
         "print({c.lowering for c in hfta.rules.explain(hfta.vmap(torch.conv2d), x, weight)})\n"
     )
     for native_kernels, is_direct in (("0", False), ("1", True)):
-        environment = {**os.environ, "HFTA_FUNC_NATIVE": native_kernels}
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        assert ("direct" in run.stdout) is is_direct, run.stdout
+        assert ("direct" in output(code, HFTA_FUNC_NATIVE=native_kernels)) is is_direct
 
 
 # Allocations fail from the n-th on that `fail_after(n)` counts.
@@ -227,8 +220,21 @@ import sys, torch
 import torch.nn.functional as F
 from hfta_func._kernels import convolution, native, programs, recurrent
 native._FLAGS += ("-O1", "-fsanitize=address", "-include", sys.argv[1])
-library = convolution.program(torch.float32)
 torch.set_num_threads(1)
+def result(library, call, least):
+    # What a call returns that has failed for want of memory before, at its first allocation and at later ones.
+    allocations, found = 0, None
+    while found is None:
+        library.fail_after(allocations)
+        try:
+            found = call()
+        except MemoryError:
+            allocations += 1 + allocations // 16
+        finally:
+            library.fail_after(-1)
+    assert allocations >= least, allocations
+    return found
+library = convolution.program(torch.float32)
 for x, weight, stride, pad, dilation in (
     ((1, 5, 37, 6), (7, 5, 3, 3), 1, 1, 1), ((35, 2, 6, 5), (3, 2, 2, 3), 2, 0, 1), ((2, 4, 70, 70), (9, 4, 3, 3), 1, 2, 2),
     ((20, 2, 8, 8), (3, 2, 2, 2), 5, 0, 1), ((2, 1, 30, 30), (1, 1, 1, 1), 4, 3, 1), ((3, 3, 9, 40), (5, 3, 5, 2), 3, 4, 1),
@@ -252,28 +258,10 @@ for x, weight, stride, pad, dilation in (
         (lambda: convolution.convolve(grad, filters, None, x[2:], window, 1, True), torch.stack([a.grad for a, _ in pairs])),
         (lambda: convolution.correlate(grad, images, weight[2:], window, 1)[0], torch.stack([b.grad for _, b in pairs])),
     )
-    for call, result in calls:
-        allocations, found = 0, None
-        while found is None:
-            library.fail_after(allocations)
-            try:
-                found = call()
-            except MemoryError:
-                allocations += 1 + allocations // 16
-            finally:
-                library.fail_after(-1)
-        assert allocations >= 9, allocations
-        torch.testing.assert_close(found, result, rtol=1e-4, atol=1e-3)
+    for call, expected in calls:
+        torch.testing.assert_close(result(library, call, 9), expected, rtol=1e-4, atol=1e-3)
 library, x = programs.pooling(torch.float32), torch.randn(2, 3, 7, 9)
-for allocations in range(3):
-    library.fail_after(allocations)
-    try:
-        programs.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
-    except MemoryError:
-        continue
-    raise SystemExit(allocations)
-library.fail_after(-1)
-values, places = programs.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1])
+values, places = result(library, lambda: programs.max_pool(x, [2, 2], [2, 2], [0, 0], [1, 1]), 3)
 programs.max_pool_backward(values, places, [7, 9])
 index = torch.randint(5, (3, 20))
 moved = programs.move_rows(torch.randn(3, 20, 7), torch.randn(3, 5, 7), None, index, torch.rand(3, 20), 5, -9)
@@ -283,39 +271,23 @@ for kind, gates in enumerate((4, 3, 1, 1)):
     x, h, c = torch.randn(2, 5, 35, 3), torch.randn(2, 35, 18), torch.randn(2, 35, 18) if kind == 0 else None
     weights = [torch.randn(2, gates * 18, size) for size in (3, 18)]
     biases = [torch.randn(2, gates * 18) for _ in range(2)]
-    for allocations in range(6):
-        library.fail_after(allocations if allocations < 3 else -1)
-        try:
-            states, *last, kept = recurrent.forward(x, *weights, *biases, h, c, kind, True)
-        except MemoryError:
-            assert allocations < 3
-    for allocations in range(7):
-        library.fail_after(allocations if allocations < 6 else -1)
-        try:
-            recurrent.backward(x, *weights, h, c, states, kept, states, *last[:1], None, kind, True, True, True)
-        except MemoryError:
-            assert allocations < 6
+    states, *last, kept = result(library, lambda: recurrent.forward(x, *weights, *biases, h, c, kind, True), 1)
+    given = x, *weights, h, c, states, kept, states, *last[:1], None, kind, True, True, True
+    result(library, lambda: recurrent.backward(*given), 2)
 print("as expected")
 """
 
 
 def test_memory_that_is_missing_or_not_the_kernels(tmp_path: Path) -> None:
-    sanitizer = _gcc("-print-file-name=libasan.so")
+    gcc = shutil.which("gcc")
+    order = [str(gcc), "-print-file-name=libasan.so"]
+    sanitizer = "" if gcc is None else subprocess.run(order, capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(sanitizer):
         pytest.skip("there is no gcc with an address sanitizer")
     (tmp_path / "failing.h").write_text(_FAILING)
-    environment = {
-        **{**os.environ, "CC": "gcc", "HFTA_FUNC_CACHE": str(tmp_path), "LD_PRELOAD": sanitizer},
-        **{"ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},
-    }
-    command = [sys.executable, "-c", _SANITIZED, str(tmp_path / "failing.h")]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0 and run.stdout == "as expected\n", run.stderr[-3000:]
-
-
-def _gcc(option: str) -> str:
-    found = shutil.which("gcc")
-    return "" if found is None else subprocess.run([found, option], capture_output=True, text=True).stdout.strip()
+    variables = {"CC": "gcc", "HFTA_FUNC_CACHE": str(tmp_path), "LD_PRELOAD": sanitizer, "PYTHONMALLOC": "malloc"}
+    variables["ASAN_OPTIONS"] = "detect_leaks=0"
+    assert output(_SANITIZED, str(tmp_path / "failing.h"), **variables) == "as expected\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -332,7 +304,7 @@ def test_maxima_are_those_of_pytorch_to_the_bit(options: Any, dtype: torch.dtype
     x[0, 0, 0] = float("-inf")
 
     def func(x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.max_pool2d_with_indices(x, *_named(options))
+        return F.max_pool2d_with_indices(x, *options)
 
     values, places = hfta.vmap(func)(x)
     (grad,) = torch.func.vjp(lambda x: hfta.vmap(func)(x)[0], x)[1](torch.ones_like(values))
@@ -341,10 +313,6 @@ def test_maxima_are_those_of_pytorch_to_the_bit(options: Any, dtype: torch.dtype
         assert torch.equal(places[i], where) and torch.equal(values[i].nan_to_num(7.0), expected.nan_to_num(7.0))
         (of_one,) = torch.func.vjp(lambda x: func(x)[0], x[i])[1](torch.ones_like(expected))
         assert torch.equal(grad[i], of_one)
-
-
-def _named(options: Any) -> tuple[Any, ...]:
-    return (*options, *(None, 0, 1, False)[len(options) - 1 :])
 
 
 def test_gradients_of_the_gradient_of_maxima() -> None:

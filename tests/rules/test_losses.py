@@ -35,9 +35,7 @@ def _ctc(**options: Any) -> Callable[..., Tensor]:
 
 
 CTC = [
-    RuleCase(
-        f"{'joined ' if joined else ''}{reduction}", _ctc(reduction=reduction), lambda j=joined: _ctc_inputs(j, True)
-    )
+    RuleCase(f"{'joined ' * joined}{reduction}", _ctc(reduction=reduction), lambda j=joined: _ctc_inputs(j, True))
     for joined in (False, True)
     for reduction in ("mean", "sum", "none")
 ] + [
@@ -51,11 +49,7 @@ CTC = [
     RuleCase(
         "too short",
         lambda x, y, n: F.ctc_loss(x.log_softmax(-1), y, n, torch.tensor([2, 3]), zero_infinity=True),
-        lambda: (
-            torch.randn(8, 2, 5, dtype=torch.float64),
-            torch.ones(2, 3, dtype=torch.int64),
-            torch.randint(2, 8, (2,)),
-        ),
+        lambda: (torch.randn(8, 2, 5).double(), torch.ones(2, 3).long(), torch.randint(2, 8, (2,))),
     ),
 ]
 

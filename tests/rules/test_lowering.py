@@ -15,6 +15,7 @@ from hfta_func._kernels import native
 from hfta_func.rules import _choice, _lowering
 from rule_cases import CONV, RULE_CASES, RuleCase
 from rule_checks import check_against_loop
+from ways import loss, seeded, start
 
 CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
 
@@ -70,19 +71,13 @@ def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> Non
 @pytest.mark.parametrize(
     ("space", "kernel", "stride", "padding", "dilation"),
     [
-        ((1, 1), 3, 1, 1, 1),
-        ((2, 1), 7, 1, 3, 1),
-        ((2, 2), 7, 1, 3, 1),
-        ((1, 1), 3, 1, 2, 2),
-        ((3, 3), 4, 2, 1, 1),
-        ((1, 1), 3, 1, 2, 1),
+        *(((1, 1), 3, 1, 1, 1), ((2, 1), 7, 1, 3, 1), ((2, 2), 7, 1, 3, 1)),
+        *(((1, 1), 3, 1, 2, 2), ((3, 3), 4, 2, 1, 1), ((1, 1), 3, 1, 2, 1)),
     ],
 )
-def test_taps_that_see_only_padding(
-    space: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int
-) -> None:
+def test_taps_that_see_only_padding(space: Any, kernel: int, stride: int, padding: int, dilation: int) -> None:
     def func(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation)
+        return torch.conv2d(x, weight, None, stride, padding, dilation)
 
     inputs = torch.randn(2, 3, *space).double(), torch.randn(4, 3, kernel, kernel).double()
     check_against_loop(RuleCase("cropped", func, lambda: inputs), (True, True))
@@ -102,10 +97,8 @@ class _Model(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _array() -> tuple[hfta.step.TrainStep, hfta.step.TrainState, Tensor]:
-    models = [_Model().double() for _ in range(3)]
-    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
-    return step, step.init(*hfta.stack_params(models), seeds=[0, 1, 2]), torch.randn(3, 4, 2, 6, 6).double()
+def _array() -> tuple[Any, Any, Tensor]:
+    return *start([_Model().double() for _ in range(3)], loss, hfta.sgd(lr=0.1)), torch.randn(3, 4, 2, 6, 6).double()
 
 
 def _paths(explanation: hfta.rules.Explanation, op: str) -> dict[str, str]:
@@ -187,16 +180,15 @@ def test_compiled_products_with_one_column_stay_within_their_results():
     def loss_fn(model, batch):
         return nn.functional.softplus(-model(batch)).mean()
 
-    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
-    run = torch.compile(step, fullgraph=True, dynamic=False)
-    state = other = step.init(*hfta.init_params(factory, seeds=range(4)), seeds=range(4))
+    step, state = start(seeded(factory, range(4)), loss_fn, hfta.sgd(lr=0.1))
+    run, other = torch.compile(step, fullgraph=True, dynamic=False), state
     for batch in torch.randn(5, 4, 8, 3, 16, 16):
         state, metrics = run(state, batch)
         other, expected = step(other, batch)
         torch.testing.assert_close(metrics["loss"], expected["loss"])
 
 
-@pytest.mark.parametrize("op", ["convolution", "convolution_input_grad", "convolution_weight_grad"])
+@pytest.mark.parametrize("op", CONVOLUTION)
 def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
     # A thousand images and 2 MB of filters.
     shapes, options = ((1 << 10, 1 << 8, 4, 4), (1 << 8, 1 << 8, 3, 3)), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -256,8 +248,7 @@ def test_exported_convolutions_take_any_batch(space: tuple[int, int]) -> None:
 def test_compilers_leave_the_layout_of_convolutions_alone() -> None:
     """Inductor would convert to channels-last and back around convolutions that it knows."""
     with hfta.rules.override(conv="grouped"):
-        step = hfta.make_train_step(_images(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
-        state = step.init(*hfta.init_params(_images, seeds=range(3)), seeds=range(3))
+        step, state = start(seeded(_images, range(3)), loss, hfta.sgd(lr=0.1))
         batch = torch.randn(3, 4, 3, 8, 8)
         run = torch.compile(step, fullgraph=True, dynamic=False)
         (found, metrics), (code, *_) = run_and_get_code(run, state, batch)

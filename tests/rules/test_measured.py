@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import hfta_func as hfta
@@ -18,15 +18,16 @@ from hfta_func import _torch
 from hfta_func._kernels import convolution, native
 from hfta_func.rules import _choice, _direct, _lowering, _measured, conv
 from hfta_func.workers.process import settings, settle
+from ways import loss, seeded, start
 
 GROUPED, PRODUCT, LOOP = "grouped", "matmul", "loop"
 
 
 class Machine:
-    """A machine on which every lowering takes a known time, and its processes, one after another."""
+    """A machine on which each lowering takes a known time, products the least, and its processes, one after another."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: pathlib.Path):
-        self._patch, self.costs, self.time, self.calls = patch, {GROUPED: 1e-3, PRODUCT: 1e-3, LOOP: 1e-3}, 0.0, []
+        self._patch, self.costs, self.time, self.calls = patch, {GROUPED: 1e-3, PRODUCT: 0.5e-3, LOOP: 1e-3}, 0.0, []
         self.computed, self.waits = 0.0, 1.0
         self.noise: Callable[[], float] = lambda: 1.0
         patch.setenv("HFTA_FUNC_CACHE", str(folder))
@@ -81,7 +82,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator
 
 
 def test_the_fastest_wins_and_says_why(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     assert machine.chosen() == (PRODUCT, "measured here: 2.0x of grouped")
     assert machine.chosen(op="convolution_weight_grad") == (PRODUCT, "measured here: 2.0x of grouped")
     machine.process()
@@ -90,7 +90,6 @@ def test_the_fastest_wins_and_says_why(machine: Machine) -> None:
 
 
 def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     # Every other run takes longer than it needs.
     durations = itertools.cycle([3.0, 1.0])
     machine.noise = lambda: next(durations)
@@ -99,6 +98,7 @@ def test_a_busy_machine_does_not_decide(machine: Machine) -> None:
 
 def test_equals_do_not_replace_the_tables_choice(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     generator, chosen = random.Random(0), []
+    machine.costs[PRODUCT] = 1e-3
     machine.noise = lambda: generator.uniform(1.0, 1.8)
     for i in range(25):
         monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / str(i)))
@@ -108,7 +108,7 @@ def test_equals_do_not_replace_the_tables_choice(machine: Machine, tmp_path: pat
 
 
 def test_while_others_have_the_cores_nothing_is_kept(machine: Machine) -> None:
-    machine.costs[PRODUCT], machine.waits = 0.5e-3, 3.0
+    machine.waits = 3.0
     assert machine.chosen() == (GROUPED, "one group per member") and machine.measured()
     machine.process()
     machine.waits = 1.0
@@ -147,7 +147,6 @@ def test_the_kernel_in_c_is_a_candidate(machine: Machine, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("harm", ["other content", "shortened", "unknown lowering"])
 def test_a_damaged_file_is_measured_again(machine: Machine, tmp_path: pathlib.Path, harm: str) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     machine.chosen()
     (file,) = (tmp_path / "lowerings").iterdir()
     whole = file.read_bytes()
@@ -162,37 +161,32 @@ def test_a_damaged_file_is_measured_again(machine: Machine, tmp_path: pathlib.Pa
     assert machine.chosen()[0] == expected and not machine.measured()
 
 
-def test_a_folder_that_cannot_be_written(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_cannot_be_written(machine: Machine, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "file"))
-    machine.costs[PRODUCT] = 0.5e-3
     assert machine.chosen()[0] == PRODUCT and machine.measured()
     assert machine.chosen()[0] == PRODUCT and not machine.measured()
 
 
 @pytest.mark.parametrize("change", ["threads", "processor", "release"])
-def test_choices_are_those_of_the_machine(machine: Machine, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
+def test_choices_are_those_of_the_machine(machine: Machine, change: str, set_threads: Any, monkeypatch: Any) -> None:
     machine.chosen()
     machine.process()
     machine.costs = {GROUPED: 1e-3, PRODUCT: 1e-3, LOOP: 0.5e-3}
     before = torch.get_num_threads()
-    try:
-        if change == "threads":
-            torch.set_num_threads(before + 1)
-        elif change == "processor":
-            monkeypatch.setattr(native, "processor", lambda: "another")
-        else:
-            monkeypatch.setattr(torch, "__version__", "9.9")
-        assert machine.chosen()[0] == LOOP
-    finally:
-        torch.set_num_threads(before)
     if change == "threads":
+        set_threads(before + 1)
+    elif change == "processor":
+        monkeypatch.setattr(native, "processor", lambda: "another")
+    else:
+        monkeypatch.setattr(torch, "__version__", "9.9")
+    assert machine.chosen()[0] == LOOP
+    if change == "threads":
+        set_threads(before)
         assert machine.chosen()[0] == PRODUCT
 
 
 def test_records_measure_nothing_and_choices_stay_as_recorded(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     x, weight = torch.randn(3, 1, 8, 17, 17), torch.randn(3, 8, 8, 3, 3)
     with _torch.Recorder([x, weight]):
         hfta.vmap(torch.conv2d)(x, weight)
@@ -208,7 +202,6 @@ def test_records_measure_nothing_and_choices_stay_as_recorded(machine: Machine) 
 
 
 def test_compilers_measure_nothing_and_take_what_is_known(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     x, weight = torch.randn(3, 1, 8, 16, 16), torch.randn(3, 8, 8, 3, 3)
     graphs = []
 
@@ -231,7 +224,6 @@ def test_compilers_measure_nothing_and_take_what_is_known(machine: Machine) -> N
 
 
 def test_an_override_wins_and_the_table_can_be_asked_for(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     with hfta.rules.override(conv="loop"):
         assert machine.chosen() == (LOOP, "overridden") and not machine.measured()
     with hfta.rules.override(all="table"):
@@ -242,7 +234,6 @@ def test_an_override_wins_and_the_table_can_be_asked_for(machine: Machine) -> No
 
 
 def test_a_worker_takes_the_choices_of_its_parent(machine: Machine) -> None:
-    machine.costs[PRODUCT] = 0.5e-3
     machine.chosen()
     sent = settings()
     machine.process()
@@ -255,18 +246,13 @@ def _run(path: pathlib.Path, epochs: int) -> Any:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
 
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=0.1))
-    state = step.init(*hfta.init_params(make, range(3)), seeds=range(3))
+    step, state = start(seeded(make, range(3)), loss, hfta.sgd(lr=0.1))
     data = torch.randn(8, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = hfta.ArrayLoader(data, 4, seeds=range(3))
     return hfta.fit(step, state, loader, epochs=epochs, resume=path, progress=False).state.params
 
 
 def test_a_resumed_run_keeps_its_choices(machine: Machine, tmp_path: pathlib.Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    machine.costs[PRODUCT] = 0.5e-3
     whole = _run(tmp_path / "whole", 2)
     machine.process()
     _run(tmp_path / "half", 1)

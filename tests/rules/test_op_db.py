@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hfta_func as hfta
 import op_sweep
+from hfta_func.errors import LoopWarning
 from hfta_func.rules import _install
 from op_sweep import HOW, OPERATORS, dtype_of, examine
 
@@ -40,16 +41,11 @@ UNSEEN = {
     "broadcast_shapes": "takes no tensors",
     **dict.fromkeys(("torch._scaled_mm", "torch._scaled_mm_v2"), "float8 only"),
     **dict.fromkeys(
-        (
-            "nn.functional.batch_norm without_cudnn",
-            "torch.ops.aten._flash_attention_forward",
-            "torch.ops.aten._efficient_attention_forward",
-            "jiterator_unary",
-            "jiterator_binary",
-            "jiterator_4inputs_with_extra_args",
-            "jiterator_binary_return_by_ref",
-            "jiterator_2inputs_2outputs",
-        ),
+        [
+            *("nn.functional.batch_norm without_cudnn", "torch.ops.aten._flash_attention_forward"),
+            *("torch.ops.aten._efficient_attention_forward", "jiterator_unary", "jiterator_binary"),
+            *("jiterator_4inputs_with_extra_args", "jiterator_binary_return_by_ref", "jiterator_2inputs_2outputs"),
+        ],
         "GPUs only",
     ),
 }
@@ -121,9 +117,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 def test_an_operator_without_a_rule_warns_once_and_is_explained() -> None:
     x, index = torch.randn(3, 4, 5, dtype=torch.float64), torch.randint(0, 20, (3, 6))
     expected = torch.stack([torch.take(*one) for one in zip(x, index, strict=True)])
-    with pytest.warns(
-        hfta.errors.LoopWarning, match=r"aten::take has no batching rule.*hfta_func.rules.register"
-    ) as seen:
+    with pytest.warns(LoopWarning, match=r"aten::take has no batching rule.*hfta_func.rules.register") as seen:
         assert torch.equal(hfta.vmap(_take)(x, index), expected)
     assert len(seen) == 1 and seen[0].filename == __file__
     with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import hfta_func as hfta
 from hfta_func import random
 from hfta_func._kernels import native
 from hfta_func._kernels import recurrent as kernels
-from ways import assert_as_alone
+from ways import assert_as_alone, start
 
 # What PyTorch has to say about a projection on the CPU is not this package's concern.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -24,12 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 M, T, N, I, H = 3, 5, 4, 3, 6  # noqa: E741
 LENGTHS = torch.tensor([5, 3, 3, 1])
 
-KINDS = {
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "rnn_tanh": nn.RNN,
-    "rnn_relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
-}
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": functools.partial(nn.RNN, nonlinearity="relu")}
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn_tanh": nn.RNNCell}
+CELLS["rnn_relu"] = functools.partial(nn.RNNCell, nonlinearity="relu")
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "deep, both directions": {"num_layers": 2, "bidirectional": True},
@@ -117,9 +115,7 @@ def packed_member(module: nn.Module, lengths: Tensor, **options: Any) -> Callabl
         packed = pack_padded_sequence(x, lengths, **options)
         (output, state), _ = apply(params, {}, packed, key=key)
         assert isinstance(output, PackedSequence)
-        padded, _ = pad_packed_sequence(
-            output, padding_value=0.5, **{k: options[k] for k in options if k == "batch_first"}
-        )
+        padded, _ = pad_packed_sequence(output, options.get("batch_first", False), padding_value=0.5)
         return [padded, *(state if isinstance(state, tuple) else (state,))]
 
     return member
@@ -219,6 +215,10 @@ def test_dropout_without_a_key_is_refused() -> None:
         hfta.vmap(member)(params, torch.randn(M, T, N, I))
 
 
+def total(outputs: list[Tensor]) -> Tensor:
+    return sum((y.sin().sum() for y in outputs), torch.zeros(()).double())
+
+
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", ["plain", "deep, both directions"])
@@ -230,21 +230,15 @@ def test_second_derivatives(kind: str, setting: str) -> None:
     x = torch.randn(M, T, N, I).double()
     along = {path: torch.randn_like(p) for path, p in params.items()}
 
-    def total(params: dict[str, Tensor], run: Callable[..., Any]) -> Tensor:
-        return sum((y.sin().sum() for y in run(params, x)), torch.zeros(()).double())
-
-    def slope(params: dict[str, Tensor], run: Callable[..., Any]) -> Tensor:
-        grads = torch.autograd.grad(total(params, run), list(params.values()), create_graph=True)
+    def slope(run: Callable[..., Any]) -> Tensor:
+        grads = torch.autograd.grad(total(run(params, x)), list(params.values()), create_graph=True)
         return sum((g * v).sum() for g, v in zip(grads, along.values(), strict=True))  # type: ignore[return-value]
 
-    def in_loop(params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        return loop(member, params, x)
-
-    expected = torch.autograd.grad(slope(params, in_loop), list(params.values()))
+    expected = torch.autograd.grad(slope(functools.partial(loop, member)), list(params.values()))
     array = hfta.vmap(member)
-    twice = torch.autograd.grad(slope(params, array), list(params.values()))
+    twice = torch.autograd.grad(slope(array), list(params.values()))
     torch.testing.assert_close(twice, expected, rtol=1e-10, atol=1e-10)
-    grad = torch.func.grad(lambda p: total(p, array))
+    grad = torch.func.grad(lambda p: total(array(p, x)))
     plain = {path: p.detach() for path, p in params.items()}
     forward = torch.func.jvp(grad, (plain,), (along,))[1]
     torch.testing.assert_close(tuple(forward.values()), expected, rtol=1e-10, atol=1e-10)
@@ -261,12 +255,7 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
 
 
-CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn_tanh": nn.RNNCell, "rnn_relu": nn.RNNCell}
 by_program = pytest.mark.skipif(native.compiler() is None, reason="there is no C compiler")
-
-
-def cell_of(kind: str, *sizes: int) -> nn.Module:
-    return CELLS[kind](*sizes, **({"nonlinearity": "relu"} if kind == "rnn_relu" else {}))
 
 
 @by_program
@@ -292,9 +281,9 @@ def test_programs_compute_what_pytorch_does(kind: str, steps: int, batch: int, i
 
 @by_program
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_depend_neither_on_other_members_nor_on_threads(kind: str) -> None:
+def test_bits_depend_neither_on_other_members_nor_on_threads(kind: str, set_threads: Any) -> None:
     member, params = array_of(layers(kind, torch.float32, num_layers=2, bidirectional=True))
-    x, threads = torch.randn(M, T, 50, I), torch.get_num_threads()
+    x = torch.randn(M, T, 50, I)
 
     def passes(start: int) -> list[Tensor]:
         part = {path: p.detach()[start:].requires_grad_() for path, p in params.items()}
@@ -303,14 +292,11 @@ def test_bits_depend_neither_on_other_members_nor_on_threads(kind: str) -> None:
         grads = torch.autograd.grad(sum((y.sum() for y in outputs), torch.zeros(())), list(part.values()))
         return [*outputs, *grads]
 
-    torch.set_num_threads(1)
-    try:
-        expected = passes(0)
-        torch.set_num_threads(3)
-        assert all(map(torch.equal, passes(0), expected))
-        assert all(torch.equal(y[0], z[-1]) for y, z in zip(passes(M - 1), expected, strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    expected = passes(0)
+    set_threads(3)
+    assert all(map(torch.equal, passes(0), expected))
+    assert all(torch.equal(y[0], z[-1]) for y, z in zip(passes(M - 1), expected, strict=True))
 
 
 @by_program
@@ -338,8 +324,7 @@ def test_tiny_and_huge_numbers_and_none(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells_and_their_second_derivatives(kind: str) -> None:
-    modules = [cell_of(kind, I, H).double() for _ in range(M)]
-    member, params = array_of(modules)
+    member, params = array_of([CELLS[kind](I, H).double() for _ in range(M)])
     leaves = [torch.randn(M, N, size).double().requires_grad_() for size in (I, *(H,) * (1 + (kind == "lstm")))]
 
     def twice(params: dict[str, Tensor], x: Tensor, *states: Tensor) -> list[Tensor]:
@@ -349,14 +334,14 @@ def test_cells_and_their_second_derivatives(kind: str) -> None:
 
     compare(twice, params, *leaves, tolerance=1e-12)
 
-    def slope(run: Callable[..., Any]) -> Tensor:
-        total = sum((y.sin().sum() for y in run(params, *leaves)), torch.zeros(()).double())
-        grads = torch.autograd.grad(total, [*params.values(), *leaves], create_graph=True)
-        return sum((g.cos().sum() for g in grads), torch.zeros(()).double())
+    wanted = [*params.values(), *leaves]
 
-    expected = torch.autograd.grad(slope(lambda *args: loop(twice, *args)), [*params.values(), *leaves])
-    got = torch.autograd.grad(slope(hfta.vmap(twice)), [*params.values(), *leaves])
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    def seconds(run: Callable[..., Any]) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(total(run(params, *leaves)), wanted, create_graph=True)
+        return torch.autograd.grad(sum((g.cos().sum() for g in grads), torch.zeros(()).double()), wanted)
+
+    found, expected = seconds(hfta.vmap(twice)), seconds(functools.partial(loop, twice))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 class Reader(nn.Module):
@@ -365,7 +350,7 @@ class Reader(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.layer = KINDS[kind](I, H, num_layers=2, bidirectional=True, batch_first=True)
-        self.cell = cell_of(kind, I, H)
+        self.cell = CELLS[kind](I, H)
 
     def forward(self, x: Tensor) -> Tensor:
         state = None
@@ -398,7 +383,6 @@ def test_what_does_not_fit_is_refused_in_the_words_of_pytorch() -> None:
 
     models = [nn.GRUCell(I, H) for _ in range(M)]
     for num_models in (1, M):
-        step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.01))
-        state = step.init(*hfta.stack_params(models[:num_models]), seeds=range(num_models))
+        step, state = start(models[:num_models], loss, hfta.sgd(lr=0.01))
         with pytest.raises(RuntimeError, match=r"hidden0 has inconsistent hidden_size: got 7, expected 6"):
             step(state, torch.randn(num_models, N, I))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch.nn import functional as F
 
 import hfta_func as hfta
 from oracle import KEYS, assert_array_is_loop
+from processes import output
 from rule_cases import RULE_CASES, RuleCase
 from rule_checks import M, as_tuple, assert_close, check_against_loop, member_inputs, outputs_of_loop
 
@@ -43,17 +41,15 @@ def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool,
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_model_axis_anywhere(case: RuleCase) -> None:
-    mask = (True,) * len(case.make())
-    inputs = member_inputs(case, mask)
+    inputs = member_inputs(case)
     last = [x.movedim(0, -1) for x in inputs]
-    assert_close(as_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), outputs_of_loop(case, mask, inputs))
+    assert_close(as_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), outputs_of_loop(case, inputs))
 
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_gradient_inside_vmap(case: RuleCase) -> None:
-    mask = (True,) * len(case.make())
-    inputs = member_inputs(case, mask)
+    inputs = member_inputs(case)
     argnums = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
 
     def objective(*args: Tensor) -> Tensor:
@@ -69,27 +65,25 @@ def test_gradient_inside_vmap(case: RuleCase) -> None:
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_array_of_arrays(case: RuleCase) -> None:
-    mask = (True,) * len(case.make())
-    arrays = [member_inputs(case, mask) for _ in range(2)]
+    arrays = [member_inputs(case) for _ in range(2)]
     nested = hfta.vmap(hfta.vmap(case.func))(*(torch.stack(column) for column in zip(*arrays, strict=True)))
     for i, inputs in enumerate(arrays):
-        assert_close(tuple(output[i] for output in as_tuple(nested)), outputs_of_loop(case, mask, inputs))
+        assert_close(tuple(output[i] for output in as_tuple(nested)), outputs_of_loop(case, inputs))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_under_compile(case: RuleCase) -> None:
-    mask = (True,) * len(case.make())
-    inputs = member_inputs(case, mask)
+    inputs = member_inputs(case)
     torch._dynamo.reset()
     compiled = torch.compile(hfta.vmap(case.func), fullgraph=True, backend="aot_eager")
-    assert_close(as_tuple(compiled(*inputs)), outputs_of_loop(case, mask, inputs))
+    assert_close(as_tuple(compiled(*inputs)), outputs_of_loop(case, inputs))
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_an_array_of_one(case: RuleCase) -> None:
-    inputs = [x[:1] for x in member_inputs(case, (True,) * len(case.make()))]
+    inputs = [x[:1] for x in member_inputs(case)]
     expected = tuple(output.unsqueeze(0) for output in as_tuple(case.func(*(x[0] for x in inputs))))
     assert_close(as_tuple(hfta.vmap(case.func)(*inputs)), expected)
 
@@ -137,19 +131,9 @@ print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())
 
 @pytest.mark.soak
 def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    def run(factor: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROCESS, factor],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
-    assert run("1") == "[1.0, 1.0]"
-    assert run("3") == "[3.0, 3.0]"
-    assert run("1") == "[1.0, 1.0]"
+    for factor in ("1", "3", "1"):
+        found = output(_PROCESS, factor, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert found == f"[{factor}.0, {factor}.0]\n"
 
 
 def test_pooling_to_one_pixel_of_channels_last_images():

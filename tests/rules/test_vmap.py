@@ -124,17 +124,8 @@ RANDOMNESS = [
     Row("an unknown word", _noisy(torch.randn_like, "sometimes"), "randomness"),
 ]
 
-ROWS = [
-    pytest.param(row, id=f"{family}: {row.name}")
-    for family, rows in (
-        ("in_dims", IN_DIMS),
-        ("out_dims", OUT_DIMS),
-        ("levels", LEVELS),
-        ("chunks", CHUNKS),
-        ("randomness", RANDOMNESS),
-    )
-    for row in rows
-]
+FAMILIES = {"in_dims": IN_DIMS, "out_dims": OUT_DIMS, "levels": LEVELS, "chunks": CHUNKS, "randomness": RANDOMNESS}
+ROWS = [pytest.param(row, id=f"{family}: {row.name}") for family, rows in FAMILIES.items() for row in rows]
 
 
 def _result(call: Callable[[Any], Any], vmap: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -19,6 +18,7 @@ import hfta_func as hfta
 from hfta_func.errors import CompileWarning
 from hfta_func.run import background, kept
 from hfta_func.workers import process
+from processes import output
 
 M = 3
 
@@ -53,11 +53,6 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def the_graph(quick: Any) -> Any:
     """What becomes of the step for the only shape so far."""
     return next(iter(quick.shapes.values()), None)
-
-
-def ended(quick: Any) -> bool:
-    """Whether it has been given up."""
-    return bool(quick.shapes) and the_graph(quick)._ended
 
 
 def until(quick: Any, wanted: Any, call: Any, seconds: float = 240.0) -> None:
@@ -131,10 +126,8 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
 def test_what_cannot_be_kept_or_sent_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "graph", lambda step, options: step)
     lock = __import__("threading").Lock()
-    for step, state in (
-        arrayed(nonfinite="raise"),
-        arrayed(lambda model, x: model(x).square().mean() + 0 * bool(lock)),
-    ):
+    locked = arrayed(lambda model, x: model(x).square().mean() + 0 * bool(lock))
+    for step, state in (arrayed(nonfinite="raise"), locked):
         quick = hfta.compile(step)
         for _ in range(2):
             quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
@@ -156,7 +149,7 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.warns(CompileWarning, match="goes on eagerly: its workers died once, last worker 0 with status -9"):
-        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+        until(quick, lambda _: the_graph(quick)._ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
 
 
@@ -192,9 +185,9 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.exhaustive
-def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
-    program = f"""
-import sys, time; sys.path[:0] = {sys.path!r}
+def test_the_other_process_ends_with_this_one() -> None:
+    program = """
+import time
 import test_background as t, torch, hfta_func as hfta
 t.background._COMPILING = t.background._COMPILING_A_LEAF = 0
 step, state = t.arrayed()
@@ -206,6 +199,4 @@ while not worker.pid:
     time.sleep(0.01)
 print(worker.pid)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout, done.stderr
-    assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
+    assert not pathlib.Path(f"/proc/{int(output(program))}").exists()

@@ -87,11 +87,8 @@ def test_every_form_gives_the_same() -> None:
         histories[name] = hfta.run.History(torch.arange(24))
         histories[name].epochs = [{"accuracy": torch.zeros(24)}, {"accuracy": torch.tensor(values)}]
     frame = pandas.concat(
-        [
-            history.frame(kind=[name] * 24).sample(frac=1, random_state=0)
-            for name, history in histories.items()
-        ]
-    )  # fmt: skip
+        [history.frame(kind=[name] * 24).sample(frac=1, random_state=0) for name, history in histories.items()]
+    )
     for found in (hfta.compare(histories, "accuracy"), hfta.compare(frame, "accuracy", by="kind")):
         (difference,) = found.differences
         assert difference.mean == pytest.approx(expected.mean) and difference.pairs == 24

@@ -7,20 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from scripts import X, Y, mse
 
 pandas = pytest.importorskip("pandas", reason="needs pandas")
 
 SEEDS, RATES, LR = [5, 3, 8, 5], [0.0, 0.2, 0.3, 0.5], [0.1, 0.2, 0.05, 0.3]
-X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-DATA = X, X.sum(1, keepdim=True)
+DATA = X, Y
 
 
 def make_model(p=0.1):
     return nn.Sequential(nn.Linear(4, 3), nn.Dropout(p), nn.Linear(3, 1), nn.Dropout(0.1)).double()
-
-
-def mse(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def smooth(model, batch, hparams):
@@ -84,9 +80,8 @@ def test_other_ways_to_make_one():
     weight = shared.state.params["0.weight"]
     assert torch.equal(weight, weight[:1].expand_as(weight)) and shared.state.keys.tolist() == [0, 1, 2, 3]
     assert shared.fit(DATA, 8, epochs=1, progress=False)["loss"].shape == (1, 4)
-    assert shared.fit([DATA, DATA], epochs=1, evaluate=lambda state: {"three": state.keys + 3}, progress=False)[
-        "three"
-    ].tolist()
+    history = shared.fit([DATA, DATA], epochs=1, evaluate=lambda state: {"three": state.keys + 3}, progress=False)
+    assert history["three"].tolist() == [[3, 4, 5, 6]]
     trunk = hfta.Experiment(make_model, mse, hfta.sgd, options={"shared_params": ["0"]}, seeds=2, lr=0.1)
     trunk.fit(DATA, 8, epochs=1, progress=False)
     first, second = trunk.models()
@@ -100,11 +95,8 @@ def test_a_grid_is_the_product():
     assert found["lr"] == [1.0] * 6 + [2.0] * 6 and found["p"] == [0.0, 0.0, 0.5, 0.5, 0.7, 0.7] * 2
     assert found["seeds"] == [4, 9] * 6 and hfta.grid(lr=[1]) == {"lr": [1], "seeds": [0]}
     assert hfta.grid(lr=[1], seeds=torch.tensor(2)) == hfta.grid(lr=[1], seeds=2)
-    for wrong, shown in (
-        ({"lr": 0.1}, "lr is 0.1"),
-        ({"lr": []}, r"lr is \[\]"),
-        ({"lr": [1], "seeds": 0}, "seeds is 0"),
-    ):
+    refused = ({"lr": 0.1}, "lr is 0.1"), ({"lr": []}, r"lr is \[\]"), ({"lr": [1], "seeds": 0}, "seeds is 0")
+    for wrong, shown in refused:
         with pytest.raises(hfta.errors.HyperparameterError, match=f"{shown}; a grid needs a list of values"):
             hfta.grid(**wrong)
 
@@ -155,9 +147,8 @@ def test_bad_experiments(call, message):
     parts = {"make_model": make_model, "loss_fn": mse, "optimizer": hfta.sgd, "seeds": 4, **call()}
     with pytest.raises(ValueError, match=message):
         hfta.Experiment(**parts)
-    with pytest.raises(
-        TypeError, match=r"optimizer is SGD, not .*; from_torch makes one of M optimizers of torch.optim"
-    ):
+    message = r"optimizer is SGD, not .*; from_torch makes one of M optimizers of torch.optim"
+    with pytest.raises(TypeError, match=message):
         hfta.Experiment(make_model, mse, torch.optim.SGD, seeds=4, lr=0.1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from hfta_func._torch.recorded import Call, Slot
 from hfta_func.run import background, kept
 from hfta_func.step import replay
 from hfta_func.verify import Reached, reached
+from processes import output
 
 M = 3
 SCALE = 2.0
@@ -39,10 +39,10 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def arrayed(
-    loss: Any = loss_fn, optimizer: Any = None, **options: Any
+    loss: Any = loss_fn, optimizer: Any = None, factory: Any = make, **options: Any
 ) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
-    step = hfta.make_train_step(make(), loss, optimizer or hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
-    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+    step = hfta.make_train_step(factory(), loss, optimizer or hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
+    return step, step.init(*hfta.init_params(factory, range(M)), seeds=range(M))
 
 
 def batch(number: int = 0) -> Tensor:
@@ -343,7 +343,7 @@ def test_what_was_not_used_for_longest_goes_first(
 
 
 PROGRAM = """
-import sys; sys.path[:0] = {path!r}
+import sys
 import test_kept as t, torch, optree, hfta_func as hfta
 t.SCALE = {scale}
 step, state = t.{arrayed}
@@ -362,10 +362,7 @@ print(quick.is_compiled, "torch._inductor" in sys.modules)
 
 
 def in_process(arrayed: str, x: str = "t.batch()", scale: float = 2.0, makes: bool = False) -> str:
-    program = PROGRAM.format(path=sys.path, arrayed=arrayed, x=x, scale=scale, makes=makes)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output(PROGRAM.format(arrayed=arrayed, x=x, scale=scale, makes=makes)).strip()
 
 
 def images() -> nn.Module:
@@ -374,23 +371,15 @@ def images() -> nn.Module:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 3)).double()
 
 
-def arrayed_images(**options: Any) -> tuple[hfta.step.TrainStep, hfta.step.TrainState]:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    step = hfta.make_train_step(images(), loss, hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
-    return step, step.init(*hfta.init_params(images, range(M)), seeds=range(M))
-
-
 @pytest.mark.exhaustive
-@pytest.mark.soak(unless=r"images\(\)")
+@pytest.mark.soak(unless=r"images\)")
 @pytest.mark.parametrize(
     ("arrayed", "x"),
     [
         ("arrayed()", "t.batch()"),
         ("arrayed(donate=True)", "t.batch()"),
-        ("arrayed_images()", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
-        ("arrayed_images(donate=True)", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
+        ("arrayed(factory=t.images)", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
+        ("arrayed(factory=t.images, donate=True)", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
     ],
 )
 def test_another_process_begins_compiled(arrayed: str, x: str) -> None:

@@ -38,27 +38,14 @@ def test_the_best_epochs_go_on_where_they_were_left(tmp_path):
 @pytest.mark.exhaustive(ids="donate|batches|every")
 @pytest.mark.parametrize("way", ["eager", "donate", "batches", "every step"])
 def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
-    plain = Run()
-    expected, reported = plain.fit(7, stop(e2=[0, 2], e5=[3]))
-    run = Run(donate=way == "donate")
-    options = {"resume": tmp_path / "run", "save_every": 1} if way == "every step" else {}
-    sizes = []
-
-    def step(state, batch):
-        sizes.append(hfta.num_models(state.params))
-        return run.step(state, batch)
-
-    step.batch_dims = 0
-    run.loader = [*run.loader] if way == "batches" else run.loader
+    plain, run = Run(), Run(donate=way == "donate")
     if way == "batches":
-        plain.loader = run.loader
-        expected, reported = plain.fit(7, stop(e2=[0, 2], e5=[3]))
-    seen = []
+        plain.loader = run.loader = [*run.loader]
+    expected, reported = plain.fit(7, stop(e2=[0, 2], e5=[3]))
+    options = {"resume": tmp_path / "run", "save_every": 1} if way == "every step" else {}
+    sizes, seen = run.note_sizes(), []
     look = lambda state, history: seen.append(hfta.num_models(state))  # noqa: E731
-    state, history = hfta.fit(
-        *(step, run.state, run.loader), epochs=7, evaluate=run.evaluate, callbacks=[stop(e2=[0, 2], e5=[3]), look],
-        progress=False, compact=True, **options,
-    )  # fmt: skip
+    state, history = run.fit(7, stop(e2=[0, 2], e5=[3]), look, compact=True, **options)
     assert sizes == [4] * 6 + [2] * 9 + [1] * 6 and seen == [4] * 7
     assert_same(state._replace(opt_state=()), expected._replace(opt_state=()))
     assert_same(history["mse"], reported["mse"])
@@ -72,15 +59,10 @@ def test_a_compiled_step_trains_members_that_are_left_in_few_sizes():
     seeds, epochs = [5, 3, 8, 9, 1, 4, 7], 8
     one_less = stop(**{f"e{epoch}": [[3], [0], [6], [1], [2], [5], []][epoch - 1] for epoch in range(1, epochs)})
     expected, reported = Run(seeds).fit(epochs, one_less)
-    run, sizes = Run(seeds), []
-
-    def step(state, batch):
-        sizes.append(hfta.num_models(state))
-        return compiled(state, batch)
-
-    compiled = torch.compile(run.step, backend="eager")
-    step.batch_dims, step._torchdynamo_orig_callable = 0, run.step
-    run.step = step
+    run = Run(seeds)
+    plain = run.step
+    sizes = run.note_sizes(torch.compile(plain, backend="eager"))
+    run.step._torchdynamo_orig_callable = plain
     state, history = run.fit(epochs, one_less, compact=True)
     assert [*dict.fromkeys(sizes)] == [7, 4, 2, 1]
     assert_same(state, expected)
@@ -160,9 +142,8 @@ def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
     assert history.members.tolist() == [3, 1, 4]
     with pytest.raises(hfta.errors.StateError, match="holds a run with seeds"):
         Run([5, 3, 8, 10]).fit(7, resume=path)
-    with pytest.raises(
-        hfta.errors.StateError, match=r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
-    ):
+    message = r"holds a run with seeds \[5, 3, 8, 9\] but the state has \[5, 3\]; use a file"
+    with pytest.raises(hfta.errors.StateError, match=message):
         Run([5, 3]).fit(7, resume=path)
 
 

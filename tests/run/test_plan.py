@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import subprocess
-import sys
 import textwrap
 import weakref
 from typing import Any
@@ -18,6 +16,7 @@ import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
 from hfta_func.run import memory
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes
+from processes import output
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -71,11 +70,13 @@ def test_the_state_is_not_written(donate: bool) -> None:
         assert torch.equal(a, b)
 
 
-def _failing(most: int, error: Exception) -> Any:
-    """A step that fails with more than so many models."""
+def _failing(most: int, error: Exception, tried: list[int]) -> Any:
+    """A step that fails with more than so many models, and notes how many it is tried with."""
 
     def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
-        if hfta.num_models(state) > most:
+        tried.append(hfta.num_models(state))
+        assert len(batch[0]) == tried[-1]
+        if tried[-1] > most:
             raise error
         return state, {}
 
@@ -89,7 +90,7 @@ def _failing(most: int, error: Exception) -> Any:
 )
 def test_sizes_that_run_out_of_memory_are_left_out(most: int, sizes: tuple[int, ...], num_models: int) -> None:
     _, state, batch = _array()
-    found = hfta.plan(_failing(most, torch.OutOfMemoryError("CUDA out of memory")), state, batch, limit=30)
+    found = hfta.plan(_failing(most, torch.OutOfMemoryError("CUDA out of memory"), []), state, batch, limit=30)
     assert (found.sizes, found.num_models) == (sizes, num_models)
     # Steps that do nothing leave it to chance whether chunks of more than one are faster.
     assert num_models > 1 or found.chunk_size == 1
@@ -185,17 +186,8 @@ def test_free_memory_is_what_the_control_groups_leave(
     ],
 )
 def test_the_largest_that_runs(most: int, error: Exception) -> None:
-    _, state, batch = _array()
-    tried = []
-
-    def step(state: hfta.step.TrainState, batch: Any) -> tuple[hfta.step.TrainState, dict[str, Any]]:
-        tried.append(hfta.num_models(state))
-        assert len(batch[0]) == hfta.num_models(state)
-        if hfta.num_models(state) > most:
-            raise error
-        return state, {}
-
-    assert hfta.run.max_models(step, state, batch, limit=64) == most
+    (_, state, batch), tried = _array(), []
+    assert hfta.run.max_models(_failing(most, error, tried), state, batch, limit=64) == most
     assert len(set(tried)) <= 14
 
 
@@ -215,8 +207,7 @@ def test_a_process_that_runs_out_of_memory_goes_on() -> None:
         _, metrics = step(state, batch)
         print(most, bool(metrics["finite"]))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    most, finite = done.stdout.split()
+    most, finite = output(textwrap.dedent(code)).split()
     # A model holds 4 MB, a step its gradient, update and new parameters.
     assert 5 <= int(most) <= 100 and finite == "True"
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 import hfta_func as hfta
 from hfta_func.plot import bands, heatmap
+from scripts import X, Y, make, mse
 
 
 @pytest.fixture(autouse=True)
@@ -63,19 +64,9 @@ def test_members_that_are_not_finite_are_left_out_and_counted():
 
 
 def test_a_history_of_training_can_be_drawn_and_saved(tmp_path):
-    def loss_fn(model, batch):
-        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    def factory():
-        return torch.nn.Linear(3, 1)
-
-    seeds, lr = [0, 1, 2, 3], [0.1, 0.1, 0.01, 0.01]
-    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=lr))
-    state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-    data = (torch.linspace(-1, 1, 48).reshape(16, 3), torch.linspace(0, 2, 16).reshape(16, 1))
-    _, made = hfta.fit(step, state, hfta.ArrayLoader(data, 4, seeds=seeds), epochs=3, progress=False)
-
-    ax = bands(made.frame(lr=lr), "loss", by="lr")
+    experiment = hfta.Experiment(make, mse, hfta.sgd, seeds=4, lr=[0.1, 0.1, 0.01, 0.01])
+    made = experiment.fit((X, Y), 4, epochs=3, progress=False)
+    ax = bands(made.frame(), "loss", by="lr")
     numpy.testing.assert_allclose(ax.lines[1].get_ydata(), made["loss"][:, :2].mean(1), rtol=1e-6)
     ax.figure.savefig(tmp_path / "loss.png")
     assert pyplot.imread(tmp_path / "loss.png")[..., :3].std() > 0.01

@@ -38,10 +38,6 @@ def array(**options: Any) -> tuple[Any, hfta.step.TrainState, Any]:
     return step, state, (torch.randn(3, 5, 2, 8), torch.randint(0, 3, (3, 5)))
 
 
-def by_phase(result: hfta.run.Profile) -> dict[str, set[tuple[str, str, str]]]:
-    return {phase: {line[1:4] for line in result.lines if line.phase == phase} for phase in result.phases}
-
-
 def check_sums(result: hfta.run.Profile) -> None:
     # A line that is shorter than what recording its events costs is 0, and none is longer than it was recorded.
     assert min(result.unprofiled, result.profiled) * (1 - 1e-6) <= result.seconds <= result.profiled * (1 + 1e-6)
@@ -57,13 +53,11 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
     with hfta.rules.override(modules="0.0", conv="loop"):
         result = hfta.profile(step, state, batch, steps=10)
     check_sums(result)
-    lines = by_phase(result)
+    lines = {phase: {line[1:4] for line in result.lines if line.phase == phase} for phase in result.phases}
     assert result.kind == "eager" and result.num_models == 3
     assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["forward"]
     assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["backward"]
-    assert ("", "cross_entropy_loss", "folded") in lines["loss"] and ("", "cross_entropy_loss", "folded") in lines[
-        "backward"
-    ]
+    assert ("", "cross_entropy_loss", "folded") in lines["loss"] & lines["backward"]
     assert {"check", "entering vmap", "noise", "judge", "update", "commit", "Python"} <= lines.keys()
     assert all(torch.equal(state.params[path], leaf) for path, leaf in before.items())
     # Nothing is left of the markers.

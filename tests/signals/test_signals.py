@@ -93,9 +93,8 @@ def test_a_band_passes_as_through_scipy(low, high):
         found = signals.bandpass(signal, low, high, taps=taps)
         size = taps or 2 * int(numpy.ceil(1.65 * 125 / (low or high))) + 1
         edges = [edge for edge in (low, high) if 0 < edge < 62.5]
-        filter = scipy.signal.firwin(
-            size, edges, fs=125, pass_zero={1: "lowpass" if low == 0 else "highpass"}.get(len(edges), False)
-        )
+        kind = {1: "lowpass" if low == 0 else "highpass"}.get(len(edges), False)
+        filter = scipy.signal.firwin(size, edges, fs=125, pass_zero=kind)
         filled, bad = frame.fillna(0).to_numpy(), frame[0].isna().to_numpy()
         expected = numpy.stack([numpy.convolve(channel, filter, "same") for channel in filled.T], 1)
         touched = numpy.convolve(bad, numpy.ones(size), "same") > 0.5

@@ -8,10 +8,11 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from cases import loss_fn
+from hfta_func.step import Failure
 
 M, N = 3, 8
 NORMS = {
@@ -29,10 +30,6 @@ def _model(norm: str = "batch") -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), NORMS[norm](), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5))
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 def _batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(M, N, 1, 4, 4), torch.randint(5, (M, N))) for _ in range(steps)]
 
@@ -41,7 +38,7 @@ def _array(
     factory: Any = _model, optimizer: Any = None, **options: Any
 ) -> tuple[Any, hfta.step.TrainStep, hfta.step.TrainState]:
     members = [factory() for _ in range(M)]
-    step = hfta.make_train_step(members[0], options.pop("loss", _loss), optimizer or hfta.sgd(lr=0.1), **options)
+    step = hfta.make_train_step(members[0], options.pop("loss", loss_fn), optimizer or hfta.sgd(lr=0.1), **options)
     return members, step, step.init(*hfta.stack_params(members), seeds=[5, 6, 7])
 
 
@@ -62,7 +59,7 @@ def test_autocast_is_that_of_torch(norm: str, dtype: torch.dtype, backend: str |
     for i, member in enumerate(members):
         optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
         with torch.autocast("cpu", dtype=dtype):
-            loss = _loss(member, (batch[0][i], batch[1][i]))
+            loss = loss_fn(member, (batch[0][i], batch[1][i]))
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(metrics["loss"][i], loss.detach().to(metrics["loss"].dtype), rtol=1e-2, atol=1e-3)
@@ -81,7 +78,7 @@ def test_defaults_of_a_loss_scale_are_those_of_torch() -> None:
 
 def _steep(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """A loss whose slope is the batch's own."""
-    return _loss(model, batch[:2]) * batch[2]
+    return loss_fn(model, batch[:2]) * batch[2]
 
 
 @pytest.mark.exhaustive(ids="^True")
@@ -121,7 +118,7 @@ def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> Non
             scaler.step(optimizer)
             scaler.update()
             stood_still = all(torch.equal(a, b) for a, b in zip(old, member.parameters(), strict=True))
-            overflow = metrics["failure"][i] == hfta.step.Failure.OVERFLOW
+            overflow = metrics["failure"][i] == Failure.OVERFLOW
             assert overflow == stood_still
             if overflow:
                 skipped.add(i)
@@ -136,22 +133,15 @@ def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> Non
 
 
 def test_a_gradient_that_fails_at_a_scale_of_one_has_failed() -> None:
-    _, step, state = _array(
-        loss=_steep, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.step.LossScale([1.0, 4.0, 4.0])
-    )
     (batch,) = _batches(1)
+    scaled = {"autocast": torch.float16, "nonfinite": "freeze", "loss_scale": hfta.step.LossScale([1.0, 4.0, 4.0])}
+    _, step, state = _array(loss=_steep, **scaled)
     state, metrics = step(state, (*batch, torch.tensor([float("inf"), float("inf"), 1.0])))
     # An infinite loss is no matter of scale.
-    assert metrics["failure"].tolist() == [hfta.step.Failure.LOSS, hfta.step.Failure.LOSS, hfta.step.Failure.NONE]
-    _, step, state = _array(
-        loss=_root, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.step.LossScale([1.0, 4.0, 4.0])
-    )
+    assert metrics["failure"].tolist() == [Failure.LOSS, Failure.LOSS, Failure.NONE]
+    _, step, state = _array(loss=_root, **scaled)
     state, metrics = step(state, torch.tensor([0.0, 0.0, 1.0]))
-    assert metrics["failure"].tolist() == [
-        hfta.step.Failure.GRADIENT,
-        hfta.step.Failure.OVERFLOW,
-        hfta.step.Failure.NONE,
-    ]
+    assert metrics["failure"].tolist() == [Failure.GRADIENT, Failure.OVERFLOW, Failure.NONE]
     assert state.active.tolist() == [False, True, True]
     assert state.loss_scale.scale.tolist() == [1.0, 2.0, 4.0]
 
@@ -179,13 +169,10 @@ def test_scales_follow_their_members() -> None:
     assert changed.loss_scale.hyperparams["growth_interval"].tolist() == [5.0] * M
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"autocast": torch.float32}, "autocast is torch.float32; it must be None, torch.bfloat16 or torch.float16"),
-        ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; it must be 'skip', 'freeze' or 'raise'"),
-    ],
-)
-def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _array(**options)
+def test_options_that_are_none() -> None:
+    with pytest.raises(
+        ValueError, match=r"autocast is torch.float32; it must be None, torch.bfloat16 or torch.float16"
+    ):
+        _array(autocast=torch.float32)
+    with pytest.raises(ValueError, match="nonfinite is 'ignore'; it must be 'skip', 'freeze' or 'raise'"):
+        _array(nonfinite="ignore")

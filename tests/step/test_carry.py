@@ -1,5 +1,7 @@
 """What a model passes from batch to batch: hidden states, with gradients that end at the batch."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -43,20 +45,20 @@ def array(count=3, loss=loss_fn, **options):
     return step, step.init(*hfta.init_params(Model, SEEDS[:count]), seeds=SEEDS[:count])
 
 
-def alone(member, epochs):
-    """One member in ordinary PyTorch, as a script would train it: its model, its losses, and its last hidden state."""
+def alone(member, epochs=1, loss_fn=loss_fn):
+    """One member in ordinary PyTorch, as a script trains it: model, losses, last hidden state, and what is reported."""
     torch.manual_seed(SEEDS[member])
     model, losses = Model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR[member], momentum=0.9)
     for _ in range(epochs):
         hidden = model.start()
         for batch in batches():
-            loss, hidden = loss_fn(model, batch, tuple(part.detach() for part in hidden))
+            loss, hidden, *reported = loss_fn(model, batch, carry=tuple(part.detach() for part in hidden))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-    return model, torch.stack(losses).reshape(epochs, -1), hidden
+    return model, torch.stack(losses).reshape(epochs, -1), hidden, *reported
 
 
 def assert_alone(state, history, epochs=3):
@@ -90,17 +92,15 @@ def test_members_are_those_that_a_script_trains(way, count):
 
 
 def test_replays_are_used():
-    step, state = array(replay=True)
-    for _ in range(4):
-        for batch in batches(20):
+    results = []
+    for replay in (False, True):
+        step, state = array(replay=replay)
+        for batch in batches(20) * 4:
             state, metrics = step(state, batch)
+        results.append((state.carry.now, metrics))
     assert step.status.startswith("replayed"), step.status
     assert sorted(metrics) == ["failure", "finite", "loss"]
-    other, plain = array(replay=False)
-    for _ in range(4):
-        for batch in batches(20):
-            plain, expected = other(plain, batch)
-    torch.testing.assert_close((state.carry.now, metrics), (plain.carry.now, expected), rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_compiled_steps_carry_too():
@@ -161,17 +161,7 @@ def test_numbers_of_the_members_and_further_metrics():
         state, metrics = step(state, batch)
     assert sorted(metrics) == ["failure", "finite", "loss", "size"]
     for member in range(3):
-        torch.manual_seed(SEEDS[member])
-        model, hidden = Model(), Model().start()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR[member], momentum=0.9)
-        torch.manual_seed(SEEDS[member])
-        for batch in batches():
-            loss, hidden, reported = scaled(
-                model, batch, {"keep": keep[member]}, tuple(part.detach() for part in hidden)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        *_, reported = alone(member, loss_fn=functools.partial(scaled, hparams={"keep": keep[member]}))
         torch.testing.assert_close(metrics["size"][member], reported["size"].detach(), rtol=1e-10, atol=0)
 
 
@@ -230,8 +220,8 @@ def test_members_may_start_with_values_of_their_own():
     torch.testing.assert_close(hfta.step.restart(after).carry.now, start, rtol=0, atol=0)
 
 
-def refused(loss, carry=None, **options):
-    step, state = array(loss=loss, **({} if carry is None else {"carry": carry}), **options)
+def refused(loss):
+    step, state = array(loss=loss)
     step(state, batches()[0])
 
 

@@ -68,7 +68,7 @@ import sys
 sys.modules["hfta_func"] = None
 import torch
 x, mean, std = torch.load(sys.argv[2])
-found = torch.export.load(sys.argv[1]).module()(x)
+found = torch.export.load(sys.argv[1]).module()(x, torch.arange(1.0, 7.0).double())
 torch.testing.assert_close(found, (mean, std), rtol=1e-12, atol=1e-12)
 print("loaded")
 """
@@ -88,8 +88,7 @@ def test_a_program_takes_any_number_of_rows_without_this_package(rows: int, tmp_
     if rows == 3:
         torch.export.save(program, tmp_path / "model.pt2")
         torch.save((X, *deployed(X, scale)), tmp_path / "expected.pt")
-        code = LOAD.replace("(x)", "(x, torch.arange(1.0, 7.0).double())")
-        arguments = [sys.executable, "-W", "ignore", "-c", code, tmp_path / "model.pt2", tmp_path / "expected.pt"]
+        arguments = [sys.executable, "-W", "ignore", "-c", LOAD, tmp_path / "model.pt2", tmp_path / "expected.pt"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
         assert done.stdout == "loaded\n", done.stderr

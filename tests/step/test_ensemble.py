@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.errors import BatchError, StackError, StateError
+from hfta_func.step import Prediction
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -268,31 +270,24 @@ def test_predictions_are_those_of_the_members():
 
 
 def test_bad_input_is_refused_with_a_cure():
-    whole = ensemble()
-    with pytest.raises(
-        hfta.errors.BatchError, match=r"\[0\] is \[5, 4\] but the array .* share one batch by batch_dims=None"
-    ):
+    whole, tied, stacked = ensemble(), models("tied")[0], hfta.stack_params(models())
+    with pytest.raises(BatchError, match=r"\[0\] is \[5, 4\] but the array .* share one batch by batch_dims=None"):
         whole(X[0], batch_dims=0)
-    with pytest.raises(hfta.errors.BatchError, match=r"\[2, 5, 4\] but the array has 3 models"):
-        whole.predict(X[:2], batch_dims=0)
-    with pytest.raises(
-        hfta.errors.BatchError, match=r"the input\[\'args\'\] is a .* of \[0\] but batch_dims has a tuple of \[0, 1\]"
-    ):
+    with pytest.raises(BatchError, match=r"input\['args'\] is a .* of \[0\] but batch_dims has a tuple of \[0, 1\]"):
         whole(X, batch_dims=(0, 0))
-    with pytest.raises(hfta.errors.StackError, match="pass the model that the array was stacked from"):
-        hfta.Ensemble(models("tied")[0], *hfta.stack_params(models()))
-    with pytest.raises(hfta.errors.StackError, match=r"pass \[model\]"):
-        hfta.Ensemble.from_modules(nn.Linear(2, 2))
-    with pytest.raises(hfta.errors.StackError, match="no models"):
-        hfta.Ensemble.from_modules([])
-    with pytest.raises(hfta.errors.StateError, match="must be of the same model"):
-        hfta.predict(models("tied")[0], hfta.stack_params(models()), X[0])
-    with pytest.raises(RuntimeError, match=r"in the range \[0, 1\]"):
-        whole.predict(X[0]).quantiles([0.5, 1.5])
-    with pytest.raises(ValueError, match=r"scores are .* of two classes or more"):
-        _ = hfta.step.Prediction(torch.zeros(3, 5, 1)).probabilities
+    for call, error, words in (
+        (lambda: whole.predict(X[:2], batch_dims=0), BatchError, r"\[2, 5, 4\] but the array has 3 models"),
+        (lambda: hfta.Ensemble(tied, *stacked), StackError, "pass the model that the array was stacked from"),
+        (lambda: hfta.Ensemble.from_modules(nn.Linear(2, 2)), StackError, r"pass \[model\]"),
+        (lambda: hfta.Ensemble.from_modules([]), StackError, "no models"),
+        (lambda: hfta.predict(tied, stacked, X[0]), StateError, "must be of the same model"),
+        (lambda: whole.predict(X[0]).quantiles([0.5, 1.5]), RuntimeError, r"in the range \[0, 1\]"),
+        (lambda: Prediction(torch.zeros(3, 5, 1)).probabilities, ValueError, r"scores are .* of two classes or more"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     table = hfta.Ensemble.from_modules([nn.Embedding(5, 2, max_norm=1.0) for _ in range(M)])
-    with pytest.raises(hfta.errors.StateError, match="train with make_train_step"):
+    with pytest.raises(StateError, match="train with make_train_step"):
         table(torch.tensor([0, 1]))
     assert table.eval()(torch.tensor([0, 1])).norm(dim=-1).max() <= 1 + 1e-6
 

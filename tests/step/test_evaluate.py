@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -14,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from comparisons import identical
 from hfta_func import random
 
 M = 5
 SEEDS = [11, 7, 1002, -3, 7]
 SIZES = [None, 1, 2, 3, 4, 5, 9]
+X = torch.randn(7, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
 class Noisy(nn.Module):
@@ -53,14 +54,8 @@ def state(members: list[nn.Module]) -> hfta.step.TrainState:
     return first._replace(step=torch.tensor([0, 3, 3, 1, 2**40]), active=torch.tensor([True, False, True, True, False]))
 
 
-@pytest.fixture(scope="module")
-def inputs() -> Tensor:
-    torch.manual_seed(2)
-    return torch.randn(7, 4, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("size", SIZES)
-def test_it_runs_in_eval_mode(members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None) -> None:
+def test_it_runs_in_eval_mode(members: Any, state: hfta.step.TrainState, size: int | None) -> None:
     modes = []
 
     def watched(model: nn.Module, x: Tensor) -> Tensor:
@@ -70,19 +65,19 @@ def test_it_runs_in_eval_mode(members: Any, state: hfta.step.TrainState, inputs:
     assert members[0].training
     evaluate = hfta.make_eval_step(members[0], watched, chunk_size=size)
     held = optree.tree_map(torch.clone, state)
-    found = evaluate(state, inputs)["watched"]
+    found = evaluate(state, X)["watched"]
     # Calls for groups of members count as one.
     assert modes == [{False}]
-    expected = torch.stack([hfta.export_model(members[0], state, i).eval()(inputs) for i in range(M)])
+    expected = torch.stack([hfta.export_model(members[0], state, i).eval()(X) for i in range(M)])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
     assert members[0].training and not found.requires_grad
-    assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(held)))
+    assert identical(state, held)
 
 
-def test_a_model_in_eval_mode_stays_so(members: Any, state: hfta.step.TrainState, inputs: Tensor) -> None:
+def test_a_model_in_eval_mode_stays_so(members: Any, state: hfta.step.TrainState) -> None:
     model = Noisy().double().eval()
-    found = hfta.make_eval_step(model, outputs)(state, inputs)["outputs"]
-    assert torch.equal(found, hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"])
+    found = hfta.make_eval_step(model, outputs)(state, X)["outputs"]
+    assert torch.equal(found, hfta.make_eval_step(members[0], outputs)(state, X)["outputs"])
     assert not model.training
 
 
@@ -100,26 +95,15 @@ def expected_draws(keys: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_noise_is_that_of_seed_and_inverted_step(
-    members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None
-) -> None:
-    found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(state, inputs)
-    expected = expected_draws(random.fold_in(state.keys, ~state.step))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value)
+def test_noise_is_that_of_seed_and_inverted_step(members: Any, state: hfta.step.TrainState, size: int | None) -> None:
+    evaluate = hfta.make_eval_step(members[0], drawn, chunk_size=size)
+    found = evaluate(state, X)
+    assert identical(found, expected_draws(random.fold_in(state.keys, ~state.step)))
     # Equal seeds at different steps, and equal steps of different seeds.
     assert len({tuple(row) for row in found["uniform"].tolist()}) == M
-
-
-@pytest.mark.parametrize("size", [None, 2])
-def test_without_a_training_state_all_draw_from_seed_0(
-    members: Any, state: hfta.step.TrainState, inputs: Tensor, size: int | None
-) -> None:
-    stacked = hfta.models.Stacked(state.params, state.buffers)
-    found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(stacked, inputs)
-    for name, value in expected_draws(torch.zeros(M, dtype=torch.int64)).items():
-        assert torch.equal(found[name], value)
+    # Without a training state, all draw from seed 0.
+    found = evaluate(hfta.models.Stacked(state.params, state.buffers), X)
+    assert identical(found, expected_draws(torch.zeros(M, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("size", [*SIZES, "auto"])
@@ -145,27 +129,44 @@ def test_autocast_in_groups(size: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found["outputs"], expected, rtol=1e-2, atol=1e-2)
 
 
-def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.step.TrainState, inputs: Tensor) -> None:
+def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.step.TrainState) -> None:
     def looks(model: nn.Module, x: Tensor) -> Tensor:
         y = model(x)
         return y if y.sum().item() > 0 else -y
 
-    found = hfta.make_eval_step(members[0], looks, chunk_size=1)(state, inputs)["looks"]
-    plain = hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"]
+    found = hfta.make_eval_step(members[0], looks, chunk_size=1)(state, X)["looks"]
+    plain = hfta.make_eval_step(members[0], outputs)(state, X)["outputs"]
     torch.testing.assert_close(found, plain * plain.sum((1, 2), keepdim=True).sign(), rtol=1e-12, atol=1e-12)
     assert plain.sum((1, 2)).sign().unique().numel() == 2
     with pytest.warns(hfta.errors.LoopWarning, match="members run one after another"):
-        apart = hfta.make_eval_step(members[0], looks, chunk_size=2)(state, inputs)["looks"]
+        apart = hfta.make_eval_step(members[0], looks, chunk_size=2)(state, X)["looks"]
     torch.testing.assert_close(apart, found, rtol=1e-12, atol=1e-12)
 
 
-def outcome(call: Callable[[], Any]) -> tuple[type, str] | None:
-    """None, or the class and the words of the error."""
-    try:
-        call()
-    except Exception as error:
-        return type(error), str(error)
-    return None
+def outcomes(batch: Any, **options: Any) -> list[tuple[type, str] | None]:
+    """Of training and of evaluation: None, or the class and the words of the error."""
+    models, found = [nn.Linear(4, 1) for _ in range(2)], []
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).mean()
+
+    def train() -> None:
+        step = hfta.make_train_step(models[0], mean, hfta.sgd(lr=0.1), **options)
+        step(step.init(*hfta.stack_params(models), seeds=[0, 1]), batch)
+
+    def evaluate() -> None:
+        hfta.make_eval_step(models[0], mean, **options)(hfta.stack_params(models), batch)
+
+    for call in (train, evaluate):
+        try:
+            call()
+            found.append(None)
+        except Exception as error:
+            found.append((type(error), str(error)))
+    return found
+
+
+PARTS = {"x": torch.randn(2, 3, 4), "y": torch.randn(2, 3)}
 
 
 @pytest.mark.parametrize(
@@ -178,27 +179,13 @@ def outcome(call: Callable[[], Any]) -> tuple[type, str] | None:
     ],
 )
 def test_training_and_evaluation_take_the_same_options(option: str, value: Any, accepted: bool) -> None:
-    models = [nn.Linear(4, 1) for _ in range(2)]
-    x = torch.randn(2, 3, 4)
-
-    def mean(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).mean()
-
-    def train() -> None:
-        step = hfta.make_train_step(models[0], mean, hfta.sgd(lr=0.1), **{option: value})
-        step(step.init(*hfta.stack_params(models), seeds=[0, 1]), x)
-
-    def evaluate() -> None:
-        hfta.make_eval_step(models[0], mean, batch_dims=0, **{option: value})(hfta.stack_params(models), x)
-
-    trained = outcome(train)
-    assert trained == outcome(evaluate)
+    trained, evaluated = outcomes(PARTS, batch_dims=0, **{option: value})
+    assert trained == evaluated
     assert (trained is None) == accepted
     if trained is not None:
         assert trained[0] is ValueError and option in trained[1] and repr(value) in trained[1]
 
 
-PARTS = {"x": torch.randn(2, 3, 4), "y": torch.randn(2, 3)}
 BATCH_DIMS: list[tuple[Any, Any, bool]] = [
     (0, PARTS, True),
     (None, PARTS, True),
@@ -229,16 +216,8 @@ BATCH_DIMS: list[tuple[Any, Any, bool]] = [
 @pytest.mark.parametrize("case", range(len(BATCH_DIMS)))
 def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> None:
     dims, batch, accepted = BATCH_DIMS[case]
-    models = [nn.Linear(4, 1) for _ in range(2)]
-
-    def mean(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch["x"]).mean()
-
-    step = hfta.make_train_step(models[0], mean, hfta.sgd(lr=0.1), batch_dims=dims, chunk_size=size)
-    evaluate = hfta.make_eval_step(models[0], mean, batch_dims=dims, chunk_size=size)
-    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
-    trained = outcome(lambda: step(state, batch))
-    assert trained == outcome(lambda: evaluate(state, batch))
+    trained, evaluated = outcomes(batch, batch_dims=dims, chunk_size=size)
+    assert trained == evaluated
     assert trained is None if accepted else trained is not None and trained[0] is hfta.errors.BatchError
 
 
@@ -252,12 +231,12 @@ def test_the_model_axis_of_a_batch_is_the_first(make: Any, dims: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stacked", [False, True])
-def test_compiled_it_is_the_eager_one(members: Any, state: hfta.step.TrainState, inputs: Tensor, stacked: bool) -> None:
+def test_compiled_it_is_the_eager_one(members: Any, state: hfta.step.TrainState, stacked: bool) -> None:
     torch._dynamo.reset()
     evaluate = hfta.make_eval_step(members[0], outputs)
     held: Any = hfta.models.Stacked(state.params, state.buffers) if stacked else state
     compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager", dynamic=False)
-    torch.testing.assert_close(compiled(held, inputs), evaluate(held, inputs), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compiled(held, X), evaluate(held, X), rtol=1e-12, atol=1e-12)
 
 
 class Rewriting(nn.Module):
@@ -283,7 +262,7 @@ def test_what_a_model_writes_is_its_own_copy(size: Any, dims: Any, count: int) -
     evaluate = hfta.make_eval_step(models[0], lambda model, x: model(x), batch_dims=dims, chunk_size=size)
     for _ in range(2):
         evaluate(stacked, x)
-        assert all(map(torch.equal, optree.tree_leaves((stacked, x)), optree.tree_leaves(held)))
+        assert identical((stacked, x), held)
 
 
 class Writes(nn.Module):

@@ -16,6 +16,8 @@ from torch.optim import lr_scheduler
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
+from member_runs import mse
+from ways import train_solo
 
 pytestmark = pytest.mark.usefixtures("double")
 M = 3
@@ -70,11 +72,9 @@ def _generators(seed: int) -> list[torch.Generator]:
 
 
 def _assert_same(models: list[Any], others: list[Any], tolerance: float = 1e-12) -> None:
-    for model, other in zip(models, others, strict=True):
-        for (path, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(
-                param, expected, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
-            )
+    for pair in zip(models, others, strict=True):
+        found, expected = (dict(model.named_parameters()) for model in pair)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.exhaustive(ids="-0$|muon")
@@ -173,19 +173,15 @@ def test_schedulers_go_on_as_an_array(name: str, kind: str, before: int, every: 
     """From their start to the end and midway, once per batch and per epoch; a number of the second group is a tensor."""
     make, options = KINDS[kind]
     models, generators = _models({"first": (3, 2), "second": (4,)}), _generators(2)
-    optimizers = [
-        make(
-            [{"params": [m.first], "lr": 0.1 + i}, {"params": [m.second], "lr": torch.tensor(0.02)}],
-            **options,
-            weight_decay=0.01,
-        )
+    groups = [
+        [{"params": [m.first], "lr": 0.1 + i}, {"params": [m.second], "lr": torch.tensor(0.02)}]
         for i, m in enumerate(models)
     ]
+    optimizers = [make(two, **options, weight_decay=0.01) for two in groups]
     schedulers = [SCHEDULERS[name](optimizer, i) for i, optimizer in enumerate(optimizers)]
 
     def epochs(models: Any, optimizers: Any, schedulers: Any, generators: Any, count: int) -> None:
-        for member in zip(models, optimizers, schedulers, generators, strict=True):
-            model, optimizer, scheduler, generator = member
+        for model, optimizer, scheduler, generator in zip(models, optimizers, schedulers, generators, strict=True):
             for _ in range(count):
                 _train(model, optimizer, every, generator)
                 scheduler.step()
@@ -220,10 +216,6 @@ def _groups(model: Any) -> list[dict[str, Any]]:
     return [first, {"params": [model[4].weight, model[2].bias], "maximize": True}, {"params": [model[4].bias]}]
 
 
-def _loss_fn(model: Any, batch: Any) -> Any:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
 @pytest.mark.parametrize(
     "compiled",
     [
@@ -240,15 +232,12 @@ def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
 
     def train() -> None:
         for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
-            for batch in batches:
-                optimizer.zero_grad()
-                _loss_fn(model, batch).backward()
-                optimizer.step()
+            train_solo(model, mse, optimizer, batches)
             scheduler.step()
 
     train()
     optimizer = hfta.from_torch(iter(optimizers), iter(schedulers), models=iter(models), steps=8, every=4)
-    step = hfta.make_train_step(models[0], _loss_fn, optimizer, batch_dims=None, donate=True)
+    step = hfta.make_train_step(models[0], mse, optimizer, batch_dims=None, donate=True)
     start = step.init(*hfta.stack_params(models), seeds=range(M))
     held = hfta.take(start, slice(None)).opt_state
     for _ in range(3):

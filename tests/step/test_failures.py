@@ -12,8 +12,9 @@ from torch import Tensor
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
+from comparisons import identical
 from hfta_func._kernels.native import compiler
-from hfta_func.step import commit
+from hfta_func.step import Failure, commit
 
 M = 3
 SEEDS = [11, 7, 1002]
@@ -23,15 +24,6 @@ def _array(name: str = "cnn", **options: Any) -> tuple[hfta.step.TrainStep, hfta
     members = models(name, M, 0.3)
     step = hfta.make_train_step(members[0], options.pop("loss", loss_fn), hfta.adamw(lr=[1e-3, 1e-2, 3e-3]), **options)
     return step, step.init(*hfta.stack_params(members), seeds=SEEDS)
-
-
-def _identical(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
-
-
-def _close(a: Any, b: Any) -> None:
-    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
 
 
 def _rooted(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -67,14 +59,14 @@ def test_failures_stay_where_they_happen(name: str, nonfinite: str, donate: bool
             state, metrics = run(state, batch)
             if own is not data and number == 2:
                 after = hfta.take(state, [1])
-                assert _identical(after[:3], before[:3])
+                assert identical(after[:3], before[:3])
                 failures = metrics["failure"].tolist()
                 assert metrics["finite"].tolist() == [True, False, True]
         states.append(state)
     healthy, sick = states
     # Eagerly, members are updated by other operators when one of them fails; all of them give the same bits.
-    assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
-    assert failures == [hfta.step.Failure.NONE, hfta.step.Failure.LOSS, hfta.step.Failure.NONE]
+    assert identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
+    assert failures == [Failure.NONE, Failure.LOSS, Failure.NONE]
     assert sick.active.tolist() == [True, nonfinite == "skip", True]
     assert sick.step.tolist() == [5, 5 if nonfinite == "skip" else 3, 5]
 
@@ -88,11 +80,7 @@ def test_the_cause(compiled: bool) -> None:
     (batch,) = _poisoned(batches(M, 1), 0, 1, 0.0)
     (batch,) = _poisoned([batch], 0, 2, float("inf"))
     _, metrics = run(state, batch)
-    assert metrics["failure"].tolist() == [
-        hfta.step.Failure.NONE,
-        hfta.step.Failure.GRADIENT,
-        hfta.step.Failure.LOSS,
-    ]
+    assert metrics["failure"].tolist() == [Failure.NONE, Failure.GRADIENT, Failure.LOSS]
 
 
 @pytest.mark.exhaustive
@@ -101,7 +89,7 @@ def test_causes_in_a_transform(leaves: int) -> None:
     torch._dynamo.reset()
     losses, grads = torch.zeros(2, 3), [torch.randn(2, 3, 4) for _ in range(leaves)]
     grads[-1][1, 2, 3] = float("inf")
-    expected = [[0, 0, 0], [0, 0, hfta.step.Failure.GRADIENT]]
+    expected = [[0, 0, 0], [0, 0, Failure.GRADIENT]]
     each = torch.compile(lambda *args: torch.func.vmap(commit.diagnose)(*args), fullgraph=True, backend="aot_eager")
     assert each(losses, grads).tolist() == torch.func.vmap(commit.diagnose)(losses, grads).tolist() == expected
 
@@ -127,11 +115,10 @@ def test_raising(backend: str | None) -> None:
     assert metrics["finite"].all()
     held = optree.tree_map(torch.clone, state)
     (spoilt,) = _poisoned([second], 0, 1, float("nan"))
-    with pytest.raises(
-        hfta.errors.NonFiniteError, match="model 1: the loss is not finite at step 1; lower its learning rate"
-    ):
+    words = "model 1: the loss is not finite at step 1; lower its learning rate"
+    with pytest.raises(hfta.errors.NonFiniteError, match=words):
         run(state, spoilt)
-    assert _identical(state, held)
+    assert identical(state, held)
     # Members that have stopped may fail.
     run(state._replace(active=torch.tensor([True, False, True])), spoilt)
 
@@ -151,9 +138,9 @@ def test_donated_states_are_written(name: str, backend: str | None) -> None:
         state, metrics = plain(state, batch)
         held, donated = run(held, batch)
         torch.testing.assert_close(donated["loss"], metrics["loss"], rtol=1e-9, atol=0)
-    _close(held, state)
+    torch.testing.assert_close(held, state, rtol=1e-9, atol=1e-12)
     assert [leaf.data_ptr() for leaf in optree.tree_leaves(held)] == addresses
-    assert _identical(given, held)
+    assert identical(given, held)
 
 
 def test_donated_tables_with_max_norm() -> None:
@@ -169,7 +156,7 @@ def test_donated_tables_with_max_norm() -> None:
     for _ in range(3):
         tokens = torch.randint(7, (M, 5, 3))
         states = [step(state, tokens)[0] for step, state in zip(steps, states, strict=True)]
-    _close(*states)
+    torch.testing.assert_close(*states, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.sampled(every=5)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from comparisons import identical
+from hfta_func.errors import NonFiniteError, StackError
 from hfta_func.step import replay
 from hfta_func.testing import assert_matches_solo
 
@@ -68,10 +70,6 @@ def copied(tree: Any) -> Any:
     return optree.tree_map(torch.clone, tree)
 
 
-def same(first: Any, second: Any) -> bool:
-    return all(map(torch.equal, *map(optree.tree_leaves, (first, second))))
-
-
 def run(step: Any, state: Any, batches: Any) -> tuple[Any, Any]:
     reports = []
     for batch in batches:
@@ -114,9 +112,9 @@ def test_noise_is_that_of_seed_name_and_update():
     state = start(step)
     assert_matches_solo(step, state, make_batches(), rtol=1e-12)
     _, reports = run(step, state, make_batches())
-    solo = [run(step, hfta.take(state, [1]), [tuple(leaf[1:2] for leaf in b) for b in make_batches()])[1]]
+    _, solo = run(step, hfta.take(state, [1]), [tuple(leaf[1:2] for leaf in b) for b in make_batches()])
     draws = torch.stack([torch.stack([report["d.draw"], report["g.draw"]]) for report in reports])
-    assert torch.equal(draws[:, :, 1:2], torch.stack([torch.stack([r["d.draw"], r["g.draw"]]) for r in solo[0]]))
+    assert torch.equal(draws[:, :, 1:2], torch.stack([torch.stack([r["d.draw"], r["g.draw"]]) for r in solo]))
     assert len(set(draws.flatten().tolist())) == draws.numel()
     # Neither the other networks nor how often they are updated matter.
     both = make_joint([with_noise(loss_d), with_noise(loss_g)], GAN(0.3))
@@ -130,7 +128,7 @@ def test_noise_is_that_of_seed_name_and_update():
     assert len({*plain.tolist(), *first["d"].tolist(), *first["g"].tolist()}) == 9
 
 
-def failing(loss: Any, member: int = 1) -> Any:
+def failing(loss: Any) -> Any:
     """A loss that is infinite for one member whose batch begins with a large number."""
 
     def fails(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -155,10 +153,9 @@ def test_a_member_fails_as_a_whole(which, every, donate):
     assert metrics["failure"].tolist() == [0, 1, 0] and metrics["finite"].tolist() == [True, False, True]
     # It has seen the batch.
     kept = hfta.take(before, [1])._replace(step=before.step[1:2] + 1)
-    assert same(hfta.take(after, [1]), kept)
-    assert same(hfta.take(after, [0, 2]), hfta.take(healthy, [0, 2])) and not same(
-        hfta.take(after, [0]), hfta.take(before, [0])
-    )
+    assert identical(hfta.take(after, [1]), kept)
+    assert identical(hfta.take(after, [0, 2]), hfta.take(healthy, [0, 2]))
+    assert not identical(hfta.take(after, [0]), hfta.take(before, [0]))
     assert not any(leaf.isnan().any() for leaf in optree.tree_leaves(after))
 
 
@@ -169,15 +166,13 @@ def test_failures_that_freeze_or_raise():
     after, _ = step(start(step), bad)
     assert after.active.tolist() == [True, False, True]
     kept, _ = step(after, make_batches()[0])
-    assert same(hfta.take(kept, [1]), hfta.take(after, [1])) and kept.step.tolist() == [2, 1, 2]
+    assert identical(hfta.take(kept, [1]), hfta.take(after, [1])) and kept.step.tolist() == [2, 1, 2]
     step = make_joint([loss_d, failing(loss_g)], nonfinite="raise", donate=True)
     state = start(step)
     before = copied(state)
-    with pytest.raises(
-        hfta.errors.NonFiniteError, match=r"model 1: the loss of its 'g' is not finite at step 0; lower"
-    ):
+    with pytest.raises(NonFiniteError, match="model 1: the loss of its 'g' is not finite at step 0; lower"):
         step(state, bad)
-    assert same(state, before)
+    assert identical(state, before)
 
 
 def test_an_overflow_only_skips_the_update_of_its_network():
@@ -188,11 +183,8 @@ def test_an_overflow_only_skips_the_update_of_its_network():
     step = hfta.joint(**steps)
     state = start(step)
     after, metrics = step(state, make_batches()[0])
-    assert metrics["failure"].tolist() == [0, hfta.step.Failure.OVERFLOW, 0] and metrics["finite"].tolist() == [
-        True,
-        False,
-        True,
-    ]
+    assert metrics["failure"].tolist() == [0, hfta.step.Failure.OVERFLOW, 0]
+    assert metrics["finite"].tolist() == [True, False, True]
     assert metrics["g.loss_scale"].tolist() == [1.0, 2.0**100, 2.0] and after.loss_scale["g"].scale[1] < 2.0**100
     changed = {path[0]: (leaf != after.params[path]).flatten(1).any(1).tolist() for path, leaf in state.params.items()}
     assert changed == {"d": [True] * 3, "g": [True, False, True]}
@@ -274,26 +266,16 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
         active[1] &= len(history) < 2
         return state._replace(active=active)
 
-    def fit(epochs, seeds=SEEDS, keep=None, **more):
+    def fit(epochs, keep=None, **more):
         step = make_joint([with_noise(loss_d), with_noise(loss_g)], GAN(0.3), every={"g": 2})
         state = start(step)
         loader = hfta.ArrayLoader(data, 12, seeds=SEEDS, drop_last=True)
-        options = {
-            "callbacks": [stop],
-            "evaluate": (distance, data),
-            "progress": False,
-            "resume": keep,
-            "restore_best": "d.loss",
-            **more,
-        }
-        return hfta.fit(step, state, loader, epochs=epochs, **options)
+        options = {"callbacks": [stop], "evaluate": (distance, data), "restore_best": "d.loss", **more}
+        return hfta.fit(step, state, loader, epochs=epochs, progress=False, resume=keep, **options)
 
     whole, history = fit(4)
-    assert (
-        history["g.loss"].shape == history["distance"].shape == (4, 3)
-        and not history.failures
-        and whole.step.tolist()[0] > whole.step.tolist()[1]
-    )
+    assert history["g.loss"].shape == history["distance"].shape == (4, 3) and not history.failures
+    assert whole.step[0] > whole.step[1]
     keep = tmp_path / "run.safetensors"
     fit(2, keep=keep, save_every=2)
     resumed, again = fit(4, keep=keep, compact=True, workers=workers, compile=workers is None)
@@ -316,12 +298,12 @@ def test_in_one_graph(donate, every):
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     bad = make_batches()[0]
     bad[0][2] = torch.nan
-    with pytest.raises(hfta.errors.NonFiniteError, match="model 2: the loss of its 'd'"):
+    with pytest.raises(NonFiniteError, match="model 2: the loss of its 'd'"):
         compiled(copied(state), bad)
 
 
-def make(model: Any = None, loss: Any = loss_d, **options: Any) -> Any:
-    return hfta.make_train_step(model or GAN(), loss, hfta.sgd(lr=0.1), **options)
+def make(model: Any = None, **options: Any) -> Any:
+    return hfta.make_train_step(model or GAN(), loss_d, hfta.sgd(lr=0.1), **options)
 
 
 class Tied(GAN):
@@ -340,11 +322,7 @@ class Tied(GAN):
         (lambda: hfta.joint(d=make(shared_params=["g"])), ValueError, r"shared_params is \('g',\) for 'd'"),
         (lambda: hfta.joint(d=make(), every={"h": 2}), ValueError, "every has 'h': 2; give d integers"),
         (lambda: hfta.joint(d=make(), every={"d": 0}), ValueError, "every has 'd': 0"),
-        (
-            lambda: hfta.joint(d=make(Tied()), g=make(Tied())),
-            hfta.errors.StackError,
-            "'g.0.weight' is 'd.0.weight', too",
-        ),
+        (lambda: hfta.joint(d=make(Tied()), g=make(Tied())), StackError, "'g.0.weight' is 'd.0.weight', too"),
     ],
 )
 def test_what_is_refused(build, kind, words):
@@ -372,6 +350,6 @@ def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.
     batches[7][0][1] = torch.nan
     expected, after = run(plain, start(plain), batches), run(step, start(step), batches)
     assert expected[1][7]["failure"].tolist() == [0, 1, 0]
-    assert same(*(optree.tree_map(torch.nan_to_num, results) for results in (expected, after)))
+    assert identical(*(optree.tree_map(torch.nan_to_num, results) for results in (expected, after)))
     assert step.status.startswith("replayed: d replayed: ") and "; g replayed: " in step.status
     assert plain.status.startswith("eager: d eager: ") and "; g eager: " in plain.status

@@ -59,23 +59,16 @@ def gradient_by_differences(run: Any, *values: Tensor, width: float = 1e-6) -> l
 
 
 VALUES = torch.tensor(LR, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+CASES = [("adam", {"chunk_size": 1}), ("adam", {"checkpoint": True}), *((name, {}) for name in OPTIMIZERS)]
 
 
 @pytest.mark.sampled(every=4)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_by_hyperparameters(name: str) -> None:
-    run = after_three_steps(OPTIMIZERS[name])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_gradients_by_hyperparameters(name: str, options: dict[str, Any]) -> None:
+    run = after_three_steps(OPTIMIZERS[name], **options)
     found = torch.func.grad(run, argnums=(0, 1))(*VALUES)
     torch.testing.assert_close(list(found), gradient_by_differences(run, *VALUES), rtol=1e-6, atol=1e-8)
     assert all(bool((grad != 0).all()) for grad in found)
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"batch_dims": 0, "checkpoint": True}], ids=str)
-def test_gradients_with_options(options: dict[str, Any]) -> None:
-    run = after_three_steps(OPTIMIZERS["adam"], **options)
-    found = torch.func.grad(run, argnums=(0, 1))(*VALUES)
-    torch.testing.assert_close(list(found), gradient_by_differences(run, *VALUES), rtol=1e-6, atol=1e-8)
 
 
 def test_second_derivatives() -> None:

@@ -8,7 +8,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func._torch import Recorder, Tape, storage_number
@@ -46,9 +47,6 @@ class Settings:
 
     def __bool__(self) -> bool:
         return self.on
-
-    def __call__(self) -> float:
-        return self.value
 
 
 GLOBAL = 1.0
@@ -94,13 +92,8 @@ def _ways() -> dict[str, Callable[[], Way]]:
         return Way(lambda: value, change)
 
     def counter() -> Way:
-        calls = [0]
-
-        def read() -> float:
-            calls[0] += 1
-            return float(calls[0])
-
-        return Way(read, lambda: None, replays=False)
+        calls: list[int] = []
+        return Way(lambda: calls.append(0) or float(len(calls)), lambda: None, replays=False)
 
     def replaced_function() -> Way:
         holder = types.SimpleNamespace(function=lambda: 1.0)
@@ -127,9 +120,6 @@ def _ways() -> dict[str, Callable[[], Way]]:
     def both(read: Callable[[], Any], change: Callable[[], Any], replays: bool | None = True) -> Callable[[], Way]:
         return lambda: Way(read, change, replays)
 
-    def printed() -> Way:
-        return Way(lambda: print(end="") or 1.0, lambda: None, replays=False)
-
     return {
         "a global": both(lambda: GLOBAL, lambda: _set("GLOBAL", 2.0)),
         "a global tensor, written": both(lambda: TENSOR, lambda: TENSOR.fill_(2.0)),
@@ -143,7 +133,7 @@ def _ways() -> dict[str, Callable[[], Way]]:
         "a default of an argument": both(lambda: with_default(), lambda: setattr(with_default, "__defaults__", (2.0,))),
         "a function in an object": replaced_function,
         "a cache": cached,
-        "a print": printed,
+        "a print": both(lambda: print(end="") or 1.0, lambda: None, False),
         "the default dtype": both(
             lambda: 2.0 if torch.get_default_dtype() == torch.float64 else 1.0,
             lambda: torch.set_default_dtype(torch.float64),
@@ -161,14 +151,11 @@ WAYS = _ways()
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Globals are as before afterwards."""
-    before, default, threads = dict(globals()), torch.get_default_dtype(), torch.get_num_threads()
-    scale, value = Settings.scale, SETTINGS.value
+    """What ways change is as before afterwards."""
+    default, threads = torch.get_default_dtype(), torch.get_num_threads()
     yield
-    for name in set(globals()) - set(before):
-        del globals()[name]
-    globals().update(before)
-    Settings.scale, SETTINGS.value = scale, value
+    _set("GLOBAL", 1.0)
+    Settings.scale = 1.0
     TABLE.update(a=1.0, b=1.0)
     with_default.__defaults__ = (1.0,)
     TENSOR.fill_(1.0)
@@ -179,20 +166,41 @@ def restored() -> Iterator[None]:
 M = 2
 
 
-def _state(step: hfta.step.TrainStep, make: Callable[[], nn.Module]) -> hfta.step.TrainState:
-    return step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+def _line() -> nn.Module:
+    return nn.Linear(3, 2)
 
 
-def _steps(
-    make: Callable[[], nn.Module], loss_fn: Any, **options: Any
-) -> tuple[hfta.step.TrainStep, hfta.step.TrainStep]:
-    optimizer = hfta.adam(lr=[0.01, 0.02])
-    return tuple(hfta.make_train_step(make(), loss_fn, optimizer, replay=on, **options) for on in (True, False))  # type: ignore[return-value]
+def _square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _state(step: hfta.step.TrainStep, make: Callable[[], nn.Module] = _line, count: int = M) -> hfta.step.TrainState:
+    return step.init(*hfta.init_params(make, range(count)), seeds=range(count))
+
+
+def _pair(
+    loss_fn: Any = _square, make: Callable[[], nn.Module] = _line, optimizer: Any = None, count: int = M, **options: Any
+) -> tuple[hfta.step.TrainStep, hfta.step.TrainStep, hfta.step.TrainState]:
+    """A step that is replayed, one that is not, and a state of both."""
+    optimizer = optimizer or hfta.adam(lr=[0.01 * (i + 1) for i in range(count)])
+    step, plain = (hfta.make_train_step(make(), loss_fn, optimizer, replay=on, **options) for on in (True, None))
+    return step, plain, _state(step, make, count)
 
 
 def _equal(a: Any, b: Any) -> bool:
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan()) for x, y in pairs)
+
+
+def _alike(step: Any, plain: Any, state: hfta.step.TrainState, batches: Iterable[Any]) -> list[str]:
+    """Both steps come to the same bits with every batch; how the calls of the first one ran."""
+    a, b = (optree.tree_map(torch.clone, state) for _ in range(2))
+    seen = []
+    for x in batches:
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        seen.append(step.status)
+        assert _equal((a, reported), (b, expected)), seen
+    return seen
 
 
 @pytest.mark.sampled(every=24)
@@ -206,27 +214,19 @@ def test_what_functions_read_from_python(name: str, restored: None) -> None:
         read = way.read
         return lambda model, x: (model(x) * read()).square().mean()
 
-    optimizer = hfta.sgd(lr=0.01)
-    step = hfta.make_train_step(model, loss_of(way), optimizer, replay=True)
-    plain = hfta.make_train_step(model, loss_of(other), optimizer)
-    a = b = _state(step, lambda: nn.Linear(3, 1, dtype=torch.float64))
-    seen = set()
-    for number in range(12):
-        if number == 7:
-            way.change()
-            if other.change.__closure__:
-                other.change()
-        x = torch.randn(M, 4, 3, dtype=torch.float64)
-        a, reported = step(a, x)
-        seen.add(step.status)
-        b, expected = plain(b, x)
-        assert _equal((a, reported), (b, expected)), (number, step.status)
+    def batches() -> Iterator[Tensor]:
+        for number in range(12):
+            if number == 7:
+                way.change()
+                if other.change.__closure__:
+                    other.change()
+            yield torch.randn(M, 4, 3, dtype=torch.float64)
+
+    step = hfta.make_train_step(model, loss_of(way), hfta.sgd(lr=0.01), replay=True)
+    plain = hfta.make_train_step(model, loss_of(other), hfta.sgd(lr=0.01))
+    seen = _alike(step, plain, _state(step, lambda: nn.Linear(3, 1, dtype=torch.float64)), batches())
     if way.replays is not None:
         assert any(status.startswith("replayed") for status in seen) == way.replays, seen
-
-
-def _rows(**options: Any) -> dict[str, Any]:
-    return options
 
 
 class Net(nn.Module):
@@ -255,15 +255,15 @@ def net_loss(model: nn.Module, batch: Any) -> Any:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "one by one": _rows(chunk_size=1),
-    "in pairs": _rows(chunk_size=2),
-    "written in place": _rows(donate=True),
-    "in bfloat16": _rows(autocast=torch.bfloat16),
-    "with loss scales": _rows(loss_scale=hfta.step.LossScale(growth_interval=3)),
-    "with less kept": _rows(save="less"),
-    "with checkpoints": _rows(checkpoint=["conv"]),
-    "failures freeze": _rows(nonfinite="freeze"),
-    "of one batch": _rows(batch_dims=None),
+    "one by one": {"chunk_size": 1},
+    "in pairs": {"chunk_size": 2},
+    "written in place": {"donate": True},
+    "in bfloat16": {"autocast": torch.bfloat16},
+    "with loss scales": {"loss_scale": hfta.step.LossScale(growth_interval=3)},
+    "with less kept": {"save": "less"},
+    "with checkpoints": {"checkpoint": ["conv"]},
+    "failures freeze": {"nonfinite": "freeze"},
+    "of one batch": {"batch_dims": None},
     "with a recurrent layer": {},
 }
 
@@ -273,26 +273,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_of_the_eager_step(name: str, count: int) -> None:
     options, make = OPTIONS[name], functools.partial(Net, "recurrent" in name)
-
-    def state(step: hfta.step.TrainStep) -> hfta.step.TrainState:
-        return step.init(*hfta.init_params(make, range(count)), seeds=range(count))
-
-    step, plain = (
-        hfta.make_train_step(make(), net_loss, hfta.adamw(lr=[0.01] * count), replay=on, **options)
-        for on in (True, None)
-    )
-    a, b, seen = state(step), state(plain), []
     members = () if "batch_dims" in options else (count,)
-    for number in range(14):
-        torch.manual_seed(number)
-        # Every fourth batch is shorter, and one member of the eleventh has failed.
-        rows = 3 if number % 4 == 3 else 5
-        batch = torch.randn(*members, rows, 3, 6), torch.randint(0, 2, (*members, rows))
-        if number == 11:
-            batch[0][0] = torch.nan
-        (a, reported), (b, expected) = step(a, batch), plain(b, batch)
-        assert _equal((a, reported), (b, expected)), (number, step.status)
-        seen.append(step.status)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(14):
+            torch.manual_seed(number)
+            # Every fourth batch is shorter, and one member of the eleventh has failed.
+            rows = 3 if number % 4 == 3 else 5
+            batch = torch.randn(*members, rows, 3, 6), torch.randint(0, 2, (*members, rows))
+            if number == 11:
+                batch[0][0] = torch.nan
+            yield batch
+
+    step, plain, state = _pair(net_loss, make, hfta.adamw(lr=[0.01] * count), count, **options)
+    seen = _alike(step, plain, state, batches())
     assert seen[-1].startswith("replayed"), seen
     assert plain.status == "eager: not asked to be replayed"
 
@@ -312,16 +306,8 @@ class Viewed(nn.Module):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_tensors_that_become_other_views_in_place(count: int) -> None:
-    step, plain = (
-        hfta.make_train_step(Viewed(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), replay=on)
-        for on in (True, None)
-    )
-    a = b = step.init(*hfta.init_params(Viewed, range(count)), seeds=range(count))
-    for _ in range(8):
-        x = torch.randn(count, 2, 5, 3)
-        (a, reported), (b, expected) = step(a, x), plain(b, x)
-        assert _equal((a, reported), (b, expected))
-    assert step.status.startswith("replayed")
+    seen = _alike(*_pair(make=Viewed, count=count), (torch.randn(count, 2, 5, 3) for _ in range(8)))
+    assert seen[-1].startswith("replayed")
 
 
 def test_a_variable_of_a_script_may_have_the_name_of_an_attribute_or_a_key() -> None:
@@ -345,9 +331,8 @@ def test_tensors_made_of_numbers_are_made_once_unless_someone_writes_them() -> N
         view = given.unsqueeze(0)
         return (y - torch.full((3,), 0.5)).pow(2).mean() + kept.sum(), {"given": view, "twice": y.t().t().detach()}
 
-    step, eager = _steps(lambda: nn.Linear(4, 3), loss_fn)
-    batch = torch.arange(24.0).reshape(2, 3, 4) / 24
-    expected, state = (_state(one, lambda: nn.Linear(4, 3)) for one in (eager, step))
+    step, eager, state = _pair(loss_fn, lambda: nn.Linear(4, 3))
+    batch, expected = torch.arange(24.0).reshape(2, 3, 4) / 24, state
     for _ in range(8):
         (expected, right), (state, metrics) = eager(expected, batch), step(state, batch)
         assert _equal((expected, right), (state, metrics))
@@ -371,15 +356,11 @@ def test_what_is_made_where_a_written_tensor_was_is_not_written() -> None:
     assert again
 
 
-def test_a_record_holds_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_STEPS", 0)
-    step = hfta.make_train_step(
-        nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), replay=True
-    )
-    state = step.init(*hfta.init_params(lambda: nn.Linear(4, 1), [0, 1]), seeds=[0, 1])
+def test_a_record_holds_no_state() -> None:
+    step, _, state = _pair(optimizer=hfta.sgd(lr=0.1))
     held = []
     for _ in range(5):
-        state, _ = step(state, torch.ones(2, 3, 4))
+        state, _ = step(state, torch.ones(M, 4, 3))
         held.append(weakref.ref(state.params["weight"]))
     assert step.status.startswith("replayed")
     del state
@@ -409,27 +390,20 @@ UPDATES: dict[str, tuple[Callable[[], Any], bool]] = {
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, is_replayed = UPDATES[name]
-    step, plain = (
-        hfta.make_train_step(nn.Linear(3, 2), lambda model, x: model(x).square().mean(), make(), replay=on)
-        for on in (True, None)
-    )
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    monkeypatch.setattr(step, "finish", finish := Counted(step.finish))
+    step, plain, a = _pair(optimizer=make())
+    b, calls, finish = a, [], step.finish
+    monkeypatch.setattr(step, "finish", lambda *args, **options: calls.append(0) or finish(*args, **options))
     for number in range(14):
         monkeypatch.setattr(SETTINGS, "value", 1.0 if number < 8 else 3.0)
         if number == 12:
             a, b = (state._replace(active=torch.tensor([True, False])) for state in (a, b))
         x = torch.randn(M, 4, 3)
-        before = finish.calls
+        before = len(calls)
         (a, reported), (b, expected) = step(a, x), plain(b, x)
         assert _equal((a, reported), (b, expected)), (number, step.status)
         if 6 <= number < 12:
-            assert (finish.calls == before) == is_replayed, number
+            assert (len(calls) == before) == is_replayed, number
     assert step.status.startswith("replayed"), step.status
-
-
-def _square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def _reporting(model: nn.Module, x: Tensor) -> Any:
@@ -477,20 +451,9 @@ def test_what_nobody_else_holds_is_overwritten_and_nothing_else(name: str) -> No
         assert _equal(state, start) != (owned and is_overwritten)
 
 
-class Counted:
-    """Counts the calls of a function."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.function(*args, **options)
-
-
 def test_what_the_step_runs_in() -> None:
-    step, _ = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    state, x = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3)
+    step, _, state = _pair()
+    x = torch.randn(M, 4, 3)
     for _ in range(6):
         state, _ = step(state, x)
     assert step.status.startswith("replayed")
@@ -506,7 +469,7 @@ def test_what_the_step_runs_in() -> None:
         assert step.status == "eager: a record has not paid yet"
     step(state, x)
     assert step.status.startswith("replayed")
-    for context in (_Doubles(), _Passing(), torch.autocast("cpu", dtype=torch.bfloat16)):
+    for context in (BaseTorchFunctionMode(), BaseTorchDispatchMode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with context:
             step(state, x)
             assert step.status == "eager: a context around the step observes or changes operators"
@@ -516,20 +479,10 @@ def test_what_the_step_runs_in() -> None:
     assert step.status.startswith("replayed")
 
 
-class _Doubles(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_tensors_are_like() -> None:
     """Whatever a tensor is like but its values leads to another record, after calls with tensors of the first kind."""
-    step, eager = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    state, x = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3)
+    step, eager, state = _pair()
+    x = torch.randn(M, 4, 3)
     for _ in range(6):
         state, _ = step(state, x)
     weight = state.params["weight"]
@@ -553,8 +506,7 @@ def _with_weight(state: Any, weight: Tensor) -> Any:
 
 def test_refusals_say_why() -> None:
     def statuses(loss_fn: Any, batches: Any, **options: Any) -> str:
-        step = hfta.make_train_step(nn.Linear(3, 2), loss_fn, hfta.sgd(lr=0.1), replay=True, **options)
-        state = _state(step, lambda: nn.Linear(3, 2))
+        step, _, state = _pair(loss_fn, **options)
         for batch in batches:
             state, _ = step(state, batch)
         return step.status
@@ -572,9 +524,9 @@ def test_refusals_say_why() -> None:
     assert statuses(writing, [x] * 6).startswith("eager: aten.")
     assert statuses(reading, [x] * 6, chunk_size=1).startswith("eager: ")
     shapes = [torch.randn(M, rows, 3) for rows in range(1, 12)]
-    assert "more than 8 shapes" in statuses(lambda model, x: model(x).square().mean(), shapes)
+    assert "more than 8 shapes" in statuses(_square, shapes)
     with pytest.raises(ValueError, match="replay is 'yes'; it must be None, True or False"):
-        hfta.make_train_step(nn.Linear(3, 2), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
+        hfta.make_train_step(_line(), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
 
 
 READS: dict[str, Callable[[Tensor], float]] = {
@@ -586,45 +538,31 @@ READS: dict[str, Callable[[Tensor], float]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_values_that_are_read_past_operators(name: str) -> None:
-    step, plain = _steps(
-        lambda: nn.Linear(3, 2), lambda model, x: (model(x) * READS[name](x)).square().mean(), batch_dims=None
-    )
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    for number in range(6):
-        # The first batches begin with the same number.
-        x = torch.cat([torch.full((1, 3), float(number > 3)), torch.randn(3, 3)])
-        (a, reported), (b, expected) = step(a, x), plain(b, x)
-        assert _equal((a, reported), (b, expected)), (number, step.status)
-    assert step.status == "eager: it reads the values of a tensor"
+    pair = _pair(lambda model, x: (model(x) * READS[name](x)).square().mean(), batch_dims=None)
+    # The first batches begin with the same number.
+    batches = (torch.cat([torch.full((1, 3), float(number > 3)), torch.randn(3, 3)]) for number in range(6))
+    assert _alike(*pair, batches)[-1] == "eager: it reads the values of a tensor"
 
 
 @pytest.mark.parametrize("rows", [(4, 4, 4, 4, 4, 4), (4, 2, 4, 2, 4, 2)])
 @pytest.mark.parametrize("memory", ["its own", "the same"])
 def test_records_are_checked_against_calls_of_their_kind(rows: tuple[int, ...], memory: str) -> None:
-    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    whole, replayed = torch.zeros(M, 4, 3), []
-    for count in rows:
-        # A loader may fill one buffer again and again: then the call before cannot be repeated.
-        x = whole[:, :count] if memory == "the same" else torch.zeros(M, count, 3)
-        x.copy_(torch.randn(M, count, 3))
-        (a, reported), (b, expected) = step(a, x), plain(b, x)
-        assert _equal((a, reported), (b, expected))
-        replayed.append(step.status.startswith("replayed"))
+    whole = torch.zeros(M, 4, 3)
+
+    def batches() -> Iterator[Tensor]:
+        for count in rows:
+            # A loader may fill one buffer again and again: then the call before cannot be repeated.
+            x = whole[:, :count] if memory == "the same" else torch.zeros(M, count, 3)
+            yield x.copy_(torch.randn(M, count, 3))
+
+    replayed = [status.startswith("replayed") for status in _alike(*_pair(), batches())]
     # One call more where the record is compared with the next one.
     first = 3 if memory == "the same" else 2
     assert replayed == [call >= (first if rows[1] == 4 else 6) for call in range(6)]
 
 
 def test_what_gives_other_values_at_each_call_is_noticed() -> None:
-    step = hfta.make_train_step(
-        nn.Linear(3, 2),
-        lambda model, x: (model(x) * (time.perf_counter() % 1.0)).square().mean(),
-        hfta.sgd(lr=0.1),
-        replay=True,
-        verify=False,
-    )
-    state = _state(step, lambda: nn.Linear(3, 2))
+    step, _, state = _pair(lambda model, x: (model(x) * (time.perf_counter() % 1.0)).square().mean(), verify=False)
     for _ in range(4):
         state, _ = step(state, torch.randn(M, 4, 3))
     assert step.status.startswith("eager: its record gives other values than the functions")
@@ -634,15 +572,14 @@ def test_a_value_that_changes_every_epoch_is_recorded_anew(monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setattr(replay, "_STEPS", 4)
     weight = [1.0]
-    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: weight[0] * model(x).square().mean())
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    for epoch in range(3):
-        weight[0] = 1.0 / (1 + epoch)
-        for _ in range(20):
-            x = torch.randn(M, 4, 3)
-            (a, reported), (b, expected) = step(a, x), plain(b, x)
-            assert _equal((a, reported), (b, expected))
-        assert step.status.startswith("replayed"), epoch
+
+    def batches() -> Iterator[Tensor]:
+        for epoch in range(3):
+            weight[0] = 1.0 / (1 + epoch)
+            yield from (torch.randn(M, 4, 3) for _ in range(20))
+
+    seen = _alike(*_pair(lambda model, x: weight[0] * model(x).square().mean()), batches())
+    assert all(status.startswith("replayed") for status in seen[19::20]), seen
 
 
 def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,13 +587,7 @@ def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPat
         raise KeyError("unknown")
 
     monkeypatch.setattr(replay, "reached_by", failing)
-    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
-    a = b = _state(step, lambda: nn.Linear(3, 2))
-    for _ in range(6):
-        x = torch.randn(M, 4, 3)
-        (a, reported), (b, expected) = step(a, x), plain(b, x)
-        assert _equal((a, reported), (b, expected))
-    assert step.status == "eager: KeyError"
+    assert _alike(*_pair(), (torch.randn(M, 4, 3) for _ in range(6)))[-1] == "eager: KeyError"
 
 
 def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func.errors import LossError, StackError, StateError
 from hfta_func.run.memory import peak_bytes
+from member_runs import mse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 M, LR, NAMES = 3, [0.1, 0.03, 0.01], ["trunk"]
@@ -39,11 +41,6 @@ def make_models():
     return models
 
 
-def loss_fn(model, batch):
-    x, y = batch
-    return F.mse_loss(model(x), y)
-
-
 def make_batches(count=4):
     generator = torch.Generator().manual_seed(1)
     return [
@@ -52,7 +49,7 @@ def make_batches(count=4):
     ]
 
 
-def array(models, loss=loss_fn, shared=None, **options):
+def array(models, loss=mse, shared=None, **options):
     shared = hfta.sgd(lr=0.05, momentum=0.9, weight_decay=0.01) if shared is None else shared
     step = hfta.make_train_step(
         models[0], loss, hfta.adam(lr=LR), shared_params=NAMES, shared_optimizer=shared, **options
@@ -76,7 +73,7 @@ class Loop:
         for optimizer in (*self.heads, self.shared):
             optimizer.zero_grad()
         for member in members:
-            loss_fn(self.models[member], tuple(x[member] for x in batch)).backward()
+            mse(self.models[member], tuple(x[member] for x in batch)).backward()
             self.heads[member].step()
         self.shared.step()
 
@@ -202,9 +199,7 @@ def test_members_taken_from_a_state_do_not_write_its_trunk():
     part, _ = step(part, tuple(x[:2] for x in batch))
     assert torch.equal(state.shared.params["trunk.0.weight"], before)
     assert not torch.equal(part.shared.params["trunk.0.weight"], before)
-    with pytest.raises(
-        hfta.errors.StackError, match=r"array 1: tree.shared.params\['trunk.0.bias'\].* not been trained apart"
-    ):
+    with pytest.raises(StackError, match=r"array 1: tree.shared.params\['trunk.0.bias'\].* not been trained apart"):
         hfta.concat([state, part])
 
 
@@ -233,12 +228,10 @@ def test_files_modules_evaluation_and_predictions_have_the_trunk(tmp_path):
     torch.testing.assert_close(alone.eval()(x[0]).detach(), expected[1], rtol=1e-12, atol=0)
     torch.testing.assert_close(hfta.predict(models[0], straight, x[0]).outputs, expected, rtol=1e-10, atol=1e-12)
     for options in ({}, {"chunk_size": 2}):
-        evaluate = hfta.make_eval_step(models[0], loss_fn, shared_params=NAMES, batch_dims=0, **options)
-        losses = [loss_fn(model, (a, b)) for model, a, b in zip(made, x, y, strict=True)]
+        evaluate = hfta.make_eval_step(models[0], mse, shared_params=NAMES, batch_dims=0, **options)
+        losses = [mse(model, (a, b)) for model, a, b in zip(made, x, y, strict=True)]
         for run in (evaluate, torch.compile(evaluate, fullgraph=True, backend="aot_eager")):
-            torch.testing.assert_close(
-                run(straight, (x, y))["loss_fn"], torch.stack(losses).detach(), rtol=1e-10, atol=0
-            )
+            torch.testing.assert_close(run(straight, (x, y))["mse"], torch.stack(losses).detach(), rtol=1e-10, atol=0)
 
 
 def test_an_eager_step_holds_one_gradient_of_the_trunk():
@@ -266,33 +259,29 @@ def test_hyperparameters_of_the_trunk_have_names_of_their_own():
 
 def test_bad_uses_are_refused_with_the_cure():
     models = make_models()
-    make = hfta.make_train_step
-    with pytest.raises(hfta.errors.StackError, match="shared_params names 'body', which is no parameter"):
-        make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["body"])
-    with pytest.raises(hfta.errors.LossError, match="there is nothing to train"):
-        make(models[0], loss_fn, hfta.sgd(lr=0.1), shared_params=["trunk", "norm", "head"])
     frozen = copy.deepcopy(models[0])
     frozen.trunk.requires_grad_(False)
-    with pytest.raises(hfta.errors.StackError, match=r"'trunk', which .* require grad; share_frozen=True"):
-        make(frozen, loss_fn, hfta.sgd(lr=0.1), shared_params=NAMES)
-    step = make(models[0], loss_fn, hfta.sgd(lr=LR), shared_params=NAMES)
+    for model, names, error, words in (
+        (models[0], ["body"], StackError, "shared_params names 'body', which is no parameter"),
+        (models[0], ["trunk", "norm", "head"], LossError, "there is nothing to train"),
+        (frozen, NAMES, StackError, r"'trunk', which .* require grad; share_frozen=True"),
+    ):
+        with pytest.raises(error, match=words):
+            hfta.make_train_step(model, mse, hfta.sgd(lr=0.1), shared_params=names)
+    step = hfta.make_train_step(models[0], mse, hfta.sgd(lr=LR), shared_params=NAMES)
     stacked = hfta.stack_params(models, shared_params=NAMES)
     with pytest.raises(hfta.errors.HyperparameterError, match=r"lr has 3 values but the array has 1 models"):
         step.init(*stacked, seeds=range(M))
-    with pytest.raises(
-        hfta.errors.StateError, match=r"trunk.0.weight' is in the array but members share it.*shared_params"
-    ):
+    with pytest.raises(StateError, match=r"trunk.0.weight' is in the array but members share it.*shared_params"):
         step.init(*hfta.stack_params(models), seeds=range(M))
     with torch.no_grad():
         models[2].trunk[0].bias[1] += 0.5
-    with pytest.raises(
-        hfta.errors.StackError,
-        match=r"model 2: 1 entries of the shared 'trunk.0.bias' are not .* of model 0.*leave out shared_params",
-    ):
+    words = r"model 2: 1 entries of the shared 'trunk.0.bias' are not .* of model 0.*leave out shared_params"
+    with pytest.raises(StackError, match=words):
         hfta.stack_params(models, shared_params=NAMES)
     step, state = array(make_models())
     batch = make_batches(1)[0]
     keeping = {"callbacks": [hfta.callbacks.keep_best("best.safetensors", "loss")]}
     for options in (keeping, {"restore_best": "loss"}, {"workers": 2}):
-        with pytest.raises(hfta.errors.StateError, match=r"share 'trunk.0.weight'.*leave out"):
+        with pytest.raises(StateError, match=r"share 'trunk.0.weight'.*leave out"):
             hfta.fit(step, state, [batch], epochs=1, progress=False, **options)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.errors import StackError
+from member_runs import mse
+from test_ensemble import SEEDS, M, X, assert_same
 
-M = 3
-SEEDS = [11, 7, 1002]
 SHARED = {"trunk.weight", "trunk.bias"}
 BASE = {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias", "mask.offset"}
 BASE |= {f"base.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -47,9 +47,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.trunk(self.mask(self.base(x)))))
 
 
-def models(kind: type[nn.Module] = Net) -> list[Any]:
+def models() -> list[Any]:
     torch.manual_seed(1)
-    found = [kind() for _ in range(M)]
+    found = [Net() for _ in range(M)]
     for model in found[1:]:
         model.base, model.mask, model.trunk = found[0].base, found[0].mask, found[0].trunk
     return found
@@ -60,15 +60,8 @@ def ensemble(given: list[Any] | None = None) -> hfta.Ensemble:
     return hfta.Ensemble.from_modules(given, seeds=SEEDS, share_frozen=True, shared_params=["trunk"])
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
 def loss(outputs: Tensor) -> Tensor:
     return (outputs - torch.arange(len(outputs))[:, None, None]).square().mean((1, 2)).sum()
-
-
-X = torch.randn(M, 5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -94,9 +87,8 @@ def test_one_copy_and_the_gradients_of_the_loop(shared: bool) -> None:
         else:
             assert_same(parameter.grad, alone[0][path].grad if one else torch.stack([own[path].grad for own in alone]))
     assert whole.stacked().params.keys().isdisjoint(BASE) and whole.shared().keys() == (SHARED if shared else set())
-    assert {path.removeprefix("array.") for path in whole.state_dict()} - {"keys", "calls"} == given[
-        0
-    ].state_dict().keys()
+    held = {path.removeprefix("array.") for path in whole.state_dict()}
+    assert held - {"keys", "calls"} == given[0].state_dict().keys()
 
 
 def test_trained_by_torch_it_is_the_array_that_steps_train() -> None:
@@ -104,14 +96,9 @@ def test_trained_by_torch_it_is_the_array_that_steps_train() -> None:
     before = copy.deepcopy(given[0].state_dict())
     whole = ensemble(given)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
-    step = hfta.make_train_step(
-        given[0],
-        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        hfta.sgd(lr=0.05, momentum=0.9),
-        share_frozen=True,
-        shared_params=["trunk"],
-    )
-    state = step.init(*hfta.stack_params(given, share_frozen=True, shared_params=["trunk"]), seeds=SEEDS)
+    sgd, sharing = hfta.sgd(lr=0.05, momentum=0.9), {"share_frozen": True, "shared_params": ["trunk"]}
+    step = hfta.make_train_step(given[0], mse, sgd, **sharing)
+    state = step.init(*hfta.stack_params(given, **sharing), seeds=SEEDS)
     torch.manual_seed(5)
     for number in range(20):
         x, y = torch.randn(M, 8, 4).double(), torch.randn(M, 8, 2).double()
@@ -183,14 +170,10 @@ def test_bad_input_is_refused_with_a_cure() -> None:
         ensemble(given)(X[0])
     given = models()
     stacked = hfta.stack_params(given, share_frozen=True, shared_params=["trunk"])
-    with pytest.raises(
-        hfta.errors.StackError, match="pass the model that the array was stacked from, and the same share_frozen"
-    ):
+    with pytest.raises(StackError, match="pass the model that the array was stacked from, and the same share_frozen"):
         hfta.Ensemble(given[0], *stacked, share_frozen=True)
-    with pytest.raises(hfta.errors.StackError, match="is in the array but members share it"):
+    with pytest.raises(StackError, match="is in the array but members share it"):
         hfta.Ensemble(given[0], *hfta.stack_params(given), share_frozen=True)
     given[1].trunk = nn.Linear(5, 6).double()
-    with pytest.raises(
-        hfta.errors.StackError, match=r"model 1: .* entries of the shared 'trunk.weight' are not those of model 0"
-    ):
+    with pytest.raises(StackError, match=r"model 1: .* entries of the shared 'trunk.weight' are not those of model 0"):
         ensemble(given)

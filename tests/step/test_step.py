@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from clocks import CallClock
+from comparisons import identical
 from hfta_func import random
 from hfta_func.run.memory import peak_bytes
 from hfta_func.step import commit
@@ -45,14 +46,6 @@ def _x(count: int = M) -> Tensor:
     return torch.randn(count, 5, 4, dtype=torch.float64)
 
 
-def _identical(a: Any, b: Any) -> bool:
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-
-
-# --- Noise.
-
-
 def _draws() -> dict[str, Tensor]:
     return {"mask": F.dropout(torch.ones(24), 0.5), "normal": torch.randn(2)}
 
@@ -83,9 +76,6 @@ def test_noise_is_that_of_seed_and_step(size: Any) -> None:
     assert len(set(map(tuple, masks))) == 3 * M
 
 
-# --- Groups of members.
-
-
 @pytest.mark.parametrize("fast", [1, 2, 4, 5])
 def test_auto_keeps_the_fastest(fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = CallClock(monkeypatch, 5, fast)
@@ -100,10 +90,9 @@ def test_auto_keeps_the_fastest(fast: int, monkeypatch: pytest.MonkeyPatch) -> N
     expected = plain(state, x)
     for _ in range(2):
         after = step(state, x)
-        for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-12)
     # Measuring runs the members many times and counts as no step.
-    assert _identical(state, held)
+    assert identical(state, held)
     clock.check_measured_once(then=2)
     step(state, x[:, :3])
     clock.check_measured_once(then=1)
@@ -121,9 +110,6 @@ def test_auto_measures_nothing_inside_transforms(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(nested, expected, rtol=1e-10, atol=1e-12)
 
 
-# --- Members that stand still.
-
-
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 @pytest.mark.parametrize("failing", [False, True])
@@ -137,13 +123,13 @@ def test_inactive_members_keep_everything(failing: bool, nonfinite: Any, donate:
         x[1] = float("nan")
     for _ in range(2):
         state, _ = step(state, x)
-    assert _identical(hfta.take(state, [1]), hfta.take(before, [1]))
+    assert identical(hfta.take(state, [1]), hfta.take(before, [1]))
     assert state.step.tolist() == [3, 2, 5] and state.active.tolist() == [True, False, True]
     assert state.loss_scale.scale.tolist() == [16.0, 8.0, 64.0]
     for member in (0, 2):
         for part in ("params", "buffers", "opt_state"):
             mine, old = (hfta.take(getattr(one, part), [member]) for one in (state, before))
-            assert not _identical(mine, old)
+            assert not identical(mine, old)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -175,12 +161,9 @@ def test_donating_writes_the_state_alone() -> None:
     given, params = state, dict(state.params)
     for _ in range(2):
         state, _ = step(state, x)
-    assert _identical((x, state.keys, state.hparams, state.active), held)
+    assert identical((x, state.keys, state.hparams, state.active), held)
     assert state is given and all(state.params[path] is param for path, param in params.items())
     assert state.step.tolist() == [2, 2, 2]
-
-
-# --- Finite or not.
 
 
 def _slopes(model: Any, slopes: Tensor) -> Tensor:
@@ -188,13 +171,10 @@ def _slopes(model: Any, slopes: Tensor) -> Tensor:
     return (model.weight * slopes).sum()
 
 
-def _vector(dtype: torch.dtype = torch.float32, value: float = 1e-3) -> Any:
-    def factory() -> nn.Module:
-        layer = nn.Linear(8, 1, bias=False, dtype=dtype)
-        nn.init.constant_(layer.weight, value)
-        return layer
-
-    return factory
+def _vector() -> nn.Module:
+    layer = nn.Linear(8, 1, bias=False)
+    nn.init.constant_(layer.weight, 1e-3)
+    return layer
 
 
 @pytest.mark.parametrize("size", [None, 1])
@@ -205,7 +185,7 @@ def test_a_gradient_whose_sum_overflows_is_finite(
     if not compiles:
         # As on a machine without a compiler, and on a GPU.
         monkeypatch.setattr(commit, "_kernel_for", lambda leaves: None)
-    _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=1e-38), chunk_size=size)
+    _, step, state = _array(_vector, _slopes, hfta.sgd(lr=1e-38), chunk_size=size)
     slopes = torch.full((M, 1, 8), 1.0)
     slopes[1] = 3e38
     assert slopes[1].sum().isinf()
@@ -217,16 +197,13 @@ def test_a_gradient_whose_sum_overflows_is_finite(
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
     scale = hfta.step.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
-    _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=0.1), loss_scale=scale, nonfinite=nonfinite)
+    _, step, state = _array(_vector, _slopes, hfta.sgd(lr=0.1), loss_scale=scale, nonfinite=nonfinite)
     after, metrics = step(state, torch.full((M, 1, 8), 10.0))
     assert metrics["failure"].tolist() == [hfta.step.Failure.NONE, hfta.step.Failure.OVERFLOW, hfta.step.Failure.NONE]
     assert after.active.tolist() == [True] * M
     assert torch.equal(after.params["weight"][1], state.params["weight"][1])
     assert after.loss_scale.scale[1] == state.loss_scale.scale[1] / 2
     assert metrics["loss_scale"].tolist() == state.loss_scale.scale.tolist()
-
-
-# --- Loss scales.
 
 
 @pytest.mark.parametrize("start", [2.0**127, 3e38])
@@ -240,9 +217,6 @@ def test_a_scale_never_becomes_infinite(start: float) -> None:
     # It can still go down.
     state = scale.update(state, overflow=torch.tensor([True, False]), active=torch.tensor([True, True]))
     assert state.scale.tolist() == [first / 2, 256.0]
-
-
-# --- Memory.
 
 
 def test_donating_takes_less_room() -> None:
@@ -261,9 +235,8 @@ def test_donating_takes_less_room() -> None:
 
 
 def test_failures_keep_their_numbers() -> None:
-    assert {failure.name: failure.value for failure in hfta.step.Failure} == {
-        **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3, "SEARCH": 4},
-    }
+    expected = {"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3, "SEARCH": 4}
+    assert {failure.name: failure.value for failure in hfta.step.Failure} == expected
 
 
 @pytest.mark.parametrize("count", [1, 3])

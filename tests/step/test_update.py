@@ -77,13 +77,10 @@ def test_noise_for_shared_parameters_is_that_of_all_members():
 @pytest.mark.parametrize("seeds", [SEEDS, [3]])
 @pytest.mark.parametrize(
     ("draw", "match"),
-    {
-        "one for all": (
-            lambda grad: torch.randn(()),
-            "the optimizer calls torch.randn for numbers that are not one part",
-        ),
-        "a generator": (lambda grad: torch.bernoulli(grad * 0, generator=torch.Generator()), "got a generator"),
-    }.values(),
+    [
+        (lambda grad: torch.randn(()), "the optimizer calls torch.randn for numbers that are not one part"),
+        (lambda grad: torch.bernoulli(grad * 0, generator=torch.Generator()), "got a generator"),
+    ],
 )
 def test_noise_that_is_no_members_is_refused(draw, match, seeds):
     with pytest.raises(hfta.errors.RandomnessError, match=match):

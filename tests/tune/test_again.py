@@ -19,7 +19,7 @@ import hfta_func as hfta
 optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
 from hfta_func import tune  # noqa: E402
-from studies import SCHEDULERS, SPACE, STUDY, X, Y, build, loss_fn, told  # noqa: E402
+from studies import SCHEDULERS, SPACE, STUDY, X, Y, after, build, loss_fn, told  # noqa: E402
 
 FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
 SIX: dict[str, Any] = STUDY | {"nonfusible": (), "trials": 6, "epochs": 3, "max_models": 2}
@@ -57,7 +57,8 @@ def test_the_same_call_trains_what_is_missing(where: str, scheduler: str, tmp_pa
     else:
         assert told(study) == told(whole)
     assert all(study.trials[number] == trial for number, trial in ended.items())
-    assert list(study.frame()["epochs"]) == [len(trial.values) and trial_epochs(study, trial) for trial in study.trials]
+    known = {one.number: one.intermediate_values for one in study.optuna.trials}
+    assert list(study.frame()["epochs"]) == [len(trial.values) and max(known[trial.number]) for trial in study.trials]
     trained.clear()
     again = tune.run(counted, FLAT, **options)
     assert told(again) == told(study) and again.best == study.best
@@ -69,11 +70,6 @@ def test_the_same_call_trains_what_is_missing(where: str, scheduler: str, tmp_pa
     else:
         mine, other = (one.state(whole.best.number).params for one in (again, whole))
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
-
-
-def trial_epochs(study: tune.Study, trial: tune.Trial) -> int:
-    (frozen,) = [one for one in study.optuna.trials if one.number == trial.number]
-    return max(frozen.intermediate_values)
 
 
 @pytest.mark.parametrize("where", ["folder", "storage"])
@@ -143,12 +139,7 @@ def test_trials_that_failed_stay_so(scheduler: Any, where: str, tmp_path: pathli
 def test_a_study_ends_after_some_seconds_and_goes_on(max_models: int, tmp_path: pathlib.Path) -> None:
     def slow(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def evaluate(state: Any) -> Any:
-            time.sleep(0.05)
-            return found.evaluate(state)  # type: ignore[misc]
-
-        return found._replace(evaluate=evaluate)
+        return found._replace(evaluate=after(lambda state: time.sleep(0.05), found.evaluate))
 
     options = SIX | {"epochs": 400, "max_models": max_models, "resume": tmp_path / "study"}
     study = tune.run(slow, FLAT, timeout=1.0, **options)
@@ -172,9 +163,8 @@ def test_those_that_are_kept() -> None:
             if rank < count:
                 assert hfta.num_models(study.state(trial.number)) == 1
                 continue
-            with pytest.raises(
-                ValueError, match=rf"trial {trial.number} is complete, and its state is gone; train with"
-            ):
+            match = f"trial {trial.number} is complete, and its state is gone; train with"
+            with pytest.raises(ValueError, match=match):
                 study.export(trial.number)
     study = tune.run(build, FLAT, **SIX | {"metric": ("error", "loss"), "direction": "minimize", "epochs": 1})
     front = {trial.number for trial in study.optuna.best_trials}
@@ -193,18 +183,16 @@ def test_only_trials_that_train_are_in_memory() -> None:
                 storages[tensor.untyped_storage().data_ptr()] = len(tensor)
         return sum(storages.values())
 
+    def note(state: Any) -> None:
+        states.append(weakref.ref(state.params["0.weight"]))
+
     most: list[int] = []
 
     def watched(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         most.append(alive())
         found = build(fixed, members)
-
-        def evaluate(state: Any) -> Any:
-            states.append(weakref.ref(state.params["0.weight"]))
-            return found.evaluate(state)  # type: ignore[misc]
-
-        states.append(weakref.ref(found.state.params["0.weight"]))
-        return found._replace(evaluate=evaluate)
+        note(found.state)
+        return found._replace(evaluate=after(note, found.evaluate))
 
     study = tune.run(watched, FLAT, **SIX | {"trials": 12})
     assert len(most) == 6 and max(most) <= 5
@@ -245,10 +233,6 @@ def test_values_may_be_tuples(tmp_path: pathlib.Path) -> None:
     assert [member.config for member in again.members] == [member.config for member in study.population.members]
 
 
-class BrokenOff(Exception):
-    pass
-
-
 def test_tensorboard_has_a_run_per_trial(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("tensorboard", reason="needs TensorBoard; pip install 'hfta_func[tensorboard]'")
     from tensorboard import context
@@ -263,10 +247,10 @@ def test_tensorboard_has_a_run_per_trial(tmp_path: pathlib.Path) -> None:
     def stop(study: tune.Study) -> None:
         arrays.append(sum(trial.status != "running" for trial in study.trials))
         if len(arrays) == 7:
-            raise BrokenOff
+            raise LookupError("broken off")
 
     # What is written again after a break replaces what was there.
-    with pytest.raises(BrokenOff):
+    with pytest.raises(LookupError, match="broken off"):
         tune.run(build, SPACE, callbacks=[tune.tensorboard(tmp_path / "board"), stop], **options)
     assert 0 < arrays[-1] < 11
     study = tune.run(build, SPACE, callbacks=[tune.tensorboard(tmp_path / "board")], **options)

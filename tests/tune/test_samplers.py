@@ -147,12 +147,8 @@ def test_trials_have_the_names_of_their_kind(tmp_path: pathlib.Path) -> None:
     importances = optuna.importance.get_param_importances(study.optuna, params=["lr", "kind"])
     assert set(importances) == {"lr", "kind"}
     frame = study.frame()
-    assert list(frame["momentum"].isna()) == list(frame["kind"] == "adam") and list(frame)[:4] == [
-        "trial",
-        "lr",
-        "kind",
-        "momentum",
-    ]
+    assert list(frame["momentum"].isna()) == list(frame["kind"] == "adam")
+    assert list(frame)[:4] == ["trial", "lr", "kind", "momentum"]
     assert search(resume=tmp_path / "study", storage=url, name="kinds").trials == study.trials
 
 

@@ -8,20 +8,11 @@ from typing import Any
 import pytest
 
 import hfta_func as hfta
-
-pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
-
 from hfta_func import tune
 from studies import SCHEDULERS, SPACE, STUDY, build, told
 
 FLAT: Any = {**STUDY, "nonfusible": (), "trials": 8, "batch": 4, "max_models": 4, "seed": 1}
 NAMES: Any = {name: SPACE[name] for name in ("lr", "momentum")}
-
-
-def curves(trials: int = 8) -> list[list[float]]:
-    """What each trial has after every epoch, trained to the end."""
-    study = tune.run(build, NAMES, **FLAT, keep="all")
-    return [[one["error"] for one in study.population.members[trial].metrics] for trial in range(trials)]
 
 
 def first(curve: list[float], target: float) -> int | None:
@@ -30,8 +21,9 @@ def first(curve: list[float], target: float) -> int | None:
 
 @pytest.fixture(scope="module")
 def target() -> tuple[list[list[float]], float]:
-    """A value that some trials reach early, some late and some never."""
-    known = curves()
+    """What each trial has after every epoch, and a value that some reach early, some late and some never."""
+    study = tune.run(build, NAMES, **FLAT, keep="all")
+    known = [[one["error"] for one in member.metrics] for member in study.population.members]
     target = sorted(min(curve) for curve in known)[4] + 1e-9
     epochs = [first(curve, target) for curve in known]
     assert len({*epochs}) >= 3 and None in epochs

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor, nn
 
 import hfta_func as hfta
@@ -23,7 +22,7 @@ from optuna.distributions import FloatDistribution  # noqa: E402
 
 from hfta_func import tune  # noqa: E402
 from hfta_func.tune import folder  # noqa: E402
-from studies import SCHEDULERS, SPACE, STUDY, Net, X, Y, build, error, loss_fn, told  # noqa: E402
+from studies import SCHEDULERS, SPACE, STUDY, Net, X, Y, after, build, error, loss_fn, told  # noqa: E402
 
 FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
 SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
@@ -125,15 +124,10 @@ def test_a_study_that_is_killed_goes_on(
             pass
     monkeypatch.undo()
     assert calls >= 2
-    assert [(t.params, t.status, t.values) for t in study.trials] == [
-        (t.params, t.status, t.values) for t in expected.trials
-    ]
-    for mine, other in zip(
-        study.state(study.best.number).params.values(),
-        expected.state(expected.best.number).params.values(),
-        strict=True,
-    ):
-        assert torch.equal(mine, other)
+    found, wanted = ([(t.params, t.status, t.values) for t in one.trials] for one in (study, expected))
+    assert found == wanted
+    mine, other = (one.state(one.best.number).params for one in (study, expected))
+    torch.testing.assert_close(mine, other, rtol=0, atol=0)
     # As Optuna itself reads it.
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study" / "study.journal"))
     shown = optuna.load_study(storage=optuna.storages.JournalStorage(backend), study_name="study").trials
@@ -346,14 +340,9 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
 
     def build_watched(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def evaluate(state: Any) -> Any:
-            look()
-            return found.evaluate(state)  # type: ignore[misc]
-
         if fixed["width"] == 6:
             raise RuntimeError("too wide")
-        return found._replace(evaluate=evaluate)
+        return found._replace(evaluate=after(lambda state: look(), found.evaluate))
 
     options = STUDY | {"epochs": 27, "storage": url, "name": "study", "max_models": 16, "scheduler": tune.halving()}
     study = tune.run(build_watched, SPACE, callbacks=[lambda _: look()], **options)
@@ -375,13 +364,8 @@ def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None
 
 
 def test_several_objectives_have_a_front() -> None:
-    options = STUDY | {
-        "metric": ("error", "loss"),
-        "direction": ("minimize", "maximize"),
-        "epochs": 2,
-        "max_models": 16,
-    }
-    study = tune.run(build, SPACE, **options)
+    options = STUDY | {"metric": ("error", "loss"), "direction": ("minimize", "maximize"), "epochs": 2}
+    study = tune.run(build, SPACE, max_models=16, **options)
     assert all(len(trial.values[-1]) == 2 for trial in study.trials)
     values = [trial.values[-1] for trial in study.trials]
     front = {
@@ -396,23 +380,20 @@ def test_several_objectives_have_a_front() -> None:
 
 
 def test_arrays_that_do_not_fit_are_halved() -> None:
+    def refuse(state: Any, batch: Any) -> None:
+        if hfta.num_models(state) > 2:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+
     def build_large(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def step(state: Any, batch: Any) -> Any:
-            if hfta.num_models(state) > 2:
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
-            return found.step(state, batch)
-
-        return found._replace(step=step)
+        return found._replace(step=after(refuse, found.step))
 
     population = tune.population(build_large, {"lr": [0.1] * 8, "momentum": [0.0] * 8}, max_models=8)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         population.fit(1)
-    assert "an array of 8 members ran out of memory; arrays of 4 are trained instead" in {
-        str(one.message) for one in seen
-    }
+    message = "an array of 8 members ran out of memory; arrays of 4 are trained instead"
+    assert message in {str(one.message) for one in seen}
     assert [member.epoch for member in population.members] == [1] * 8
     population.fit(1)
     assert [member.epoch for member in population.members] == [2] * 8

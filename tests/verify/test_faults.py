@@ -54,20 +54,27 @@ def batch(count: int = M) -> Tensor:
     return torch.randn(count, 8, 6)
 
 
-def operator(vmap: Callable[..., Any], backward: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """An operator of a user, ``2 x``, with a rule of his own."""
+def caught(match: str, make: Callable[[], nn.Module], loss: Any = loss_fn, **options: Any) -> None:
+    """The oracle refuses the first call of an array in these words."""
+    step, state = start(make, loss, **options)
+    with pytest.raises(VerifyError, match=match):
+        step(state, batch())
+
+
+def operator(vmap: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """An operator of a user, ``2 x``, with a rule of his own for all members ``[M, ...]``."""
     name = f"planted::twice{next(_counter)}"
 
     @torch.library.custom_op(name, mutates_args=())
     def twice(x: Tensor) -> Tensor:
         return x * 2
 
-    twice.register_autograd(backward or (lambda ctx, grad: grad * 2))
-    torch.library.register_vmap(name, vmap)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+    torch.library.register_vmap(name, lambda info, dims, x: (vmap(x.movedim(dims[0], 0)), 0))
     return twice
 
 
-def function(vmap: Callable[[Tensor], Tensor], backward: Callable[..., Any] = lambda ctx, grad: grad * 2) -> Any:
+def function(vmap: Callable[[Tensor], Tensor]) -> Any:
     """An autograd function, ``2 x``, with a rule of its own for all members ``[M, ...]``."""
 
     class Twice(torch.autograd.Function):
@@ -80,15 +87,14 @@ def function(vmap: Callable[[Tensor], Tensor], backward: Callable[..., Any] = la
             pass
 
         @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+        @staticmethod
         def vmap(info: Any, dims: Any, x: Tensor) -> Any:
             return vmap(x.movedim(dims[0], 0)), 0
 
-    Twice.backward = staticmethod(backward)  # type: ignore[assignment]
     return Twice.apply
-
-
-def first(x: Tensor, dim: int | None) -> Tensor:
-    return x.movedim(dim, 0)  # type: ignore[arg-type]
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -109,12 +115,9 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_operator_with_a_wrong_rule(name: str) -> None:
-    op = operator(lambda info, dims, x: (RULES[name](first(x, dims[0])), 0))
-    step, state = start(lambda: model_with(op))
-    with pytest.raises(
-        VerifyError, match=r"model [02], call 1: the (loss|gradient.*) is .* alone; .* is '2' \(Call\); run"
-    ):
-        step(state, batch())
+    op = operator(RULES[name])
+    what = r"model [02], call 1: the (loss|gradient.*) is .* alone; .* is '2' \(Call\); run"
+    caught(what, lambda: model_with(op))
 
 
 LOST: dict[str, Callable[[Tensor], Tensor]] = {
@@ -130,10 +133,8 @@ LOST: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_function_whose_rule_has_another_gradient(name: str) -> None:
     func = function(LOST[name])
-    step, state = start(lambda: model_with(func))
     what = r"model [02], call 1: the gradient of '0\.(weight|bias)' is .* at \[.*\] in the array and .* alone; .*'2' \(Call\)"
-    with pytest.raises(VerifyError, match=what):
-        step(state, batch())
+    caught(what, lambda: model_with(func))
 
 
 def test_rounding_of_gradients_is_judged_once_and_what_is_more_found() -> None:
@@ -225,9 +226,7 @@ def test_a_generator_of_the_models_own(make: Callable[[], Any]) -> None:
 
 
 def test_a_clock() -> None:
-    step, state = start(lambda: model_with(lambda x: x * (time.perf_counter_ns() % 1009)))
-    with pytest.raises(VerifyError, match=r"'2' \(Call\)"):
-        step(state, batch())
+    caught(r"'2' \(Call\)", lambda: model_with(lambda x: x * (time.perf_counter_ns() % 1009)))
 
 
 def counting(by: str) -> Callable[[], float]:
@@ -248,28 +247,23 @@ def counting(by: str) -> Callable[[], float]:
 
 @pytest.mark.parametrize("by", ["an iterator", "an array", "a class"])
 def test_what_changes_from_call_to_call_is_said(by: str) -> None:
-    count = counting(by)
-    step, state = start(lambda: nn.Linear(6, 2), lambda model, x: loss_fn(model, x) * count())
-    with pytest.raises(
-        VerifyError, match=r"the loss is .* alone, too, a second call gives something else, as by a clock"
-    ):
-        step(state, batch())
+    count, what = counting(by), "the loss is .* alone, too, a second call gives something else, as by a clock"
+    caught(what, lambda: nn.Linear(6, 2), lambda model, x: loss_fn(model, x) * count())
 
 
 def test_a_gradient_that_is_lost_between_layers_without_parameters() -> None:
     func = function(LOST["all of it"])
-    step, state = start(
-        lambda: nn.Sequential(
-            nn.Linear(6, 6), nn.ReLU(), nn.Sequential(nn.Tanh(), Call(func)), nn.ReLU(), nn.Linear(6, 2)
-        )
-    )
-    with pytest.raises(VerifyError, match=r"the gradient of '0\.weight' is 0 at .*, is '2\.1' \(Call\)"):
-        step(state, batch())
+
+    def make() -> nn.Module:
+        inner = nn.Sequential(nn.Tanh(), Call(func))
+        return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), inner, nn.ReLU(), nn.Linear(6, 2))
+
+    caught(r"the gradient of '0\.weight' is 0 at .*, is '2\.1' \(Call\)", make)
 
 
 @pytest.mark.parametrize("verify", [True, "first", False])
 def test_a_change_at_call_12_is_found_at_call_100(verify: Any) -> None:
-    wrong, seen = operator(lambda info, dims, x: (x * 3, dims[0])), {"calls": 0}
+    wrong, seen = operator(RULES["another factor"]), {"calls": 0}
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         seen["calls"] += 1
@@ -282,24 +276,22 @@ def test_a_change_at_call_12_is_found_at_call_100(verify: Any) -> None:
     if verify is not True:
         step(state, batch())
         return
-    with pytest.raises(
-        VerifyError, match=r"model 0, call 100: the loss is .* or whose input does, is the model's own code \(Linear\)"
-    ):
+    words = r"model 0, call 100: the loss is .* or whose input does, is the model's own code \(Linear\)"
+    with pytest.raises(VerifyError, match=words):
         step(state, batch())
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_metric_that_mixes_members(count: int) -> None:
-    mixing = operator(lambda info, dims, x: (x.movedim(dims[0], 0).mean(0, True).expand(x.shape) * 2, 0))
+    mixing = operator(lambda x: x.mean(0, True).expand(x.shape) * 2)
 
     def loss(model: nn.Module, x: Tensor) -> Any:
         value = loss_fn(model, x)
         return value, {"right": value.detach(), "wrong": mixing(value.detach())}
 
     step, state = start(lambda: nn.Linear(6, 2), loss, count)
-    with pytest.raises(
-        VerifyError, match=r"metric 'wrong' is .* in the array and .* alone; no module's output differs"
-    ):
+    words = "metric 'wrong' is .* in the array and .* alone; no module's output differs"
+    with pytest.raises(VerifyError, match=words):
         step(state, batch(count))
     metric = hfta.make_eval_step(nn.Linear(6, 2), lambda model, x: mixing(loss_fn(model, x)), batch_dims=0)
     with pytest.raises(VerifyError, match="metric '<lambda>' is"):
@@ -326,15 +318,13 @@ class Averaging(nn.Module):
 @pytest.mark.parametrize("kind", ["buffer", "attribute"])
 @pytest.mark.parametrize("name", ["zeros", "the mean of members", "another factor"])
 def test_a_buffer_or_an_attribute_that_is_wrong(name: str, kind: str) -> None:
-    func = operator(lambda info, dims, x: (RULES[name](first(x, dims[0])), 0))
-    step, state = start(lambda: nn.Sequential(nn.Identity(), Averaging(func, kind == "buffer")))
-    with pytest.raises(VerifyError, match=rf"{kind} '1\.average' is .* at \[\d\] in the array"):
-        step(state, batch())
+    func, what = operator(RULES[name]), rf"{kind} '1\.average' is .* at \[\d\] in the array"
+    caught(what, lambda: nn.Sequential(nn.Identity(), Averaging(func, kind == "buffer")))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_attributes_that_are_right_and_a_clock_are_left_alone(chunk_size: int | None) -> None:
-    func = operator(lambda info, dims, x: (2 * x, dims[0]))
+    func = operator(lambda x: 2 * x)
     step, state = start(lambda: Averaging(func, False), chunk_size=chunk_size)
     for _ in range(10):
         state, _ = step(state, batch())
@@ -380,7 +370,7 @@ def test_a_lowering_that_is_wrong(name: str, at: int) -> None:
 
 
 def test_the_law_of_solo_runs_compares_every_member() -> None:
-    op = operator(lambda info, dims, x: (2 * x + (torch.arange(M) == 1).reshape(M, 1, 1), dims[0]))
+    op = operator(lambda x: 2 * x + (torch.arange(M) == 1).reshape(M, 1, 1))
     step, state = start(lambda: model_with(op))
     # Neither the first nor the last differs.
     step(state, batch())
@@ -400,13 +390,11 @@ def test_a_rule_from_outside() -> None:
     def rule(call: Any, x: Tensor) -> Any:
         return x + 2, call.dims[0]
 
-    step, state = start(lambda: model_with(shifted))
-    with pytest.raises(VerifyError, match=r"is '2' \(Call\)"):
-        step(state, batch())
+    caught(r"is '2' \(Call\)", lambda: model_with(shifted))
 
 
 def test_predictions_ensembles_and_joint_steps() -> None:
-    wrong, lost = operator(lambda info, dims, x: (3 * x, dims[0])), function(LOST["half of it"])
+    wrong, lost = operator(RULES["another factor"]), function(LOST["half of it"])
     models = [model_with(wrong) for _ in range(M)]
     for call in (
         lambda: hfta.predict(models[0], hfta.stack_params(models), batch()[0]),
@@ -438,7 +426,7 @@ def test_predictions_ensembles_and_joint_steps() -> None:
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_what_is_compiled_is_compared_before(kind: str) -> None:
     torch._dynamo.reset()
-    op = operator(lambda info, dims, x: (3 * x, dims[0]))
+    op = operator(RULES["another factor"])
     models = [model_with(op) for _ in range(M)]
     if kind == "train":
         step, state = start(lambda: models[0])

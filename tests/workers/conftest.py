@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hfta_func.run import trainers
 from hfta_func.run.trainers import ExecutorTrainer
 from hfta_func.workers import pool
 from worker_arrays import waits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def chosen_processors() -> None:
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("needs processors that can be chosen")
 
 
 @pytest.fixture

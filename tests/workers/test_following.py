@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,10 @@ import torch
 
 import hfta_func as hfta
 from hfta_func._tree import leaves
-from hfta_func.workers.pool import Inline
 from member_runs import DATA, SEEDS, Run, assert_same, stop
-from worker_arrays import function_sizes, pools
+from worker_arrays import Two, function_sizes, pools
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
-    pytest.mark.usefixtures("two_cores"),
-]
-
-
-class Two(Inline):
-    """An executor of two workers, without processes."""
-
-    count = 2
+pytestmark = pytest.mark.usefixtures("two_cores")
 
 
 def elsewhere(way: str) -> dict[str, Any]:
@@ -96,16 +85,8 @@ def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) ->
     leave = stop(e1=[0, 2], e4=[3])
     expected = run().fit(6, leave, compact=True)
     assert expected.history["loss"].isnan().sum(0).tolist() == [5, 0, 5, 2]
-    one, sizes = run(), []
-    make = one.step
-
-    def step(state: Any, batch: Any) -> Any:
-        sizes.append(hfta.num_models(state))
-        return make(state, batch)
-
-    step.batch_dims = make.batch_dims  # type: ignore[attr-defined]
-    if way == "executor":
-        one.step = step
+    one = run()
+    sizes = one.note_sizes() if way == "executor" else []
     assert_same_run(one.fit(6, leave, compact=True, **elsewhere(way)), expected)
     if way == "executor":
         assert sizes == [2] * 6 + [1] * 18 + [1] * 6

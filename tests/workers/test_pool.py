@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +18,9 @@ import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import tune
 from hfta_func.workers import pool, process
-from kills import DRIVER, KILLS, check_kills, epochs_of, kill, once, pids
-from studies import SCHEDULERS, SPACE, STUDY, build, told
-from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
+from kills import DRIVER, check_killed_drivers, check_kills, epochs_of, kill, once, pids
+from studies import SCHEDULERS, SPACE, STUDY, after, build, told
+from worker_arrays import M, arrayed, assert_same, data, loss_fn, trained
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +34,21 @@ def crew() -> Iterator[hfta.workers.WorkerPool]:
 
 @pytest.mark.exhaustive
 def test_several_fits_use_the_same_processes(crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path) -> None:
-    step, state = arrayed()
+    array = arrayed()
     before: list[int] = []
-    for options in (
-        {},
-        {"resume": tmp_path / "run", "save_every": 2},
-        {"compile": False, "callbacks": [lambda *_: None]},
-    ):
-        found = hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew, **options)
-        assert_same(found, hfta.fit(step, state, loader(), epochs=3, progress=False))
+    called = {"compile": False, "callbacks": [lambda *_: None]}
+    for options in ({}, {"resume": tmp_path / "run", "save_every": 2}, called):
+        assert_same(trained(array, 3, executor=crew, **options), trained(array, 3))
         before = before or pids(crew)
         assert pids(crew) == before and not crew._functions, "nothing is kept of a fit that has ended"
     # The file holds the whole run, which goes on from there.
-    again = hfta.fit(step, state, loader(), epochs=5, progress=False, resume=tmp_path / "run")
-    assert_same(again, hfta.fit(step, state, loader(), epochs=5, progress=False))
+    assert_same(trained(array, 5, resume=tmp_path / "run"), trained(array, 5))
 
 
 def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(
     crew: hfta.workers.WorkerPool, tmp_path: pathlib.Path
 ) -> None:
-    step, state = arrayed()
+    array = arrayed()
     calls: list[int] = []
     submit = crew.submit
 
@@ -67,15 +58,12 @@ def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(
             signal.raise_signal(signal.SIGINT)
         return submit(*args, **order)
 
-    options: dict[str, Any] = {"progress": False, "resume": tmp_path / "run", "save_every": 2, "executor": crew}
+    options: dict[str, Any] = {"resume": tmp_path / "run", "save_every": 2, "executor": crew}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crew, "submit", pressed)
-        found = hfta.fit(step, state, loader(), epochs=3, **options)
+        found = trained(array, 3, **options)
     assert found.history.interrupted and 0 < int(found.state.step[0]) < 15
-    assert_same(
-        hfta.fit(step, state, loader(), epochs=3, **options),
-        hfta.fit(step, state, loader(), epochs=3, progress=False),
-    )
+    assert_same(trained(array, 3, **options), trained(array, 3))
 
 
 class Fake:
@@ -156,14 +144,10 @@ def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(
 
 def test_errors_and_failures_name_the_member(crew: hfta.workers.WorkerPool) -> None:
     lr = [0.01, 0.01, 0.01, 0.01, 1e300]
-    step, state = arrayed(lr)
-    found, expected = (
-        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=executor) for executor in (crew, None)
-    )
+    found, expected = (trained(arrayed(lr), 3, executor=executor) for executor in (crew, None))
     assert found.history.failures == expected.history.failures != []
-    step, state = arrayed(lr, nonfinite="raise")
     with pytest.raises(hfta.errors.NonFiniteError, match=r"^model 4: the "):
-        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew)
+        trained(arrayed(lr, nonfinite="raise"), 3, executor=crew)
 
 
 @pytest.mark.exhaustive(ids="population|median|none")
@@ -184,20 +168,18 @@ def test_both_workers_train_and_none_waits_for_the_slowest(
 ) -> None:
     slow, gate = tmp_path / "slow", tmp_path / "gate"
 
+    def wait(*_: Any) -> None:
+        try:
+            # The first of all steps waits for what the other worker does.
+            slow.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        while not gate.exists():
+            time.sleep(0.01)
+
     def build_gated(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def step(state: Any, batch: Any) -> Any:
-            try:
-                # The first of all steps waits for what the other worker does.
-                slow.touch(exist_ok=False)
-            except FileExistsError:
-                return found.step(state, batch)
-            while not gate.exists():
-                time.sleep(0.01)
-            return found.step(state, batch)
-
-        return found._replace(step=step)
+        return found._replace(step=after(wait, found.step))
 
     seen: list[int] = []
 
@@ -215,19 +197,17 @@ def test_both_workers_train_and_none_waits_for_the_slowest(
 def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.workers.WorkerPool) -> None:
     here = os.getpid()
 
+    def end(state: Any) -> None:
+        bad = {seed: bool((state.keys == hfta.random.keys([seed])).any()) for seed in (1, 3)}
+        assert os.getpid() != here
+        if bad[1]:
+            raise ArithmeticError("too fast")
+        if bad[3]:
+            os._exit(7)
+
     def build_deadly(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
-
-        def evaluate(state: Any) -> Any:
-            bad = {seed: bool((state.keys == hfta.random.keys([seed])).any()) for seed in (1, 3)}
-            assert os.getpid() != here
-            if bad[1]:
-                raise ArithmeticError("too fast")
-            if bad[3]:
-                os._exit(7)
-            return found.evaluate(state)  # type: ignore[misc]
-
-        return found._replace(evaluate=evaluate)
+        return found._replace(evaluate=after(end, found.evaluate))
 
     table = {"lr": [0.1] * 3, "momentum": [0.0] * 3, "seed": [1, 2, 3]}
     population = tune.population(build_deadly, table, max_models=3, executor=crew)
@@ -268,13 +248,9 @@ def test_ctrl_c_ends_a_study_which_goes_on(crew: hfta.workers.WorkerPool, tmp_pa
 
 @pytest.mark.exhaustive
 def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
-    class Answer:
-        def __init__(self, base: int):
-            self.base = base
-
-        def __call__(self, power: int) -> tuple[int, int]:
-            time.sleep(0.05)
-            return self.base**power, os.getpid()
+    def answer(power: int) -> tuple[int, int]:
+        time.sleep(0.05)
+        return 2**power, os.getpid()
 
     def all_of() -> list[tuple[int, int]]:
         calls = [crew.submit(answer, power=power) for power in range(8)]
@@ -282,7 +258,7 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
         assert [answers[call][0] for call in calls] == [2**power for power in range(8)]
         return [answers[call][1] for call in calls]
 
-    answer, deaths = Answer(2), crew.deaths
+    deaths = crew.deaths
     for name in ("both", "workers", "are", "there"):
         crew.submit(dict, name=name)
     crew.ready(60, everyone=True)
@@ -295,11 +271,10 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     crew.forget()
 
 
-def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state = arrayed()
+def test_bad_input(crew: hfta.workers.WorkerPool) -> None:
     options: dict[str, Any] = STUDY | {"max_models": 4}
     with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2, executor=crew)
+        trained(arrayed(), workers=2, executor=crew)
     with pytest.raises(ValueError, match="there are workers and an executor"):
         tune.run(build, SPACE, workers=2, executor=crew, **options)
     with pytest.raises(ValueError, match="workers is 0; it must be"):
@@ -318,29 +293,4 @@ def test_bad_input(crew: hfta.workers.WorkerPool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.soak
 @pytest.mark.skipif(len(pool.cores()) < 2, reason="needs two processors")
 def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
-    order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    draws = random.Random(1)
-    killed = 0
-    for _ in range(KILLS):
-        pipe = subprocess.PIPE
-        with subprocess.Popen(order, env={**os.environ, **own}, stdout=pipe, stderr=pipe, text=True) as process:
-            assert process.stdout is not None
-            workers = [int(word) for word in process.stdout.readline().split()[1:]]
-            time.sleep(draws.uniform(0.1, 3.0))
-            process.kill()
-            rest, errors = process.communicate()
-        assert "Error" not in errors, "workers end without a word"
-        # At the end of the call that each is at.
-        for _ in range(600):
-            if not any(os.path.exists(f"/proc/{worker}") for worker in workers):
-                break
-            time.sleep(0.1)
-        assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
-        if rest.endswith("the same\n"):
-            break
-        killed += 1
-    assert killed
-    print("killed", killed)
-    done = subprocess.run(order, env={**os.environ, **own}, capture_output=True, text=True)
-    assert done.stdout.endswith("the same\n"), done.stderr[-3000:]
+    check_killed_drivers(DRIVER, tmp_path / "study", seconds=3.0, errors=subprocess.PIPE)

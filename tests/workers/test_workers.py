@@ -24,12 +24,10 @@ from hfta_func.run import trainers
 from hfta_func.step import allocator
 from hfta_func.workers import process
 from hfta_func.workers.process import loads
-from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools
+from processes import environment, program
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, trained
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
-    pytest.mark.usefixtures("two_cores"),
-]
+pytestmark = pytest.mark.usefixtures("two_cores")
 
 
 @pytest.mark.exhaustive(ids="True")
@@ -38,51 +36,36 @@ def test_two_processes_are_one_array(donate: bool) -> None:
     evaluated = hfta.make_eval_step(
         make().eval(), lambda model, batch: {"error": (model(batch[0]) - batch[1]).square().mean()}
     )
-    options: dict[str, Any] = {
-        "epochs": 4,
-        "progress": False,
-        "evaluate": lambda state: evaluated(state, data()),
-    }
+    own: dict[str, Any] = {"evaluate": lambda state: evaluated(state, data())}
 
     def callbacks() -> list[Any]:
         return [hfta.callbacks.early_stopping("error", patience=2), hfta.schedules.plateau("loss", patience=0)]
 
-    found, expected = (
-        hfta.fit(step, state, loader(), callbacks=callbacks(), workers=count, **options)
-        for count in (2, None)
-        for step, state in [arrayed(donate=donate)]
-    )
-    assert_same(found, expected)
+    runs = [trained(arrayed(donate=donate), 4, callbacks=callbacks(), workers=count, **own) for count in (2, None)]
+    assert_same(*runs)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [0, None, (0, None)])
 def test_batches_of_any_kind(dims: Any) -> None:
-    inputs, targets = data()
-
-    def batches() -> list[Any]:
-        shapes = (dims, dims) if not isinstance(dims, tuple) else dims
-        whole = (inputs, targets)
-        return [
-            tuple(
-                leaf[at : at + 6] if dim is None else torch.stack([leaf[at : at + 6] * (i + 1) for i in range(M)])
-                for leaf, dim in zip(whole, shapes, strict=True)
-            )
-            for at in range(0, 24, 6)
-        ]
-
+    batches = [
+        tuple(
+            leaf[at : at + 6] if dim is None else torch.stack([leaf[at : at + 6] * (i + 1) for i in range(M)])
+            for leaf, dim in zip(data(), dims if isinstance(dims, tuple) else (dims, dims), strict=True)
+        )
+        for at in range(0, 24, 6)
+    ]
     step, state = arrayed(batch_dims=dims)
-    found = hfta.fit(step, state, batches(), epochs=3, progress=False, workers=2, save_every=None)
-    assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
+    found = hfta.fit(step, state, batches, epochs=3, progress=False, workers=2, save_every=None)
+    assert_same(found, hfta.fit(step, state, batches, epochs=3, progress=False))
 
 
 def test_an_error_of_the_user_s_code_comes_through() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         raise LookupError("no such thing")
 
-    step, state = arrayed(loss=loss)
     with pytest.raises(LookupError, match="no such thing"):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+        trained(arrayed(loss=loss), workers=2)
 
 
 @pytest.mark.exhaustive
@@ -93,23 +76,23 @@ def test_workers_keep_large_blocks() -> None:
             raise LookupError("large blocks go back to the system")
         return loss_fn(model, batch)
 
-    step, state = arrayed(loss=loss)
-    hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    array = arrayed(loss=loss)
+    trained(array, workers=2)
     with hfta.workers.WorkerPool(1) as pool:
-        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
+        trained(array, executor=pool)
 
 
 @pytest.mark.exhaustive
 def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state = arrayed()
-    expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
+    array = arrayed()
+    expected = trained(array, 4)
     crews = pools(monkeypatch)
 
     def kill(state: Any, history: hfta.run.History) -> None:
         worker = crews[0]._workers[len(history) % 2]
         threading.Timer(0.001 * len(history), os.kill, (worker.pid, signal.SIGKILL)).start()
 
-    assert_same(hfta.fit(step, state, loader(), epochs=4, progress=False, callbacks=[kill], workers=2), expected)
+    assert_same(trained(array, 4, callbacks=[kill], workers=2), expected)
 
 
 @pytest.mark.exhaustive
@@ -117,11 +100,9 @@ def test_a_process_that_always_dies_is_given_up() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         os._exit(3)
 
-    step, state = arrayed(loss=loss)
-    with pytest.raises(
-        WorkerError, match=r"^models [02] to [14]: its workers died 3 times in a row, last worker [01] with status 3"
-    ):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    match = r"^models [02] to [14]: its workers died 3 times in a row, last worker [01] with status 3"
+    with pytest.raises(WorkerError, match=match):
+        trained(arrayed(loss=loss), workers=2)
 
 
 def slow(model: nn.Module, batch: Any) -> Any:
@@ -182,8 +163,7 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     assert where[-1] == str(not faster) and crews[0]._closed
     assert found.history.status.startswith("Pool: replayed or eager; a step took" if faster else "eager: ")
     assert found.history.status.endswith("in worker processes")
-    step, state = arrayed()
-    assert_same(found, hfta.fit(step, state, loader(), epochs=12, progress=False))
+    assert_same(found, trained(arrayed(), 12))
 
 
 def test_auto_says_why_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,30 +186,21 @@ def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyP
             return os._exit, (5,)
 
     monkeypatch.setattr(process, "settings", Deadly)
-    step, state = arrayed()
-    with pytest.raises(
-        WorkerError, match=r"worker [01] died 3 times in a row while it started, last with status 5; what"
-    ):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
-    with (
-        hfta.workers.WorkerPool(1) as pool,
-        pytest.raises(WorkerError, match="worker 0 died 3 times in a row while it started"),
-    ):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
+    match = "died 3 times in a row while it started, last with status 5; what"
+    with pytest.raises(WorkerError, match="worker [01] " + match):
+        trained(arrayed(), workers=2)
+    with hfta.workers.WorkerPool(1) as pool, pytest.raises(WorkerError, match="worker 0 " + match):
+        trained(arrayed(), executor=pool)
 
 
 def test_bad_input() -> None:
-    step, state = arrayed()
-    for count, match in (
-        (0, "workers is 0; it must be at least 1"),
-        ("many", "workers is 'many'; it must be at least 1, or 'auto'"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            hfta.fit(step, state, loader(), epochs=1, progress=False, workers=count)  # type: ignore[arg-type]
+    for count in (0, "many"):
+        with pytest.raises(ValueError, match=f"workers is {count!r}; it must be at least 1, or 'auto'"):
+            trained(arrayed(), workers=count)
     lock = threading.Lock()
-    step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
+    array = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
     with pytest.raises(TypeError, match="the step or the loader cannot be sent to workers"):
-        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+        trained(array, workers=2)
 
 
 KILLED = """
@@ -244,10 +215,7 @@ time.sleep(3600)
 
 
 def test_shared_memory_has_no_name_and_outlives_a_killed_process_only_where_it_is_mapped() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    order = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(order, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with program(KILLED) as process:
         path = process.stdout.readline().strip()
         assert os.readlink(path).endswith("(deleted)")
         mapped = loads(path)
@@ -270,9 +238,9 @@ with hfta.workers.WorkerPool(1) as pool:
 @pytest.mark.parametrize("module", [False, True])
 def test_a_script_without_a_guard_runs_once(tmp_path: Path, module: bool) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    own = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     order = [sys.executable, *(["-m", "script"] if module else [str(tmp_path / "script.py")])]
-    done = subprocess.run(order, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(order, env=own, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("runs\n9\n27\n", "")
 
 
@@ -288,6 +256,6 @@ print("trained")
 
 def test_workers_compute_with_threads_of_their_own() -> None:
     """The server that they are forked from has none, whose locks they would wait for."""
-    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
-    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=200)
+    own = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=own, capture_output=True, text=True, timeout=200)
     assert done.stdout == "trained\n", done.stderr
