@@ -161,15 +161,12 @@ def concat(trees: Sequence[T]) -> T:
         first = column[0]
         for position, leaf in enumerate(column):
             if path in shared and not torch.equal(leaf, first):
-                raise StackError(
-                    f"array {position}: {path}, which members share, is not that of array 0; arrays that share "
-                    f"parameters can be joined as long as they have not been trained apart"
-                )
+                cure = "arrays that share parameters can be joined as long as they have not been trained apart"
+                raise StackError(f"array {position}: {path}, which members share, is not that of array 0; {cure}")
             if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
-                raise StackError(
-                    f"array {position}: {path} is {leaf.dtype}{list(leaf.shape[1:])} per member but array 0 has "
-                    f"{first.dtype}{list(first.shape[1:])}; join arrays of the same model and dtype"
-                )
+                one, other = (f"{each.dtype}{list(each.shape[1:])}" for each in (leaf, first))
+                text = f"array {position}: {path} is {one} per member but array 0 has {other}"
+                raise StackError(f"{text}; join arrays of the same model and dtype")
         joined.append(first.clone() if path in shared else torch.cat(column))
         if _followed.get() is not None and path not in shared:
             _note(joined[-1], [at for leaf in column for at in _places_of(leaf) or [-1] * len(leaf)])

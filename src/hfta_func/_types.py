@@ -154,10 +154,8 @@ def check_counts(**counts: Any) -> None:
 def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
     """Rows of cells as lines of text; ``sides`` has ``"<"`` or ``">"``, where its cells are aligned, for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
-    )
-    return "\n".join(map(str.rstrip, lines))
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:

@@ -47,8 +47,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
 
     def stop(state: TrainState, history: History) -> TrainState:
         values = sign * present(history, metric)
-        best = torch.full_like(values[0], float("inf"))
-        waited = torch.zeros_like(values[0])
+        best, waited = torch.full_like(values[0], torch.inf), torch.zeros_like(values[0])
         for epoch, value in enumerate(values):
             better = value < best - min_delta
             best, waited = torch.where(better, value, best), torch.where(better, 0, waited + 1)
@@ -168,10 +167,8 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
             saved = read_metadata(path)["metadata"]
             best = torch.tensor([float(number) for number in saved["value"]], dtype=torch.float64)
             if best.shape != value.shape:
-                raise StateError(
-                    f"{path} holds {len(best)} members but the run has {len(value)} now; keep_best does not follow members "
-                    f"that come or go, so use fit(..., restore_best='{metric}') instead"
-                )
+                cure = f"keep_best does not follow members that come or go, so use fit(..., restore_best='{metric}')"
+                raise StateError(f"{path} holds {len(best)} members but the run has {len(value)} now; {cure} instead")
             epochs = torch.tensor(saved["epoch"])
             better = is_better(value, best, sign)
             if not better.any():

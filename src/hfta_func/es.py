@@ -170,7 +170,8 @@ class Strategy:
                 members.params[right] = _flat(noise[1].repeat_interleave(2, 1))
             else:
                 base = state.params[path].unsqueeze(1)
-                offset = (sigma * _whole(noise)).reshape(len(base), len(chosen), *base.shape[2:])
+                whole = noise[0] if len(noise) == 1 else noise[0] @ noise[1] / math.sqrt(noise[0].shape[-1])
+                offset = (sigma * whole).reshape(len(base), len(chosen), *base.shape[2:])
                 members.params[path] = _flat(_flat(torch.stack([base + offset, base - offset], 2)))
         return members
 
@@ -269,10 +270,6 @@ def _factors(shape: Sequence[int], rank: int | None) -> list[tuple[int, int]]:
         return []
     m, n = shape[0], math.prod(shape[1:])
     return [(m, rank), (rank, n)] if rank * (m + n) < m * n else []
-
-
-def _whole(noise: list[Tensor]) -> Tensor:
-    return noise[0] if len(noise) == 1 else noise[0] @ noise[1] / math.sqrt(noise[0].shape[-1])
 
 
 def _flat(leaf: Tensor) -> Tensor:

@@ -36,16 +36,9 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 """Significand bits; a dtype represents multiples of ``2**-digits`` in [0, 1) exactly."""
 
 
-_lock = threading.RLock()
-
-
-def _unlocked() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
+_lock: Any = threading.RLock()
 # Another thread may hold it while a process is forked.
-os.register_at_fork(after_in_child=_unlocked)
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 @contextlib.contextmanager
@@ -165,8 +158,7 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
     start, stride, padding = stream(key) if isinstance(key, Tensor) else key
     position = None if padding is None else padding.draw("draw", shape)
     if noise.is_fast(start):
-        words = _kernels.words(start, stride, shape)
-        return words if position is None else _at(words, position)
+        return _at(_kernels.words(start, stride, shape), position)
     if position is not None:
         return _mix(start + stride * (position + 1))
     expand = (*start.shape, *(1,) * len(shape))
@@ -174,8 +166,8 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)
 
 
-def _at(drawn: Tensor, position: Tensor) -> Tensor:
-    return drawn.flatten().gather(0, position.flatten()).reshape(position.shape)
+def _at(drawn: Tensor, position: Tensor | None) -> Tensor:
+    return drawn if position is None else drawn.flatten().gather(0, position.flatten()).reshape(position.shape)
 
 
 def uniform(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -212,7 +204,7 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
     if noise.is_fast(start) and not (isinstance(p, Tensor) and (p.dim() or start.dim())):
         position = None if padding is None else padding.draw("draw", shape)
         below = _kernels.words_below(start, stride, shape, limit if isinstance(p, Tensor) else torch.tensor(limit))
-        return below if position is None else _at(below, position)
+        return _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
 
 

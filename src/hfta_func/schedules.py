@@ -65,10 +65,7 @@ def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Sche
         >>> values(step_lr(1.0, step_size=10, gamma=0.5), [9, 10, 20])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    return Schedule(
-        {"value": value, "step_size": step_size, "gamma": gamma},
-        lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size),
-    )
+    return Schedule(locals(), lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size))
 
 
 @recorded
@@ -144,8 +141,7 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
         tensor([1.0000, 0.2500, 0.0000], dtype=torch.float64)
     """
     return Schedule(
-        {"value": value, "total_iters": total_iters, "power": power},
-        lambda count, value, total_iters, power: value * (1 - _progress(count, total_iters)) ** power,
+        locals(), lambda count, value, total_iters, power: value * (1 - _progress(count, total_iters)) ** power
     )
 
 
@@ -162,10 +158,7 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
         >>> values(cosine(1.0, T_max=100), [0, 50, 100])
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
-    return Schedule(
-        {"value": value, "T_max": T_max, "eta_min": eta_min},
-        lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max),
-    )
+    return Schedule(locals(), lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max))
 
 
 @recorded

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,13 +36,12 @@ def convolve(
     axes = len(space)
     lead, (image, weight) = x.shape[: -axes - 1], (_flat(x, axes), weight.flatten(0, -axes - 3).contiguous())
     small, big = weight.shape[1] // groups, weight.shape[2]
-    taps = math.prod(weight.shape[3:])
+    taps = weight.shape[3:].numel()
     channels, strides = ((small, big), (taps, big * taps)) if scatters else ((big, small), (big * taps, taps))
     y = x.new_empty((*lead, groups * channels[1], *space))
     geometry = _geometry(image, groups, channels, strides, scatters, space, weight.shape[3:], window)
     bias = None if bias is None else bias.contiguous()
-    pointers = image.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    native.check_memory(program(x.dtype).convolve(geometry, *pointers, torch.get_num_threads()))
+    native.check_memory(native.call(program(x.dtype).convolve, geometry, image, weight, bias, y))
     return y
 
 
@@ -57,9 +54,8 @@ def correlate(
     sides = image.shape[2] // groups, channels.shape[2] // groups
     gradient, of_bias = (image.new_empty((*lead, channels.shape[2], *shape)) for shape in ((sides[0], *taps), ()))
     geometry = _geometry(image, groups, sides, (0, 0), False, channels.shape[3:], taps, window)
-    pointers = image.data_ptr(), channels.data_ptr(), *channels.stride()[:2]
-    gradients = gradient.data_ptr(), of_bias.data_ptr()
-    native.check_memory(program(image.dtype).correlate(geometry, *pointers, *gradients, torch.get_num_threads()))
+    given = geometry, image, channels, *channels.stride()[:2], gradient, of_bias
+    native.check_memory(native.call(program(image.dtype).correlate, *given))
     return gradient, of_bias
 
 
@@ -77,4 +73,4 @@ def _geometry(
     ones, zeros = [1] * missing, [0] * missing
     axes = (*ones, *x.shape[3:], *ones, *space, *ones, *taps, *ones, *window[0], *zeros, *window[1], *ones, *window[2])
     numbers = (*x.shape[:2], groups, *channels, *x.stride()[:2], *strides, missing, scatters, *axes)
-    return struct.pack(f"{len(numbers)}q", *numbers)
+    return native.packed(numbers)

@@ -26,18 +26,12 @@ import torch
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Flags to add: the first row that the compiler accepts.
 _EXTRA = (("-march=native", "-fopenmp"), ("-march=native",), ())
-_SECONDS = 60.0
 
 
 def compiler() -> str | None:
     """The C compiler: that of ``CC``, or the first of the usual names; None if there is none or ``HFTA_FUNC_NATIVE=0``."""
-    return None if os.environ.get("HFTA_FUNC_NATIVE") == "0" else _find_compiler(os.environ.get("CC", ""))
-
-
-@functools.cache
-def _find_compiler(preferred: str) -> str | None:
-    names = [preferred, "cc", "gcc", "clang"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+    names = [] if os.environ.get("HFTA_FUNC_NATIVE") == "0" else [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def folder() -> Path:
@@ -108,10 +102,10 @@ def program(source: str) -> Callable[[Sequence[int], int, Sequence[Any]], None] 
             function.argtypes = count, count, pointer, count, *[pointer for _ in arguments]
         # ctypes passes where bytes begin, and makes them faster than arrays.
         pointers = [
-            _packed([*map(_address, one)]) if isinstance(one, list) else None if one is None else _address(one)
+            packed([*map(_address, one)]) if isinstance(one, list) else None if one is None else _address(one)
             for one in arguments
         ]
-        function(len(sizes), models, _packed(sizes), torch.get_num_threads(), *pointers)
+        function(len(sizes), models, packed(sizes), torch.get_num_threads(), *pointers)
 
     return run
 
@@ -119,7 +113,8 @@ def program(source: str) -> Callable[[Sequence[int], int, Sequence[Any]], None] 
 _address = torch.Tensor.data_ptr
 
 
-def _packed(numbers: Sequence[int]) -> bytes:
+def packed(numbers: Sequence[int]) -> bytes:
+    """Numbers as a row of ``int64_t``."""
     return struct.pack(f"{len(numbers)}q", *numbers)
 
 
@@ -155,9 +150,6 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 """The type in C of each dtype that has programs."""
 
 
-_ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
-
-
 @functools.cache
 def load_file(name: str, dtype: torch.dtype | None, functions: str, flags: tuple[str, ...] = ()) -> Any:
     """The functions of a file in C beside this one, for a type of numbers; None if it has none, or they cannot be compiled.
@@ -170,8 +162,14 @@ def load_file(name: str, dtype: torch.dtype | None, functions: str, flags: tuple
     library = load(f"#define REAL {TYPES[dtype]}\n#define SIZE {dtype.itemsize}\n{head}{text}", flags)
     for function in functions.split() if library is not None else ():
         symbol, _, types = function.partition(":")
-        getattr(library, symbol).argtypes = [_ARGUMENTS[letter] for letter in types]
+        getattr(library, symbol).argtypes = [ctypes.c_void_p if letter == "p" else ctypes.c_int64 for letter in types]
     return library
+
+
+def call(function: Any, *arguments: Any) -> int:
+    """Call a function of :func:`load_file` with where tensors begin, other arguments, and the number of threads."""
+    given = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+    return function(*given, torch.get_num_threads())
 
 
 def check_memory(is_missing: int) -> None:
@@ -210,7 +208,7 @@ def _build(command: str, source: str, flags: tuple[str, ...], directory: Path) -
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
                 [command, *_FLAGS, *flags, *extra, str(code), "-o", str(built), "-lm"],
-                check=True, capture_output=True, timeout=_SECONDS,
+                check=True, capture_output=True, timeout=60.0,
             )  # fmt: skip
             return built
     return None

@@ -32,23 +32,16 @@ _KEYS = "const uint64_t *start, const uint64_t *stride"
 # To a C compiler a store to a char may change any variable, so the loop reads local ones.
 _DRAWN = """{{
                     const uint64_t first = start[model], step = stride[model];
-                    {declarations}
+                    {declared} *restrict into = out + model * sizes[0];
                     for (int64_t i = low; i < high; i++)
                         into[i] = {value};
                 }}"""
 _WORD = "mix(first + step * (uint64_t)(i + 1))"
-_WORDS = native.shared_out(
-    _HEAD,
-    f"{_KEYS}, uint64_t *out",
-    _DRAWN.format(declarations="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
-)
+_WORDS = native.shared_out(_HEAD, f"{_KEYS}, uint64_t *out", _DRAWN.format(declared="uint64_t", value=_WORD))
 _BELOW = native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
-    _DRAWN.format(
-        declarations="char *restrict into = out + model * sizes[0]; const int64_t most = limit[model];",
-        value=f"(int64_t){_WORD} >> 11 < most",
-    ),
+    _DRAWN.format(declared="const int64_t most = limit[model]; char", value=f"(int64_t){_WORD} >> 11 < most"),
 )
 _DROPPED = native.shared_out(
     "typedef KIND number;" + _HEAD,
@@ -68,32 +61,28 @@ _DROPPED = native.shared_out(
                     }
                 }""",
 )
-_MIXED = native.shared_out(
-    _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
-)
+_MIXED = native.shared_out(_HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[i] = mix(z[i])")
 _STREAMS = native.shared_out(
     _HEAD,
     "const uint64_t *key, uint64_t *starts, uint64_t *strides, const int64_t *first",
-    _EACH
-    + """ {
+    f"""{_EACH} {{
                         const int64_t at = model * sizes[0] + i;
                         starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * MIX2) + GOLDEN);
                         strides[at] = mix(starts[at] + GOLDEN) | 1;
-                    }""",
+                    }}""",
 )
 
 _QUANTILES = native.shared_out(
     "",
     "const int64_t *words, const int64_t *start, const int64_t *slope, double *out",
-    _EACH
-    + """ {
-                        const int64_t draw = words[model * sizes[0] + i] >> 40;
+    f"""{_EACH} {{
+                        const int64_t draw = words[i] >> 40;
                         const uint64_t tail = 0xFFFFFF - ((draw ^ (draw >> 63)) << 1);
                         const int octave = 63 - __builtin_clzll(tail);
                         const int64_t place = (tail << (23 - octave)) & 0x7FFFFF, segment = (octave << 8) + (place >> 15);
                         const int64_t magnitude = (start[segment] << 15) + slope[segment] * (place & 0x7FFF);
-                        out[model * sizes[0] + i] = (draw < 0 ? -magnitude : magnitude) * 0x1p-41;
-                    }""",
+                        out[i] = (draw < 0 ? -magnitude : magnitude) * 0x1p-41;
+                    }}""",
 )
 
 
@@ -156,28 +145,20 @@ def _defined() -> bool:
         return False
     mixed, words, below, streams, quantiles = programs
 
-    def draw_mixed(z: Tensor) -> Tensor:
-        mixed([z.numel()], 1, [z.contiguous(), out := torch.empty(z.shape, dtype=torch.int64)])
-        return out
-
-    def draw_quantiles(words: Tensor, start: Tensor, slope: Tensor) -> Tensor:
-        out = torch.empty(words.shape, dtype=torch.float64)
+    def map_words(dtype: torch.dtype, run: Any, words: Tensor, *tables: Tensor) -> Tensor:
+        out = torch.empty(words.shape, dtype=dtype)
         # Tables that transforms have expanded begin where they did.
-        quantiles([words.numel()], 1, [words.contiguous(), start, slope, out])
+        run([words.numel()], 1, [words.contiguous(), *tables, out])
         return out
 
-    def draw(
-        dtype: torch.dtype, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *limit: Tensor
-    ) -> Tensor:
+    def mapped(dtype: torch.dtype, words: Tensor, *tables: Tensor) -> Tensor:
+        return words.new_empty(words.shape, dtype=dtype)
+
+    def draw(dtype: Any, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *limit: Tensor) -> Tensor:
         out = torch.empty((*start.shape, *shape), dtype=dtype)
         if out.numel():
-            given = [
-                start.contiguous(),
-                stride.contiguous(),
-                out,
-                *(one.expand(start.shape).contiguous() for one in limit),
-            ]
-            run([math.prod(shape)], start.numel(), given)
+            limits = (one.expand(start.shape).contiguous() for one in limit)
+            run([math.prod(shape)], start.numel(), [start.contiguous(), stride.contiguous(), out, *limits])
         return out
 
     def draw_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -188,26 +169,23 @@ def _defined() -> bool:
     def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *limit: Tensor) -> Tensor:
         return start.new_empty((*start.shape, *shape), dtype=dtype)
 
-    _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
-    _define(
-        "quantiles(Tensor words, Tensor start, Tensor slope) -> Tensor",
-        *(draw_quantiles, lambda words, *_: words.new_empty(words.shape, dtype=torch.float64)),
-    )
-    draws = "(Tensor start, Tensor stride, SymInt[] shape"
-    for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
-        arguments = f"{draws}, Tensor limit" if run is below else draws
-        _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
+    def streams_like(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        return key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))
+
+    keys = "Tensor start, Tensor stride, SymInt[] shape"
+    for schema, dtype, run, compute, fake in (
+        ("mix(Tensor z)", torch.int64, mixed, map_words, mapped),
+        ("quantiles(Tensor words, Tensor start, Tensor slope)", torch.float64, quantiles, map_words, mapped),
+        (f"words({keys})", torch.int64, words, draw, drawn),
+        (f"words_below({keys}, Tensor limit)", torch.bool, below, draw, drawn),
+    ):
+        _define(f"{schema} -> Tensor", functools.partial(compute, dtype, run), functools.partial(fake, dtype))
     _define(
         "drop(Tensor x, Tensor start, Tensor stride, Tensor limit, Tensor scale, Tensor? width, SymInt row) -> Tensor",
-        *(_drop, lambda x, *_: torch.empty_like(x), with_backward("drop", drop, _keep_streams, _drop_again)),
+        *(_drop, lambda x, *_: torch.empty_like(x)),
+        Autograd=with_backward("drop", drop, _keep_streams, _drop_again),
     )
-    _define(
-        "streams(Tensor key, int first, int count) -> (Tensor, Tensor)",
-        *(
-            draw_streams,
-            lambda key, first, count: (key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))),
-        ),
-    )
+    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams, streams_like)
     return True
 
 
@@ -238,9 +216,6 @@ def _drop_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.hfta_func.drop(grad, *ctx.saved_tensors, ctx.row), *(None,) * 6
 
 
-def _define(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None = None
-) -> None:
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], **others: Callable[..., Any]) -> None:
     batched = members_in_front(lambda *args: operator(*args))
-    kernels = {"CPU": kernel, "FuncTorchBatched": batched, **({} if autograd is None else {"Autograd": autograd})}
-    operator = define_operator(schema, kernels, fake=fake)
+    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched, **others}, fake=fake)

@@ -11,8 +11,8 @@ from hfta_func._kernels import native
 
 # NaN and infinity have all bits of the exponent set. Four streams of values are read faster than one.
 _HEAD = """
-#define EXPONENT ((T){mask}u)
-typedef {type} T;
+#define EXPONENT ((T){1}u)
+typedef uint{0}_t T;
 static int has_failed(const T *x, int64_t length)
 {{
     const int64_t part = length / 4;
@@ -37,12 +37,7 @@ _LEAF = """if (has_failed((const T *)values[leaf] + model * sizes[leaf] + low, h
                     else
                         __atomic_store_n(failed + model, 1, __ATOMIC_RELAXED);
                 }"""
-_EXPONENTS = {
-    torch.float64: ("uint64_t", "0x7FF0000000000000"),
-    torch.float32: ("uint32_t", "0x7F800000"),
-    torch.bfloat16: ("uint16_t", "0x7F80"),
-    torch.float16: ("uint16_t", "0x7C00"),
-}
+_MASKS = {torch.float64: 0x7FF << 52, torch.float32: 0xFF << 23, torch.bfloat16: 0xFF << 7, torch.float16: 0x1F << 10}
 
 
 @functools.cache
@@ -51,9 +46,7 @@ def program(dtype: torch.dtype) -> Any:
 
     By 1 if it is in the first leaf, else by 2. None where there is no program for the dtype.
     """
-    if dtype not in _EXPONENTS:
+    if dtype not in _MASKS:
         return None
-    kind, mask = _EXPONENTS[dtype]
-    return native.program(
-        native.shared_out(_HEAD.format(type=kind, mask=mask), "const char **values, int64_t *failed", _LEAF)
-    )
+    head = _HEAD.format(8 * dtype.itemsize, _MASKS[dtype])
+    return native.program(native.shared_out(head, "const char **values, int64_t *failed", _LEAF))

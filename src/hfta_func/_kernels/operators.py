@@ -135,8 +135,6 @@ def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:
                 for x, dim in pairs
             )
             outputs = operator(*given)
-        if isinstance(outputs, Tensor):
-            return _torch.add_batch_dim(outputs, 0, level)
-        return tuple(_torch.add_batch_dim(output, 0, level) for output in outputs)
+        return _torch.mapped(lambda output: _torch.add_batch_dim(output, 0, level), outputs)
 
     return batched

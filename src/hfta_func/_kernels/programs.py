@@ -44,9 +44,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, axes: int, eps: float) -
     return made
 
 
-def layer_norm_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, stats: Tensor, axes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, stats: Tensor, axes: int) -> tuple[Tensor, ...]:
     """The gradients of rows, scale and shift."""
     given = [one.contiguous() for one in (grad, x, scale, stats)]
     made = torch.empty_like(given[1]), torch.empty_like(given[2]), torch.empty_like(given[2])
@@ -57,16 +55,15 @@ def layer_norm_backward(
 def _norm(name: str, x: Tensor, scale: Tensor, axes: int, *arguments: Tensor | bytes) -> None:
     models, width = scale.shape[:-axes].numel(), scale.shape[-axes:].numel()
     sizes = models, x.numel() // max(1, models * width), width
-    pointers = (one if isinstance(one, bytes) else one.data_ptr() for one in arguments)
-    getattr(norm(x.dtype), name)(*sizes, *pointers, torch.get_num_threads())
+    native.call(getattr(norm(x.dtype), name), *sizes, *arguments)
 
 
 def cross_entropy(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses of rows ``[...,C]`` with classes ``[...]``, and of each its largest number and the sum of exp(x - that)."""
     x, target, lead = x.contiguous(), target.contiguous(), x.shape[:-1]
     loss, stats = x.new_empty(lead), x.new_empty((*lead, 2))
-    pointers = x.data_ptr(), target.data_ptr(), ignore_index, loss.data_ptr(), stats.data_ptr()
-    if losses(x.dtype).cross_entropy(lead.numel(), x.shape[-1], *pointers, torch.get_num_threads()):
+    given = lead.numel(), x.shape[-1], x, target, ignore_index, loss, stats
+    if native.call(losses(x.dtype).cross_entropy, *given):
         wrong = (target != ignore_index) & ((target < 0) | (target >= x.shape[-1]))
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
     return loss, stats
@@ -76,9 +73,8 @@ def cross_entropy_backward(
     grad: Tensor, x: Tensor, target: Tensor, stats: Tensor, ignore_index: int, into: Tensor
 ) -> Tensor:
     """The gradient of contiguous rows, in the memory of ``into``, which may be theirs."""
-    grad, target = grad.contiguous(), target.contiguous()
-    pointers = grad.data_ptr(), x.data_ptr(), target.data_ptr(), ignore_index, stats.data_ptr(), into.data_ptr()
-    losses(x.dtype).cross_entropy_backward(grad.numel(), x.shape[-1], *pointers, torch.get_num_threads())
+    given = grad.contiguous(), x, target.contiguous(), ignore_index, stats, into
+    native.call(losses(x.dtype).cross_entropy_backward, grad.numel(), x.shape[-1], *given)
     return into
 
 
@@ -89,12 +85,8 @@ def max_pool(
     windows = zip(x.shape[-2:], taps, stride, padding, dilation, strict=True)
     space = [(size + 2 * pad - far * (count - 1) - 1) // step + 1 for size, count, step, pad, far in windows]
     y, places = (x.new_empty((*x.shape[:-2], *space), dtype=dtype) for dtype in (x.dtype, torch.int64))
-    planes = x.numel() // (x.shape[-2] * x.shape[-1])
-    numbers = planes, *x.shape[-2:], *space, *taps, *stride, *padding, *dilation
-    x = x.contiguous()
-    pointers = x.data_ptr(), y.data_ptr(), places.data_ptr()
-    geometry = struct.pack(f"{len(numbers)}q", *numbers)
-    native.check_memory(pooling(x.dtype).max_pool(geometry, *pointers, torch.get_num_threads()))
+    geometry = native.packed((x.shape[:-2].numel(), *x.shape[-2:], *space, *taps, *stride, *padding, *dilation))
+    native.check_memory(native.call(pooling(x.dtype).max_pool, geometry, x.contiguous(), y, places))
     return y, places
 
 
@@ -102,9 +94,8 @@ def max_pool_backward(grad: Tensor, places: Tensor, space: Sequence[int]) -> Ten
     """The gradient of an image with two axes from that of its maxima."""
     dx = grad.new_empty((*grad.shape[:-2], *space))
     size, outputs = space[0] * space[1], grad.shape[-2] * grad.shape[-1]
-    grad, places = grad.contiguous(), places.contiguous()
-    pointers = grad.data_ptr(), places.data_ptr(), dx.data_ptr()
-    pooling(grad.dtype).max_pool_backward(dx.numel() // size, size, outputs, *pointers, torch.get_num_threads())
+    given = dx.numel() // size, size, outputs, grad.contiguous(), places.contiguous(), dx
+    native.call(pooling(grad.dtype).max_pool_backward, *given)
     return dx
 
 
@@ -121,12 +112,11 @@ def move_rows(
         y = start.clone(memory_format=torch.contiguous_format)
     else:
         y = (x.new_empty if target is None else x.new_zeros)((*lead, rows, width))
-    x = x.contiguous()
     indices = [None if one is None else _rows(one) for one in (source, target, weight)]
     moves = x.shape[-2] if source is None and target is None else (source if target is None else target).shape[-1]  # pyright: ignore
-    places = [place for one in indices for place in ((None, 0) if one is None else (one.data_ptr(), one.stride(0)))]
-    sizes = lead.numel(), moves, width, x.data_ptr(), x.shape[-2], y.data_ptr(), rows
-    if tables(x.dtype).move_rows(*sizes, *places, padding, torch.get_num_threads()):
+    places = [place for one in indices for place in ((None, 0) if one is None else (one, one.stride(0)))]
+    given = lead.numel(), moves, width, x.contiguous(), x.shape[-2], y, rows, *places, padding
+    if native.call(tables(x.dtype).move_rows, *given):
         raise IndexError("index out of range in self")
     return y
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def forward(
     results = made(x, h, c, kind)
     x = _rows(x)
     given = [x, *(one if one is None else one.contiguous() for one in (wx, wh, bx, bh, h, c))]
-    _run("forward", given, x, None, None, h, kind, reverse, results)
+    _run("forward", given, (x, None, None), h, kind, reverse, results)
     return results
 
 
@@ -51,8 +50,8 @@ def backward(
     x, grad = _rows(x), None if grad is None else _rows(grad)
     given = [one if one is None else one.contiguous() for one in (wx, wh, h, c, states, kept)]
     ends = [one if one is None else one.contiguous() for one in (of_h, of_c)]
-    dx = results[0] if needs_x else None
-    _run("backward", [x, *given, grad, *ends], x, grad, dx, h, kind, reverse, results)
+    strided = x, grad, results[0] if needs_x else None
+    _run("backward", [x, *given, grad, *ends], strided, h, kind, reverse, results)
     return results
 
 
@@ -65,23 +64,14 @@ def gradients(
     return tuple(x.new_empty(shape) for shape in shapes)
 
 
-def _run(
-    name: str,
-    given: Any,
-    x: Tensor,
-    grad: Tensor | None,
-    dx: Tensor | None,
-    h: Tensor,
-    kind: int,
-    reverse: bool,
-    made: Any,
-) -> None:
-    strides = (number for one in (x, grad, dx) for number in ((0, 0, 0) if one is None else (0, *one.stride())[-4:-1]))
+def _run(name: str, given: Any, strided: Any, h: Tensor, kind: int, reverse: bool, made: Any) -> None:
+    """Run a function; ``strided`` are the inputs and, if there are any, the gradients of states and of inputs."""
+    x = strided[0]
+    strides = (number for one in strided for number in ((0, 0, 0) if one is None else (0, *one.stride())[-4:-1]))
     numbers = kind, x.shape[:-3].numel(), *x.shape[-3:], h.shape[-1], reverse, *strides
     # No tensor and one without elements are null.
     pointers = [0 if one is None else one.data_ptr() for one in (*given, *made)]
-    packed = (struct.pack(f"{len(part)}q", *part) for part in (numbers, pointers))
-    native.check_memory(getattr(program(x.dtype), name)(*packed, torch.get_num_threads()))
+    native.check_memory(native.call(getattr(program(x.dtype), name), native.packed(numbers), native.packed(pointers)))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -19,12 +19,9 @@ OLDEST, NEWEST = (2, 9), (2, 15)
 def check_version(version: str) -> None:
     """Warn of a PyTorch ``version`` newer than the tested ones; one that is too old lacks a :func:`private` name."""
     if tuple(map(int, version.split(".")[:2])) > NEWEST:
-        warnings.warn(
-            f"hfta_func is tested with PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, and this is PyTorch "
-            f"{version}: keep verify=True, by which members are compared with ordinary PyTorch",
-            VersionWarning,
-            stacklevel=2,
-        )
+        tested = f"hfta_func is tested with PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        how = "keep verify=True, by which members are compared with ordinary PyTorch"
+        warnings.warn(f"{tested}, and this is PyTorch {version}: {how}", VersionWarning, stacklevel=2)
 
 
 def private(module: str, name: str) -> Any:
@@ -37,11 +34,8 @@ def private(module: str, name: str) -> Any:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
         supported = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-        message = (
-            f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have; pip install '{supported}', "
-            f"or a later release of hfta_func"
-        )
-    raise ImportError(message)
+        why = f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have"
+    raise ImportError(f"{why}; pip install '{supported}', or a later release of hfta_func")
 
 
 # ``replaced(holder, name, value)`` is a block in which an attribute has another value.

@@ -8,23 +8,20 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from hfta_func._torch._release import private, replaced
+from hfta_func._torch.dispatcher import code_replaced
 from hfta_func._torch.levels import inside_vmap, is_batched
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CODE = re.compile(
-    r"(G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\))(?!\w)|G\['__builtins_dict___\d+'\]"
-)
+_CODE = re.compile(r"G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\)|G\['__builtins_dict___\d+'\]")
 """Guards on definitions of PyTorch, this package and Python."""
-_DEFINITIONS = frozenset(
-    ("CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT")
-)
+_DEFINITIONS = "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"
 """The types of guards that a function, a class or a module is the same object."""
 _CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
 """Guards on values that are never assigned again: PyTorch's registry of trees, this package's constants and defaults."""
@@ -187,14 +184,8 @@ math_attention = private("torch._higher_order_ops.flex_attention", "math_attenti
 _compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")
 
 
-@contextlib.contextmanager
-def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
-    """A block in which operators of functions, such as FlexAttention, do not compile these where ``is_inside()`` holds.
-
-    The code is replaced, because other modules hold the function.
-    """
-    code = _compiling.__code__
-    original = types.FunctionType(code, _compiling.__globals__)
+def run_operators_eagerly(is_inside: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
+    """A block in which operators of functions, such as FlexAttention, do not compile these where ``is_inside()`` holds."""
 
     def replacement(*, _is_inside: Any, _original: Any) -> Any:
         if not _is_inside():
@@ -203,10 +194,7 @@ def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
 
-    _compiling.__kwdefaults__ = {"_is_inside": is_inside, "_original": original}
-    _compiling.__code__ = replacement.__code__
-    yield
-    _compiling.__code__, _compiling.__kwdefaults__ = code, None
+    return code_replaced(_compiling, replacement, _is_inside=is_inside)
 
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:
@@ -268,9 +256,7 @@ def may_change(guards: Sequence[Any]) -> list[bool]:
     copy of a model, never change; settings, users' code, states and batches do.
     """
     return [
-        not (
-            _COPIES.match(guard.name)
-            or (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
-        )
+        not _COPIES.match(guard.name)
+        and not (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
         for guard in guards
     ]

@@ -107,11 +107,10 @@ def out_of_place(name: str) -> str | None:
     namespace, _, base = packet[:-1].partition("::")
     others = getattr(getattr(torch.ops, namespace), base, None)
     wanted = _arguments(packet, overload)
-    siblings = (
-        (sibling for sibling in others.overloads() if _arguments(packet[:-1], sibling) == wanted) if others else ()
-    )
-    sibling = next((sibling.replace("default", "") for sibling in siblings), None)
-    return None if sibling is None else f"{packet[:-1]}.{sibling}".rstrip(".")
+    for sibling in others.overloads() if others else ():
+        if _arguments(packet[:-1], sibling) == wanted:
+            return f"{packet[:-1]}.{sibling}".removesuffix(".default")
+    return None
 
 
 @functools.cache
@@ -120,12 +119,9 @@ def with_generator(operator: Any) -> Any:
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return None
     packet = operator._schema.name
-    given = dict(_arguments(packet, operator._overloadname))
-    wanted = given | {"generator": "Optional[Generator]"}
+    wanted = {**dict(_arguments(packet, operator._overloadname)), "generator": "Optional[Generator]"}
     others = operator.overloadpacket
-    return next(
-        (getattr(others, name) for name in others.overloads() if dict(_arguments(packet, name)) == wanted), None
-    )
+    return next((getattr(others, one) for one in others.overloads() if dict(_arguments(packet, one)) == wanted), None)
 
 
 def _arguments(packet: str, overload: str) -> list[tuple[str, str]]:
@@ -239,37 +235,43 @@ def apply_replaced(apply: Callable[..., Any]) -> contextlib.AbstractContextManag
     return replacing(torch.autograd.Function, method, apply)
 
 
-@contextlib.contextmanager
-def _code_replaced(__class__: Any, method: Any, apply: Callable[..., Any]) -> Iterator[None]:
+def _code_replaced(__class__: Any, method: Any, apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """With other code and not another method, because models keep methods: ``relu = ReLU.apply``."""
-    func, code = method.__func__, method.__func__.__code__
-    original = types.FunctionType(code, func.__globals__, func.__name__, None, func.__closure__)
 
     # Code fits a method only if it closes over the same variables, here ``__class__``.
-    def replacement(cls: Any, /, *args: Any, _apply: Any, **kwargs: Any) -> Any:
+    def replacement(cls: Any, /, *args: Any, _apply: Any, _original: Any, **kwargs: Any) -> Any:
         assert issubclass(cls, __class__)
-        return _apply(cls, *args, **kwargs)
+        return _apply(_original, cls, *args, **kwargs)
 
-    func.__kwdefaults__ = {"_apply": functools.partial(apply, original)}
+    return code_replaced(method.__func__, replacement, _apply=apply)
+
+
+@contextlib.contextmanager
+def code_replaced(func: Any, replacement: Any, **keywords: Any) -> Iterator[None]:
+    """A block in which a function runs other code, because others hold it.
+
+    Beside ``keywords`` the code gets ``_original``, a function as this was.
+    """
+    code = func.__code__
+    original = types.FunctionType(code, func.__globals__, func.__name__, None, func.__closure__)
+    func.__kwdefaults__ = {"_original": original, **keywords}
     func.__code__ = replacement.__code__.replace(co_filename=code.co_filename)
     yield
     func.__code__, func.__kwdefaults__ = code, None
 
 
-@contextlib.contextmanager
-def _method_replaced(kind: Any, method: Any, apply: Callable[..., Any]) -> Iterator[None]:
+def _method_replaced(kind: Any, method: Any, apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """With another method, for PyTorch 2.14 and later, where it is C++; methods that models have kept stay as they are."""
 
+    def original(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, function)(*args, **kwargs)
+
     def replacement(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return apply(
-            lambda function, *args, **kwargs: method.__get__(None, function)(*args, **kwargs), cls, *args, **kwargs
-        )
+        return apply(original, cls, *args, **kwargs)
 
     # The compiler knows methods of autograd functions by name.
     replacement.__name__ = "apply"
-    kind.apply = classmethod(replacement)
-    yield
-    kind.apply = method
+    return replaced(kind, "apply", classmethod(replacement))
 
 
 def apply_in_transforms(function: Any, /, *args: Any, **kwargs: Any) -> Any:

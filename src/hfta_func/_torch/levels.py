@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -121,19 +121,16 @@ def can_look(flags: Tensor) -> bool:
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()
 
 
-def is_captured(tensors: Sequence[Tensor]) -> bool:
-    """Whether operators on these tensors are being captured for a graph, so that they have no values."""
-    for tensor in tensors if num_dispatch_modes() else ():
-        while is_wrapped(tensor):
-            tensor = get_unwrapped(tensor)
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return True
-    return False
+def is_captured(tensor: Tensor) -> bool:
+    """Whether operators on a tensor are being captured for a graph, so that it has no values."""
+    while is_wrapped(tensor):
+        tensor = get_unwrapped(tensor)
+    return num_dispatch_modes() > 0 and type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def known_values(flags: Tensor) -> list[Any] | None:
     """The values of all members at one level, if reading them costs nothing: on a CPU, while nothing is captured."""
-    if torch.compiler.is_compiling() or is_captured([flags]):
+    if torch.compiler.is_compiling() or is_captured(flags):
         return None
     flags = get_unwrapped(flags) if is_batched(flags) else flags
     return None if is_wrapped(flags) or flags.device.type != "cpu" else flags.flatten().tolist()

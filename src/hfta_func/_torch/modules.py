@@ -118,10 +118,8 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-_hooks_of_modules = [
-    private("torch.nn.modules.module", f"_global_{kind}_hooks")
-    for kind in ("forward", "forward_pre", "backward", "backward_pre")
-]
+_KINDS = "forward", "forward_pre", "backward", "backward_pre"
+_hooks_of_modules = [private("torch.nn.modules.module", f"_global_{kind}_hooks") for kind in _KINDS]
 
 
 def has_global_hooks() -> bool:

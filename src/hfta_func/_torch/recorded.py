@@ -130,10 +130,8 @@ def simplified(calls: Sequence[Call], outputs: Sequence[Slot], constants: Iterab
 
 
 _MADE = {
-    *(getattr(_aten, name).default for name in ("arange", "full", "full_like", "new_full", "new_ones", "new_zeros")),
-    *(getattr(_aten, name).default for name in ("ones", "ones_like", "scalar_tensor", "zeros", "zeros_like")),
-    _aten.arange.start,
-    _aten.arange.start_step,
+    *map(operator, ("arange", "arange.start", "arange.start_step", "full", "full_like", "lift_fresh", "new_full")),
+    *map(operator, ("new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like")),
 }
 """Operators that make a tensor of numbers alone."""
 _SMALL = 2**16
@@ -198,11 +196,9 @@ class Recorder(Mode):
             self._refuse(f"it has more than {_MOST:,} operators")
         if func is _aten.lift_fresh.default:
             # A tensor made of numbers: each replay has one of its own.
-            fresh = Slot(self._count)
-            self._count += 1
-            self.numbers[fresh] = args[0].clone()
-            result = func(*args)
-            made = self._new(result)
+            numbers, result = args[0].clone(), func(*args)
+            fresh, made = self._new(numbers), self._new(result)
+            self.numbers[fresh] = numbers
             self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
             self._note_fixed(result, made, func, ())
             return result
@@ -235,10 +231,9 @@ class Recorder(Mode):
         """Note a result that is the same in each replay: made of numbers alone, or of tensors that are the same."""
         if self._compiling:
             return  # the compiler of a graph computes with such numbers instead of reading them
-        is_made = func in _MADE or func is _aten.lift_fresh.default
-        sources = [] if is_made else [self._fixed.get(one, self._sources.get(one)) for one in given]
-        is_fixed = is_made or bool(sources)
-        is_fixed &= tensor.numel() <= _SMALL and torch.Tag.nondeterministic_seeded not in func.tags
+        sources = [] if func in _MADE else [self._fixed.get(one, self._sources.get(one)) for one in given]
+        is_fixed = func in _MADE or (bool(sources) and torch.Tag.nondeterministic_seeded not in func.tags)
+        is_fixed &= tensor.numel() <= _SMALL
         if is_fixed and all(one is not None and storage_number(one) not in self._written_storages for one in sources):
             self._fixed[slot] = tensor
 
@@ -296,11 +291,8 @@ class Recorder(Mode):
 
     def _check(self, func: Any, args: Any) -> None:
         why = _why_not(func)
-        if (
-            _view_of(func) is not None
-            and self._known(args[0]) is not None
-            and storage_number(args[0]) not in self._kept
-        ):
+        is_view_of_known = _view_of(func) is not None and self._known(args[0]) is not None
+        if is_view_of_known and storage_number(args[0]) not in self._kept:
             return
         # Only how many a mask selects is not known before.
         if why and not (func is _aten.index.Tensor and not any(x is not None and x.dtype in _MASKS for x in args[1])):
@@ -324,9 +316,7 @@ class Recorder(Mode):
 @functools.cache
 def _view_of(func: Any) -> Any:
     """For an operator that changes what a tensor is a view of, such as ``transpose_``, the one that makes the view."""
-    if torch.Tag.inplace_view not in getattr(func, "tags", ()):
-        return None
-    twin = out_of_place(func.name())
+    twin = out_of_place(func.name()) if torch.Tag.inplace_view in getattr(func, "tags", ()) else None
     return None if twin is None else operator(twin)
 
 

@@ -55,7 +55,6 @@ class Tape:
         used = {*self.outputs, *slots_in([call[1:3] for call in self.calls])}
         self.constants = recorder.constants
         self.numbers = {slot: one for slot, one in {**recorder.numbers, **fixed}.items() if slot in used}
-        self._functions: list[Callable[..., Any]] = []
         self._run: Callable[..., Any] | None = None
 
     def __len__(self) -> int:
@@ -64,25 +63,24 @@ class Tape:
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
         values: dict[Any, Any] = {**self.constants, **self.numbers, **dict(zip(self.inputs, inputs, strict=True))}
-        over = self._over()
-        self._functions, self._run = [], None
+        over, functions = self._over(), []
 
         def value(leaf: Any) -> Any:
             return values[leaf] if isinstance(leaf, Slot) else leaf
 
         with torch.no_grad(), below_autograd():
-            for call in self.calls:
+            for call, ended in zip(self.calls, over, strict=True):
                 _set_grad_mode(call.grad_mode)
                 args = mapped(value, call.args)
                 kwargs = {name: mapped(value, leaf) for name, leaf in call.kwargs.items()}
                 function, result = _fastest(call.operator, args, kwargs)
-                self._functions.append(function)
+                functions.append(function)
                 made = (leaf for leaf in _tree.tree_leaves(result) if isinstance(leaf, Tensor))
                 values.update(zip(slots_in(call.result), made, strict=True))
                 del args, kwargs, result, made
-                for slot in over[len(self._functions) - 1]:
+                for slot in ended:
                     values.pop(slot, None)
-        self._run = self._compiled(over)
+        self._run = self._compiled(functions, over)
         return [values[slot] for slot in self.outputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -98,12 +96,12 @@ class Tape:
         held = {*self.outputs, *self.constants, *self.numbers}
         return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
 
-    def _compiled(self, over: Sequence[Sequence[Slot]]) -> Callable[..., Any]:
+    def _compiled(self, functions: Sequence[Any], over: Sequence[Sequence[Slot]]) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
         names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in (self.constants | self.numbers).items()}
         names["set_grad_mode"], grad_mode = _set_grad_mode, None
         lines = [f"def run({', '.join(f't{slot}' for slot in self.inputs)}):"]
-        for number, (call, function) in enumerate(zip(self.calls, self._functions, strict=True)):
+        for number, (call, function) in enumerate(zip(self.calls, functions, strict=True)):
             if call.grad_mode != grad_mode:
                 grad_mode = call.grad_mode
                 lines.append(f"    set_grad_mode({grad_mode})")
@@ -153,18 +151,15 @@ def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any],
     if (known := _bindings.get(key)) is not None:
         return known, known(*args, **kwargs)
     namespace, _, name = operator._schema.name.partition("::")
-    bindings = (
-        (getattr(part, name, None) for part in _functions) if namespace == "aten" and key not in _bindings else ()
-    )
-    for function in bindings:
-        if function is not None:
-            try:
-                with _Expecting(operator, args, kwargs):
-                    result = function(*args, **kwargs)
-            except (_Differs, TypeError):
-                continue
-            _bindings[key] = function
-            return function, result
+    parts = _functions if namespace == "aten" and key not in _bindings else ()
+    for function in [getattr(part, name) for part in parts if hasattr(part, name)]:
+        try:
+            with _Expecting(operator, args, kwargs):
+                result = function(*args, **kwargs)
+        except (_Differs, TypeError):
+            continue
+        _bindings[key] = function
+        return function, result
     _bindings[key] = None
     tensors = [leaf for leaf in _tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
@@ -220,12 +215,7 @@ class Library(NamedTuple):
 
 
 def compile_ahead(
-    tape: Tape,
-    inputs: Sequence[Tensor],
-    held: Sequence[Tensor],
-    written: int,
-    options: Mapping[str, Any],
-    path: str,
+    tape: Tape, inputs: Sequence[Tensor], held: Sequence[Tensor], written: int, options: Mapping[str, Any], path: str
 ) -> Library:
     """Compile a tape for tensors like ``inputs`` to a library at ``path``, a name that ends in ``.so``.
 
@@ -241,30 +231,26 @@ def compile_ahead(
         NotReplayableError: if the tape reads a tensor that is nowhere among these.
     """
     places = {id(tensor): place for place, tensor in enumerate(held)}
-    by_reference = [*tape.constants.items()]
-    if any(id(tensor) not in places for _, tensor in by_reference):
+    by_reference = tape.constants.values()
+    if any(id(tensor) not in places for tensor in by_reference):
         raise NotReplayableError("it reads a tensor that neither its state nor its functions hold")
-    slots = [*tape.inputs, *(slot for slot, _ in by_reference)]
+    slots = [*tape.inputs, *tape.constants]
     outputs = [*tape.inputs[:written], *tape.outputs[written:]]
     made = [*dict.fromkeys(slot for slot in outputs if slot not in slots)]
     module = _module(tape, slots, made, written)
-    given = (*inputs, *(tensor for _, tensor in by_reference))
     inductor: Any = importlib.import_module("torch._inductor")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen = {**options, "aot_inductor.output_path": path}
-        inductor.aot_compile(module, given, options=chosen)
+        inductor.aot_compile(module, (*inputs, *by_reference), options={**options, "aot_inductor.output_path": path})
     called = ""
     for listed in pathlib.Path(path).parent.glob("*.wrapper.json"):
         # A library looks for the operators that it calls under its own name.
         called = listed.rename(pathlib.Path(path).with_suffix(".json")).read_text()
     names = {node.target._schema.name for node in module.graph.nodes if hasattr(node.target, "_schema")}
     return Library(
-        tuple(places[id(tensor)] for _, tensor in by_reference),
+        tuple(places[id(tensor)] for tensor in by_reference),
         tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
-        tuple(
-            sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
-        ),
+        tuple(sorted(one.removeprefix(_NAMESPACE) for one in names if one.startswith(_NAMESPACE) and one in called)),
     )
 
 
@@ -308,13 +294,12 @@ def _in_place(tape: Tape, written: int) -> dict[int, Any]:
     twins = {}
     for number, call in enumerate(tape.calls):
         namespace, _, name = call.operator._schema.name.partition("::")
-        twin = getattr(torch.ops.hfta_func, f"{name}_", None) if f"{namespace}::" == _NAMESPACE else None
-        if twin is None:
-            continue
-        (leaves,) = (call.args[int(place)] for place in written_by(twin.default)[0])
-        pairs = zip(call.result, leaves, strict=True)
-        if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
-            twins[number] = twin.default
+        if f"{namespace}::" == _NAMESPACE and hasattr(torch.ops.hfta_func, f"{name}_"):
+            twin = getattr(torch.ops.hfta_func, f"{name}_").default
+            (leaves,) = (call.args[int(place)] for place in written_by(twin)[0])
+            pairs = zip(call.result, leaves, strict=True)
+            if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
+                twins[number] = twin
     return twins
 
 

@@ -20,7 +20,7 @@ from hfta_func.errors import TraceError
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""
 
-_Vjp = Callable[..., tuple["Tensor | None", ...]]
+_OPTIONS = "retain_graph create_graph only_inputs allow_unused is_grads_batched materialize_grads".split()
 
 
 def only_vmap() -> bool:
@@ -74,71 +74,53 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value
 
 
-def _grad(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    **options: Any,
-) -> Any:
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **options: Any) -> Any:
     """``torch.autograd.grad`` of each member's outputs by its inputs."""
     # A tensor that torch.func differentiates has a history at its level.
     has_history = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
-    options |= {"create_graph": create_graph, "only_inputs": only_inputs, "allow_unused": allow_unused}
+    options |= dict(zip(_OPTIONS, rest, strict=False))
     if (has_history and _torch.inside_transform()) or not _must_unwrap():
-        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, **options)
+        return torch.autograd.grad(outputs, inputs, grad_outputs, **options)
     if options.get("is_grads_batched") and _torch.inside_transform():
         raise Diverged(None) from TraceError("torch.autograd.grad(is_grads_batched=True) is a vmap in autograd")
     outputs, inputs = _sequence(outputs), _sequence(inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
     # Outside, the members' scalars, of any number of dimensions, are many, for which autograd has no default start.
-    starts = [
-        torch.ones_like(output) if start is None and output.numel() == 1 else start
-        for output, start in zip(outputs, starts, strict=True)
-    ]
-
-    def vjp(outputs: Any, starts: Any, inputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(outputs, inputs, starts, retain_graph, **options)
-
-    return _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
+    starts = [torch.ones_like(y) if x is None and y.numel() == 1 else x for x, y in zip(starts, outputs, strict=True)]
+    return _outside_vmap(outputs, starts, inputs, options)
 
 
-def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: bool | None) -> tuple[Tensor | None, ...]:
-    """``vjp(outputs, starts, inputs, retain)`` of each member, outside all levels of ``vmap``."""
+def _outside_vmap(outputs: Any, starts: Any, inputs: Any, options: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad(outputs, inputs, starts, **options)`` of each member, outside all levels of ``vmap``."""
     if _torch.interpreters() is None:
-        return vjp(outputs, starts, inputs, retain)
+        return torch.autograd.grad(outputs, inputs, starts, **options)
     interpreter = _torch.current_interpreter()
     level, count = interpreter.level(), interpreter.batch_size()
     (outputs, starts, inputs), dims = _torch.unwrap_leaves((tuple(outputs), tuple(starts), tuple(inputs)), level)
     # A view of what has a history has one, too, also where the model takes a gradient under no_grad.
     with interpreter.lower(), torch.enable_grad():
         if not any(dim is not None for dim in (*dims[0], *dims[1], *dims[2])):
-            return _outside_vmap(vjp, outputs, starts, inputs, retain)
-        outputs = [_rows(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
-        starts = [_rows(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
+            return _outside_vmap(outputs, starts, inputs, options)
+        outputs = [models_first(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
+        starts = [x if x is None else models_first(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
         mapped = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
         shared = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is None]
         # A shared tensor would get the sum of the members' gradients, so each member is differentiated alone. In later calls
         # each has its own.
         if shared and (body := running_body()) is not None:
             body.differentiates_shared = True
-        rows = [
-            _outside_vmap(vjp, outputs, [_only(member, start) for start in starts], shared, keep or retain)
-            for member, keep in enumerate([True] * (count - 1) + [bool(mapped)])
-            if shared
-        ]
-        grads = iter(_outside_vmap(vjp, outputs, starts, mapped, retain) if mapped else ())
+        retained = options | {"retain_graph": True}
+        ways = enumerate([retained] * (count - 1) + [retained if mapped else options] if shared else [])
+        rows = [_outside_vmap(outputs, [_only(member, start) for start in starts], shared, how) for member, how in ways]
+        grads = iter(_outside_vmap(outputs, starts, mapped, options) if mapped else ())
         stacked = iter(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
     pairs = [(next(stacked), 0) if dim is None else (next(grads), dim) for dim in dims[2]]
     return tuple(grad if grad is None else _torch.add_batch_dim(grad, dim, level) for grad, dim in pairs)
 
 
-def _rows(x: Tensor | None, dim: int | None, count: int) -> Tensor | None:
-    """``[M, ...]`` from a tensor with its model axis at ``dim``, or None if it is shared."""
-    return x if x is None else x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+def models_first(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """``[M, ...]`` from a tensor with its model axis at ``dim``, None where members share it."""
+    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _only(member: int, start: Tensor | None) -> Tensor | None:
@@ -152,14 +134,13 @@ def _only(member: int, start: Tensor | None) -> Tensor | None:
 def _must_unwrap() -> bool:
     """Whether a loss in a step calls autograd, which must then see the tensors inside; torch.func.grad does so by itself."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and not only_vmap():
-        return False
-    if compiling or rehearsing.get():
+    is_seen = compiling or only_vmap()
+    if compiling or (is_seen and rehearsing.get()):
         raise TraceError(
             "the loss asks autograd for a gradient (requires_grad_, torch.autograd.grad), which a compiler does not know; "
             "take it with torch.func.grad(func)(input), or leave the step uncompiled"
         )
-    return True
+    return is_seen
 
 
 def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -129,12 +129,8 @@ def module_path() -> str:
         names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
         outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(Body.__name__)), paths[0])
         return paths[-1].removeprefix(outer).removeprefix(".model").lstrip(".")
-    inner = None
-    for owner in _running():
-        inner = owner if inner is None else inner
-        if isinstance(owner, Body):
-            return path_in(owner, inner)
-    return ""
+    body = running_body()
+    return "" if body is None else path_in(body, next(_running()))
 
 
 def running_body() -> Body | None:

@@ -107,8 +107,7 @@ def _reached(value: Any, through_functions: bool = True) -> dict[int, Any]:
 
 
 def _is_copied(value: Any) -> bool:
-    try:
+    with contextlib.suppress(TypeError, RuntimeError):
         copy.deepcopy(value)
-    except (TypeError, RuntimeError):
-        return False
-    return True
+        return True
+    return False

@@ -67,35 +67,30 @@ def precision(met: list[Tensor]) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def _dropout(
-    keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return _scale(keys, input, input.shape, p, training, inplace)
+def _dropout(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _scale(keys, input, input.shape, *args, **kwargs)
 
 
-def _channel_dropout(
-    keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _channel_dropout(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of one sample without a batch, :class:`nn.Dropout1d` and :class:`nn.Dropout3d` drop channels, too."""
     rank = {F.dropout1d: 3, F.dropout3d: 5}.get(func, 0)
     shape = [1, *input.shape] if input.dim() == rank - 1 else input.shape
-    dropped = _scale(keys, input.view(shape), _channelwise(shape), p, training, inplace)
-    return dropped.view(input.shape)
+    return _scale(keys, input.view(shape), _channelwise(shape), *args, **kwargs).view(input.shape)
 
 
-def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
+def _scale(keys: _Keys, x: Tensor, shape: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
     if not training or is_zero(_rate(p)):
-        return input
+        return x
     stream: random.Stream = keys.next_key(p)
     scale = inverse(1 - checked(p))
     if isinstance(scale, Tensor):
-        scale = scale.to(input.dtype)
-    given: Any = noise.dropped(*stream, input, 1 - p, scale, keys.redraws) if input.shape == shape else None
+        scale = scale.to(x.dtype)
+    given: Any = noise.dropped(*stream, x, 1 - p, scale, keys.redraws) if x.shape == shape else None
     if given is None:
-        given = _multiply, input, random.bernoulli(stream, 1 - p, shape), scale
+        given = _multiply, x, random.bernoulli(stream, 1 - p, shape), scale
     dropped = keys.dropped(*given)
-    return input.copy_(dropped) if inplace else dropped
+    return x.copy_(dropped) if inplace else dropped
 
 
 def _rate(p: Any) -> Any:
@@ -150,7 +145,7 @@ def _attention(
     if attn_mask is not None:
         # As in torch, a query whose keys are all masked gets zeros.
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    return _scale(keys, weights, weights.shape, dropout_p, True, False) @ value
+    return _scale(keys, weights, weights.shape, dropout_p) @ value
 
 
 def _rrelu(
@@ -256,17 +251,13 @@ def _draw_exponential(key: random.Stream, input: Tensor, lambd: float = 1.0) -> 
     return (-uniform.log() / lambd).to(input.dtype)
 
 
-def _open_uniform(key: random.Stream, shape: Any) -> Tensor:
-    # Shifted by half a grid step, so that it is never 0.
-    return random.uniform(key, shape, dtype=torch.float64) + 2.0**-54
-
-
 def _multinomial(keys: _Keys, func: Any, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     weights, rows = input.detach(), input.shape[:-1]
     if replacement or num_samples == 1:
         return random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples))
     # The order of arrival at these rates is that of draws one after another (Efraimidis and Spirakis, IPL 2006).
-    arrivals = -torch.log(_open_uniform(keys.next_key(), weights.shape))
+    # Shifted by half a grid step, uniform draws are never 0.
+    arrivals = -torch.log(random.uniform(keys.next_key(), weights.shape, dtype=torch.float64) + 2.0**-54)
     return (weights / arrivals).topk(num_samples, -1).indices
 
 
@@ -281,7 +272,7 @@ def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
     directions, size, finals = 1 + bidirectional, len(params) // num_layers, []
     for layer in range(num_layers):
         if layer:
-            x = _scale(keys, x, x.shape, dropout, True, False)
+            x = _scale(keys, x, x.shape, dropout)
         first = [state[layer * directions : (layer + 1) * directions] for state in states]
         weights = params[layer * size : (layer + 1) * size]
         options = has_biases, 1, 0.0, train, bidirectional, *rest
@@ -320,26 +311,18 @@ def spellings(name: str) -> Iterator[tuple[Any, str]]:
             yield getattr(owner, name), f"{prefix}.{name}"
 
 
+_NEW = {"rand": _factory(random.uniform), "randn": _factory(random.normal), "randint": _randint}
+
 ROUTED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "feature_dropout"), _channel_dropout),
     **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _alpha_dropout),
-    "scaled_dot_product_attention": _attention,
-    "rrelu": _rrelu,
-    "rand": _factory(random.uniform),
-    "randn": _factory(random.normal),
-    "rand_like": _like(_factory(random.uniform)),
-    "randn_like": _like(_factory(random.normal)),
-    "randint": _randint,
-    "randint_like": _like(_randint),
-    "randperm": _randperm,
-    "bernoulli": _bernoulli,
-    "normal": _normal,
-    "uniform_": _fill(_draw_uniform),
-    "normal_": _fill(_draw_normal),
-    "bernoulli_": _fill(_draw_bernoulli),
-    "exponential_": _fill(_draw_exponential),
-    "multinomial": _multinomial,
+    **{"scaled_dot_product_attention": _attention, "rrelu": _rrelu},
+    **_NEW,
+    **{f"{name}_like": _like(draw) for name, draw in _NEW.items()},
+    **{"randperm": _randperm, "bernoulli": _bernoulli, "normal": _normal, "multinomial": _multinomial},
+    **{"uniform_": _fill(_draw_uniform), "normal_": _fill(_draw_normal)},
+    **{"bernoulli_": _fill(_draw_bernoulli), "exponential_": _fill(_draw_exponential)},
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }
 """Handlers of operators that draw from the member's key."""

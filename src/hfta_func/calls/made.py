@@ -22,8 +22,7 @@ from hfta_func.calls.body import Diverged, Mode
 class MadeCalls:
     """Whether each member gets its own of the tensors that a function makes, because members' values are written into one."""
 
-    def __init__(self) -> None:
-        self._level = 0
+    _level = 0
 
     def need(self) -> None:
         """Give each member its own from now on."""

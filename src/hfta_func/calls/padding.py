@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,12 +108,7 @@ class Padded:
 
     def mask(self, event: Sizes, x: Tensor, axes: Sequence[int]) -> Tensor | None:
         """Which units the member has along some axes, broadcasting against ``x``; None if all have all."""
-        mask: Tensor | None = None
-        for axis in axes:
-            if axis in event.axes:
-                part = self.has(event, axis, x.shape[axis]).reshape([-1] + [1] * (x.dim() - axis - 1))
-                mask = part if mask is None else mask & part
-        return mask
+        return in_all({axis: self.has(event, axis, x.shape[axis]) for axis in axes if axis in event.axes}, x)
 
     def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
         """For a draw, the position ``int64[*shape]`` that each unit has in the member's own; None if they are in order.
@@ -159,6 +155,12 @@ class Padded:
         return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
 
 
+def in_all(parts: Mapping[int, Tensor], x: Tensor) -> Tensor | None:
+    """A mask of the entries of ``x`` that are in all parts, one along each of some axes; None if there are no parts."""
+    masks = [part.reshape([-1, *[1] * (x.dim() - axis - 1)][: x.dim()]) for axis, part in parts.items()]
+    return functools.reduce(operator.and_, masks) if masks else None
+
+
 def _dims(x: Tensor, dim: Any) -> list[int]:
     dims = range(x.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     return [dim % x.dim() for dim in dims]
@@ -167,9 +169,7 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
 def _reduction(neutral: float, keeps: bool = False) -> Callable[..., Any]:
     """A reduction along axes to which missing units bring a neutral value; ``keeps`` if it keeps the axes."""
 
-    def reduce(
-        padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def run(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = () if dim is None else (dim, *args)
         mask = None if isinstance(dim, Tensor) else padded.mask(event, input, _dims(input, dim))
         if mask is None:
@@ -178,13 +178,12 @@ def _reduction(neutral: float, keeps: bool = False) -> Callable[..., Any]:
         output = call(torch.where(mask, input, value), *given, **kwargs)
         return torch.where(mask, output, 0.0) if keeps else output
 
-    return reduce
+    return run
 
 
 def _mean(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    dims = _dims(input, dim)
     mean = _reduction(0.0)(padded, event, call, input, dim, *args, **kwargs)
-    for axis in dims:
+    for axis in _dims(input, dim):
         if axis in event.axes:
             mean = mean * input.shape[axis] / padded.of_member(event.axes[axis])
     return mean
@@ -206,9 +205,8 @@ def _moments(padded: Padded, event: Sizes, x: Tensor, dims: Sequence[int]) -> tu
     dims = [*dims]
     mask = padded.mask(event, x, dims)
     mask = torch.ones((), dtype=torch.bool, device=x.device) if mask is None else mask
-    count: Any = 1
-    for axis in dims:
-        count = count * (padded.of_member(event.axes[axis]) if axis in event.axes else x.shape[axis])
+    counts: list[Any] = [padded.of_member(event.axes[axis]) if axis in event.axes else x.shape[axis] for axis in dims]
+    count = functools.reduce(operator.mul, counts, 1)
     centered = torch.where(mask, x - torch.where(mask, x, 0.0).sum(dims, keepdim=True) / count, 0.0)
     return centered, centered.square().sum(dims, keepdim=True) / count, count
 
@@ -263,10 +261,8 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     if not kwargs.get("need_weights", True):
         return call(*args, **kwargs)
     size, heads = args[3:5]
-    true_size, true_heads = (
-        padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)
-    )
-    head = torch.as_tensor(true_size // true_heads, dtype=torch.float64, device=padded.size.device)
+    true = [padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)]
+    head = torch.as_tensor(true[0] // true[1], dtype=torch.float64, device=padded.size.device)
     factor, given = (size // heads / head).sqrt(), [*args]
     # Rows of queries come first.
     for position in (5, 6):
@@ -293,21 +289,20 @@ def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     return tuple(input.shape)
 
 
-_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
-    **{name: (_reduction(0.0), _shape) for name in ("sum", "count_nonzero")},
-    **{name: (_reduction(-math.inf), _shape) for name in ("amax", "max", "argmax", "logsumexp")},
-    **{name: (_reduction(math.inf), _shape) for name in ("amin", "min", "argmin")},
-    **{name: (_reduction(-math.inf, True), _shape) for name in ("softmax", "log_softmax")},
-    **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
-    **{"var": (_precise(_variance), _shape), "std": (_precise(functools.partial(_variance, root=True)), _shape)},
-    **{"layer_norm": (_precise(_layer_norm), _shape), "rms_norm": (_precise(_rms_norm), _shape)},
-    **{
-        "group_norm": (_precise(_group_norm), lambda x, groups, *args, **_: (*x.shape, groups)),
-        "scaled_dot_product_attention": (_attention, _shape),
-    },
+_OF_SHAPE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("sum", "count_nonzero"), _reduction(0.0)),
+    **dict.fromkeys(("amax", "max", "argmax", "logsumexp"), _reduction(-math.inf)),
+    **dict.fromkeys(("amin", "min", "argmin"), _reduction(math.inf)),
+    **dict.fromkeys(("softmax", "log_softmax"), _reduction(-math.inf, True)),
+    **{"prod": _reduction(1.0), "softmin": _reduction(math.inf, True), "mean": _mean},
+    **{"var": _precise(_variance), "std": _precise(functools.partial(_variance, root=True))},
+    **{"layer_norm": _precise(_layer_norm), "rms_norm": _precise(_rms_norm)},
+    "scaled_dot_product_attention": _attention,
 }
+_OF_GROUPS = "group_norm", _precise(_group_norm), lambda x, groups, *args, **_: (*x.shape, groups)
 WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
-    **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},
+    **{func: (name, handler, _shape) for name, handler in _OF_SHAPE.items() for func, _ in spellings(name)},
+    **dict.fromkeys((torch.group_norm, F.group_norm), _OF_GROUPS),
     F.multi_head_attention_forward: ("multi_head_attention", _multi_head_attention, lambda *args, **_: args[3:5]),
 }
 """By function: its name, what computes a member's results, and the sizes on which these depend."""

@@ -44,13 +44,13 @@ class Kept:
 
     def __init__(self, tensor: Tensor, recipe: Recipe | None):
         # Detached, because a result whose derivative reads it would keep itself alive through its history.
-        self.tensor, self.recipe = tensor if recipe is not None else tensor.detach(), None
+        self.tensor: Any = tensor if recipe is not None else tensor.detach()
+        self.recipe: Recipe | None = None
         if recipe is not None:
             self.forget(recipe)
 
     def forget(self, recipe: Recipe) -> None:
         """Free the tensor, which ``recipe`` computes again."""
-        assert self.tensor is not None
         self._layout = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
         self.tensor, self.recipe = None, recipe
         recipe.wanted += 1
@@ -58,7 +58,6 @@ class Kept:
     def get(self) -> Tensor:
         """The tensor."""
         if self.recipe is None:
-            assert self.tensor is not None
             return self.tensor
         return self.recipe.take().as_strided(*self._layout)
 
@@ -192,22 +191,16 @@ def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[
     return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
-def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
+def routing(key: Tensor | None, numbers: Sequence[Tensor], padding: Any) -> routed:
     """``routed(key)``, or inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
-    running = None if numbers or padding is not None else recalls()
-    if running is not None:
-        return _Noting(key, running)
-    mode = routed(key, numbers=numbers)
+    is_plain = bool(numbers) or padding is not None or recalls() is None
+    mode = routed(key, numbers=numbers) if is_plain else _Noting(key)
     mode.padding = padding
     return mode
 
 
 class _Noting(routed):
     redraws = True
-
-    def __init__(self, key: Tensor | None, recalls: Recalls):
-        super().__init__(key)
-        self._recalls = recalls
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
@@ -225,14 +218,13 @@ class _Noting(routed):
         return result
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor) -> None:
-        if _torch.depth() != self.depth or not torch.is_grad_enabled():
+        running = recalls()
+        if running is None or _torch.depth() != self.depth or not torch.is_grad_enabled():
             return
         leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
-        dims: list[int | None] = [None] * len(leaves)
         if self.depth:
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    leaves[position], dims[position] = _torch.unwrap_batched(leaf, self.depth)
+            pairs = [_torch.unwrap_batched(x, self.depth) if isinstance(x, Tensor) else (x, None) for x in leaves]
+            leaves, dims = map(list, zip(*pairs, strict=True))
             result, dim = _torch.unwrap_batched(result, self.depth)
             # An elementwise function needs no level of vmap if all arguments have the model axis in one position.
             tensors = (isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
@@ -243,7 +235,7 @@ class _Noting(routed):
             args, kwargs = optree.tree_unflatten(spec, leaves)
             return func(*args, **kwargs)
 
-        self._recalls.note(call, leaves, result)
+        running.note(call, leaves, result)
 
 
 _ACTIVATIONS = (

@@ -7,7 +7,6 @@ end all others: here the whole result of the member becomes NaN, even if only on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.body import Diverged, Mode
 
 linalg: Any = torch.linalg
+higher: Any = torch.ops.higher_order
 
 
 class lowered(Mode):
@@ -125,7 +125,6 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
     """Leaves out a memory format for four or five axes: an array has one more, and the format changes no values."""
 
-    @functools.wraps(func)
     def plain(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
             del kwargs["memory_format"]
@@ -142,7 +141,6 @@ def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Asks for the gradient of the new tensor inside ``vmap``, not of its wrapper, which has no history."""
     plain = _without_layout(func)
 
-    @functools.wraps(func)
     def made(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
         result = plain(*args, **kwargs)
         return requires_grad_(result) if requires_grad else result
@@ -159,7 +157,6 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, 
 def _dense(func: Callable[..., Any], position: int) -> Callable[..., Any]:
     """Leaves out ``sparse``: the gradient of all members' tables is one scatter."""
 
-    @functools.wraps(func)
     def dense(*args: Any, sparse: bool = False, **kwargs: Any) -> Any:
         return func(*[False if i == position else x for i, x in enumerate(args)], **kwargs)
 
@@ -184,7 +181,6 @@ def _spoiled(outputs: Any, bad: Tensor) -> Any:
 def _masked(func: Callable[..., Any]) -> Callable[..., Any]:
     """``func`` with a matrix that it refuses replaced by the identity, so that the backward pass never sees it."""
 
-    @functools.wraps(func)
     def masked(*args: Any, **kwargs: Any) -> Any:
         x, *rest = args or (kwargs.pop("A"),)
         if not isinstance(x, Tensor) or x.dim() < 2 or kwargs.get("out") is not None:
@@ -220,45 +216,29 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: A
 def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """NaN where the grid is: PyTorch may read outside of its memory there."""
     bad = grid.isnan().any(-1)
-    return F.grid_sample(input, grid.masked_fill(bad.unsqueeze(-1), 0), *args, **kwargs).masked_fill(
-        bad.unsqueeze(1), math.nan
-    )
+    sampled = F.grid_sample(input, grid.masked_fill(bad.unsqueeze(-1), 0), *args, **kwargs)
+    return sampled.masked_fill(bad.unsqueeze(1), math.nan)
 
 
 _MASKED = "cond eig eigh eigvals eigvalsh matrix_rank pinv solve svd svdvals".split()
+_PLAIN = "bfloat16 bool byte cdouble cfloat chalf char clone contiguous double float half int long short to".split()
 
-GUARDED: dict[Any, Callable[..., Any]] = {
-    **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _MASKED},
-    linalg.cholesky: _by_info(linalg.cholesky_ex),
-    **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _by_info(linalg.inv_ex)),
-    F.binary_cross_entropy: _binary_cross_entropy,
-    F.grid_sample: _grid_sample,
-}
-"""Replacement by function."""
-
-_CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
-
-OPERATORS: dict[Any, Callable[..., Any]] = {
-    torch.ops.higher_order.cond: _cond,
-    torch.ops.higher_order.flex_attention: _torch.math_attention,
-}
+OPERATORS: dict[Any, Callable[..., Any]] = {higher.cond: _cond, higher.flex_attention: _torch.math_attention}
 """Replacements for operators of functions, which PyTorch compiles, also those of a model alone in a mode."""
 
 LOWERED: dict[Any, Callable[..., Any]] = {
-    **GUARDED,
+    **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _MASKED},
+    linalg.cholesky: _by_info(linalg.cholesky_ex),
+    **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _by_info(linalg.inv_ex)),
+    **{F.binary_cross_entropy: _binary_cross_entropy, F.gaussian_nll_loss: _gaussian_nll_loss},
+    **{F.cross_entropy: _cross_entropy, F.normalize: _normalize, F.one_hot: _one_hot, F.grid_sample: _grid_sample},
+    **{F.embedding: _dense(F.embedding, 6), F.embedding_bag: _dense(F.embedding_bag, 7)},
     **{Tensor.__bool__: _truth, Tensor.item: _item},
     **{Tensor.__float__: lambda x: float(_item(x)), Tensor.__int__: lambda x: int(_item(x))},
-    **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
+    **{func: _without_layout(func) for func in (torch.clone, *(getattr(Tensor, name) for name in _PLAIN))},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
-    **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     Tensor.is_contiguous: _is_contiguous,
-    F.gaussian_nll_loss: _gaussian_nll_loss,
-    F.cross_entropy: _cross_entropy,
-    F.normalize: _normalize,
     **AUTODIFF,
-    F.embedding: _dense(F.embedding, 6),
-    F.embedding_bag: _dense(F.embedding_bag, 7),
-    F.one_hot: _one_hot,
     **OPERATORS,
     # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
     _torch.is_nestable: lambda *args, **kwargs: False,

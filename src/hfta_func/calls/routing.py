@@ -28,7 +28,17 @@ _ATTENTION = [*inspect.signature(F.multi_head_attention_forward).parameters]  # 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
 
-class routed(Mode):
+class _Keyed(Mode):
+    """A mode that numbers the call sites that draw from a key, or from the keys of all members."""
+
+    def __init__(self, key: Any, site: int = 0):
+        if torch.compiler.is_compiling():
+            _tell_compiler()
+        super().__init__()
+        self.key, self.site = key, site
+
+
+class routed(_Keyed):
     """Draw every random number inside the ``with`` block from ``key``.
 
     Args:
@@ -55,11 +65,7 @@ class routed(Mode):
     replacements: Mapping[Any, Callable[..., Any]] = LOWERED
 
     def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
-        if torch.compiler.is_compiling():
-            _tell_compiler()
-        super().__init__()
-        self.key = key
-        self.site = site
+        super().__init__(key, site)
         # Those given, and results computed from these alone. Other tensors without axes are the model's.
         self.numbers = [*numbers]
         self._rate: Tensor | None = None
@@ -74,7 +80,6 @@ class routed(Mode):
 
     def next_key(self, rate: Any = None) -> random.Stream:
         """The stream of the next call site, which a member with a ``rate`` of 0, in a tensor, does not count."""
-        assert self.key is not None
         self.site += 1
         if self.skipped is None:
             block, index = divmod(self.site, _SITES)
@@ -187,20 +192,18 @@ class routed(Mode):
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
         handler, func = HANDLERS.get(func), self.replacements.get(func, func)
-        if self.key is None and (self.padding is None or func not in _ENTERED):
-            return func(*args, **kwargs)
         if self.key is not None and handler is not None:
             if self._rate is not None:
                 args = tuple([self._rated(value) for value in args])
                 kwargs = {name: self._rated(value) for name, value in kwargs.items()}
             return handler(self, func, *args, **kwargs)
-        if func in _ENTERED:
+        if func in _ENTERED and (self.key is not None or self.padding is not None):
             with self:
                 return _ENTERED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
-class routed_by_member(Mode):
+class routed_by_member(_Keyed):
     """Draw every random tensor ``[M, ...]`` inside the ``with`` block from the keys ``[M]`` of its members.
 
     The block sees all members at once, as the update of an optimizer does.
@@ -209,18 +212,11 @@ class routed_by_member(Mode):
         RandomnessError: from a random call without a part for each member.
     """
 
-    def __init__(self, keys: Tensor):
-        if torch.compiler.is_compiling():
-            _tell_compiler()
-        super().__init__()
-        self.keys = keys
-        self.site = 0
-
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
         if func not in HANDLERS:
             return func(*args, **kwargs)
-        count = self.keys.shape[0]
+        count = self.key.shape[0]
         dims = [0 if isinstance(arg, Tensor) and arg.shape[:1] == (count,) else None for arg in args]
         if 0 not in dims:
             raise RandomnessError(
@@ -233,14 +229,13 @@ class routed_by_member(Mode):
             with routed(key):
                 return func(*args, **kwargs)
 
-        return torch.vmap(draw, (0, *dims))(random.fold_in(self.keys, self.site), *args)
+        return torch.vmap(draw, (0, *dims))(random.fold_in(self.key, self.site), *args)
 
 
 def _entered(func: types.FunctionType) -> types.FunctionType:
     """A copy of a function without its check for modes: its body runs, and the mode sees the calls in it."""
-    names = dict(func.__globals__)
-    for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        names[check] = lambda *args: False
+    checks = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+    names = func.__globals__ | dict.fromkeys(checks, lambda *args: False)
     # Its message reads a tensor, which it has no way to compile.
     names["_check_key_padding_mask"] = lambda *args: None
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

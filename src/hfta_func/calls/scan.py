@@ -104,11 +104,8 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
         return _settled(after) or [flat[0].clone()], _settled(y)
 
     # It takes nothing but lists of tensors, at least one to carry.
-    flat, ys = operator_scan(
-        step,
-        _settled(carry) or [numbers.new_zeros((), dtype=torch.float32)],
-        [_as_float(leaf) for leaf in (numbers, *given)],
-    )
+    carried = _settled(carry) or [numbers.new_zeros((), dtype=torch.float32)]
+    flat, ys = operator_scan(step, carried, [_as_float(leaf) for leaf in (numbers, *given)])
     return _filled(carry, flat), _filled(getattr(_Layouts, _latest()), ys)
 
 
@@ -125,9 +122,7 @@ def _as_float(leaf: Tensor) -> Tensor:
 
 
 def _as_before(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    if leaf.dtype == dtype:
-        return leaf
-    return leaf.view(dtype) if dtype == torch.int64 else leaf.to(dtype)
+    return leaf.view(dtype) if dtype == torch.int64 and leaf.dtype != dtype else leaf.to(dtype)
 
 
 def _filled(tree: Tree, tensors: Any) -> Any:
@@ -161,17 +156,15 @@ def _latest() -> str:
 def _length(xs: Tree, length: int | None) -> int:
     sizes = [leaf.shape[0] for leaf in leaves(xs)] + ([] if length is None else [length])
     if not sizes or min(sizes) < 1 or any([size != sizes[0] for size in sizes]):
-        raise ValueError(
-            f"the loop has the lengths {sizes}; give tensors [length, ...] in xs, or length=, of at least 1"
-        )
+        raise ValueError(f"the loop has the lengths {sizes}; give tensors [length, ...] in xs, or length=, at least 1")
     return sizes[0]
 
 
+_ITERATIONS = "the first iteration", "a later one"
+
+
 def alike(
-    tree: Any,
-    name: str = "carry",
-    owners: tuple[str, str] = ("the first iteration", "a later one"),
-    error: type[Exception] = TraceError,
+    tree: Any, name: str = "carry", owners: tuple[str, str] = _ITERATIONS, error: type[Exception] = TraceError
 ) -> Callable[[Any], None]:
     """A function that raises an ``error`` unless it is given tensors in the structure, shapes and dtypes of ``tree``.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 import hfta_func as hfta
-from hfta_func._types import require
+from hfta_func._types import check_counts, require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, one_line_error, settings
@@ -23,16 +23,11 @@ _ONCE = {"max_restarts": 0, "max_task_retries": 0}
 """Options with which Ray itself repeats nothing, because the pool does."""
 
 
-def _ray() -> Any:
-    return require("ray", "cluster")
-
-
 class Actor(FunctionServer):
-    """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
+    """What runs in a worker: an actor of Ray, which computes with this number of threads."""
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
-        if threads:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
         super().__init__(settings)
 
     def about(self) -> tuple[int, str]:
@@ -44,14 +39,13 @@ class _Remote(Worker):
     """A worker that is an actor; if it dies, another one starts on any node with room."""
 
     def __init__(self, number: int, options: Mapping[str, Any], refs: dict[int, Any], arguments: tuple[Any, ...]):
-        self.name, self.pid = f"worker {number}", 0
+        self.name, self.pid, self._closed = f"worker {number}", 0, False
         # ``refs`` are functions in the object store, where each is put once for all actors.
         self._number, self._options, self._refs, self._arguments = number, options, refs, arguments
         self._actor: Any = None
-        self._closed = False
 
     def start(self) -> None:
-        ray = _ray()
+        ray = require("ray", "cluster")
         for trial in range(_STARTS):
             if self._actor is not None:
                 # It may live on out of reach, and would occupy what the next one needs.
@@ -72,7 +66,7 @@ class _Remote(Worker):
                     raise WorkerError(f"{self.name} cannot be started ({_line(error)}); {cure}") from error
 
     def call(self, *message: Any) -> bytes:
-        (number, live, function, arguments), ray = message, _ray()
+        (number, live, function, arguments), ray = message, require("ray", "cluster")
         try:
             for other in {*self._refs} - live:
                 self._refs.pop(other, None)
@@ -88,8 +82,8 @@ class _Remote(Worker):
 
     def kill(self) -> None:
         self._closed = True
-        if self._actor is not None and _ray().is_initialized():
-            _ray().kill(self._actor)
+        if self._actor is not None and (ray := require("ray", "cluster")).is_initialized():
+            ray.kill(self._actor)
 
     def close(self) -> None:
         self._actor = None
@@ -135,9 +129,8 @@ def ray(
         WorkerError: if the cluster cannot be reached, has no room at all or none in time, or its workers lack this package.
         ValueError: if ``workers`` is no number of workers.
     """
-    module = _ray()
-    if workers != "auto" and workers < 1:
-        raise ValueError(f"workers is {workers}; pass at least 1, or 'auto'")
+    module = require("ray", "cluster")
+    check_counts(workers=1 if workers == "auto" else workers)
     _connect(module, address)
     available = module.cluster_resources()
     gpus = float(available.get("GPU", 0) > 0) if gpus is None else gpus
@@ -148,20 +141,19 @@ def ray(
         raise WorkerError(f"the cluster has {_named(available)}, which is no room for a worker of {_named(required)}")
     options = {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {}), "scheduling_strategy": "SPREAD"}
     refs, arguments = {}, (settings(), max(1, int(cpus)))
-    pool = RayPool([_Remote(number, options | _ONCE, refs, arguments) for number in range(count)])
-    try:
+    with contextlib.ExitStack() as until_ready:
+        workers_of = [_Remote(number, options | _ONCE, refs, arguments) for number in range(count)]
+        pool = until_ready.enter_context(RayPool(workers_of))
         if not pool.ready(timeout):
             free = f"{_named(available)} of the cluster, {_named(module.available_resources())} are free"
             raise WorkerError(f"no worker that needs {_named(required)} has started in {timeout:g} s; {free}")
-    except BaseException:
-        pool.close()
-        raise
+        until_ready.pop_all()
     return pool
 
 
 def lone(resources: Mapping[str, float]) -> RayPool:
     """One actor on any node with the resources, which may come later."""
-    _connect(_ray(), None)
+    _connect(require("ray", "cluster"), None)
     return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, {}, (settings(), 1))])
 
 

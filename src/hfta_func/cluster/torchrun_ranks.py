@@ -20,8 +20,7 @@ class _OtherRank(Worker):
     """A worker that is another rank."""
 
     def __init__(self, rank: int):
-        self.name = f"rank {rank}"
-        self._rank, self._is_gone = rank, False
+        self.name, self._rank, self._is_gone = f"rank {rank}", rank, False
         # The numbers of functions that it has.
         self._known: frozenset[int] = frozenset()
 
@@ -93,18 +92,13 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
     """
     if not dist.is_torchelastic_launched() and not dist.is_initialized():
         raise RuntimeError("the program was not started by torchrun; use torchrun --nproc-per-node 2 program.py")
-    starts = not dist.is_initialized()
-    if starts:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    try:
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+            stack.callback(dist.destroy_process_group)
         if dist.get_rank() != 0:
-            _serve()
-            return None
-        with Pool([_ThisRank(), *map(_OtherRank, range(1, dist.get_world_size()))]) as pool:
-            return main(pool)
-    finally:
-        if starts:
-            dist.destroy_process_group()
+            return _serve()
+        return main(stack.enter_context(Pool([_ThisRank(), *map(_OtherRank, range(1, dist.get_world_size()))])))
 
 
 def _serve() -> None:

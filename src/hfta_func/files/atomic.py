@@ -71,9 +71,8 @@ def _locked(name: str, path: PathLike) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise CheckpointError(
-                f"{path} belongs to a run that has not ended; wait until it has, or pass another file (the run holds {name})"
-            ) from None
+            text = f"{path} belongs to a run that has not ended; wait until it has, or pass another file"
+            raise CheckpointError(f"{text} (the run holds {name})") from None
         except OSError:
             # As on some file systems of clusters.
             warnings.warn(f"the file system of {path} has no locks; start no second run with this file", stacklevel=6)
@@ -101,10 +100,8 @@ def _writing(path: PathLike) -> Iterator[str]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}; its former content is unchanged. Save to an existing, writable "
-            f"directory with free space"
-        ) from error
+        text = f"{path} cannot be written: {error.strerror}; its former content is unchanged"
+        raise CheckpointError(f"{text}. Save to an existing, writable directory with free space") from error
 
 
 def _remove_temporary(target: str, seconds: float) -> None:

@@ -97,7 +97,7 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
         >>> header["num_models"], header["shapes"], header["metadata"]
         (2, {"state['bias']": [5]}, {'epoch': 3})
     """
-    return storage.read_header(path)
+    return json.loads(storage.text_of(path))
 
 
 def export_model(model: nn.Module, state: TrainState | Stacked, index: int, *, share_frozen: bool = False) -> nn.Module:
@@ -143,8 +143,7 @@ def plain(values: Any) -> Any:
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
     """The result of :func:`load`, and the metadata."""
     about, saved = storage.read(path)
-    expected, shared = _named(like), shared_paths(like, "state")
-    differences = []
+    expected, shared, differences = _named(like), shared_paths(like, "state"), []
     for name in [*expected, *sorted(saved.keys() - expected.keys())]:
         if name not in saved or name not in expected:
             differences.append(f"{name} is only in {'like' if name in expected else 'the file'}")
@@ -156,30 +155,25 @@ def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
         elif dtypes[0] != dtypes[1] and not all(dtype.is_floating_point for dtype in dtypes):
             differences.append(f"{name} is {dtypes[0]} in the file, {dtypes[1]} in like")
     if differences:
-        raise StateError(
-            f"{path} does not fit like: {len(differences)} paths differ; pass a state of the same model, optimizer and step "
-            f"options as were saved:\n  " + "\n  ".join(differences)
-        )
+        cure = "pass a state of the same model, optimizer and step options as were saved"
+        listed = "\n  ".join(differences)
+        raise StateError(f"{path} does not fit like: {len(differences)} paths differ; {cure}:\n  {listed}")
     chosen = [
         saved[name].clone() if members is None or name in shared else take(saved[name], members) for name in expected
     ]
     moved = [tensor.to(leaf.device, leaf.dtype) for tensor, leaf in zip(chosen, expected.values(), strict=True)]
-    structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
-    state: Any = optree.tree_unflatten(structure, moved)
+    state: Any = optree.tree_unflatten(optree.tree_structure(like), moved)  # pyright: ignore[reportArgumentType]
     return state, about["metadata"]
 
 
 def _content(state: Tree, metadata: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, shared = _named(state), shared_paths(state, "state")
+    held = [name for name in tensors if any(f".{field}[" in name for field in HYPERPARAMS)]
     return tensors, {
         "num_models": num_models(state),
         "shapes": {name: list(tensor.shape[name not in shared :]) for name, tensor in tensors.items()},
         "shared": sorted(shared),
-        "hyperparameters": {
-            name: plain(tensor.tolist())
-            for name, tensor in tensors.items()
-            if any(f".{field}[" in name for field in HYPERPARAMS)
-        },
+        "hyperparameters": {name: plain(tensors[name].tolist()) for name in held},
         "seeds": tensors["state.keys"].tolist() if "state.keys" in tensors else None,
         "metadata": metadata,
     }

@@ -24,22 +24,20 @@ from torch import Tensor
 
 from hfta_func.errors import BatchError, CheckpointError
 from hfta_func.files import atomic
-from hfta_func.files.atomic import PathLike
 
 _FORMAT = 1
 # The beginning of the header, in every version.
 _BEGINNING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_BEGINNING), 8 + len(_BEGINNING) + 64)
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
 }
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+def write(path: atomic.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write tensors by name, and metadata: JSON data that may also hold tensors."""
     header, ordered = encode(tensors, metadata)
     digest = hashlib.sha256(header[: _CHECKSUM.start] + header[_CHECKSUM.stop :])
@@ -65,13 +63,11 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
 
     def reference(value: Any) -> dict[str, str]:
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"a {type(value).__qualname__} cannot be saved; use numbers, strings, lists, dicts or tensors"
-            )
+            raise TypeError(f"a {type(value).__name__} cannot be saved; use numbers, strings, lists, dicts or tensors")
         inner[name := f"metadata[{len(inner)}]"] = value
         return {"__tensor__": name}
 
-    versions = {"format_version": _FORMAT, "package_version": _package_version()}
+    versions = {"format_version": _FORMAT, "package_version": sys.modules["hfta_func"].__version__}
     _check_keys(metadata)
     text = json.dumps(versions | dict(metadata), default=reference, allow_nan=False)
     # Wide dtypes first, so that every tensor is aligned.
@@ -88,9 +84,9 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
     return len(header).to_bytes(8, "little") + header, list(ordered.values())
 
 
-def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: atomic.PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and tensors of a file, checked; the tensors are views of the file, to be copied."""
-    text = _text(path)
+    text = text_of(path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         digest = hashlib.sha256(mapped[: _CHECKSUM.start])
         with memoryview(mapped) as view, view[_CHECKSUM.stop :] as rest:
@@ -106,27 +102,18 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads(text, object_hook=resolve), tensors
 
 
-def read_header(path: PathLike) -> dict[str, Any]:
-    """The metadata, without the checksum."""
-    return json.loads(_text(path))
-
-
-def _text(path: PathLike) -> str:
-    """The metadata as JSON."""
+def text_of(path: atomic.PathLike) -> str:
+    """The metadata as JSON, without a look at the checksum."""
     with open(path, "rb") as file:
         if file.read(_CHECKSUM.start)[8:] != _BEGINNING:
-            raise CheckpointError(
-                f"{path} is not a file of hfta_func.save, or its header is damaged; a module loads a "
-                f"plain state_dict, and stack_params takes modules"
-            )
+            cure = "a module loads a plain state_dict, and stack_params takes modules"
+            raise CheckpointError(f"{path} is not a file of hfta_func.save, or its header is damaged; {cure}")
     with damaged_if_it_raises(path), safe_open(path, "pt") as held:
         text = held.metadata()["hfta_func"]
         version = int(json.loads(text)["format_version"])
     if version > _FORMAT:
-        raise CheckpointError(
-            f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
-            f"install a later hfta_func"
-        )
+        reader = f"hfta_func {sys.modules['hfta_func'].__version__} reads versions up to {_FORMAT}"
+        raise CheckpointError(f"{path} has format version {version}, but {reader}; install a later hfta_func")
     return text
 
 
@@ -140,13 +127,13 @@ def _check_keys(value: Any) -> None:
         _check_keys(inner)
 
 
-def damaged(path: PathLike) -> CheckpointError:
+def damaged(path: atomic.PathLike) -> CheckpointError:
     """The error for a file that was changed after it was written."""
     return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
 
 
 @contextlib.contextmanager
-def damaged_if_it_raises(path: PathLike) -> Iterator[None]:
+def damaged_if_it_raises(path: atomic.PathLike) -> Iterator[None]:
     """Turn errors of code that relies on a header of :func:`encode` into the error of a damaged file."""
     try:
         yield
@@ -154,15 +141,11 @@ def damaged_if_it_raises(path: PathLike) -> Iterator[None]:
         raise damaged(path) from None
 
 
-def _package_version() -> str:
-    return sys.modules["hfta_func"].__version__
-
-
 _HEADER = 512
 """Bytes of the header of a file of rows."""
 
 
-def write_rows(folder: PathLike, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def write_rows(folder: atomic.PathLike, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Write batches to a folder, one file for each name, and return all of their rows as :func:`read_rows` does.
 
     Args:
@@ -182,17 +165,13 @@ def write_rows(folder: PathLike, batches: Iterable[Mapping[str, Tensor]]) -> dic
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Any] = {}
-    kinds: dict[str, Any] = {}
-    counts: dict[str, int] = {}
+    files, kinds, counts = dict[str, Any](), dict[str, Any](), dict[str, int]()
     with contextlib.ExitStack() as stack:
         for batch in batches:
-            kinds_of_batch = {name: (rows.dtype, [*rows.shape[1:]]) for name, rows in batch.items()}
-            kinds = kinds or kinds_of_batch
-            if kinds_of_batch != kinds:
-                raise BatchError(
-                    f"a batch has {kinds_of_batch} and the first one {kinds}; give all batches rows of one kind"
-                )
+            given = {name: (rows.dtype, [*rows.shape[1:]]) for name, rows in batch.items()}
+            kinds = kinds or given
+            if given != kinds:
+                raise BatchError(f"a batch has {given} and the first one {kinds}; give all batches rows of one kind")
             for name, rows in batch.items():
                 if name not in files:
                     files[name] = stack.enter_context(atomic.replacing(folder / f"{name}.safetensors"))
@@ -210,7 +189,7 @@ def write_rows(folder: PathLike, batches: Iterable[Mapping[str, Tensor]]) -> dic
     return read_rows(folder)
 
 
-def read_rows(folder: PathLike) -> dict[str, Tensor]:
+def read_rows(folder: atomic.PathLike) -> dict[str, Tensor]:
     """The tensors that :func:`write_rows` has written, by name: data for an :class:`ArrayLoader`.
 
     They are views of the files, of which only those rows are read that a batch takes.

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hfta_func import optim
 from hfta_func.callbacks import while_active
 from hfta_func.errors import StackError
 from hfta_func.integrations import lightning_steps
-from hfta_func.integrations.lightning_steps import TrainerFacts, optimizer_of
 from hfta_func.models.stack import build, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.dataset import generators_restored
@@ -99,12 +98,11 @@ class LightningArray:
             return module(**row), torch.get_rng_state()
 
         made: Any = [build(factory, seed, row) for seed, row in zip(self.seeds, rows, strict=True)]
-        self._members: list[Any] = [member for member, _ in made]
-        self._drawn: list[Tensor] = [drawn for _, drawn in made]
-        self._options, self._columns = options, columns
+        self._members, self._drawn = map(list, zip(*made, strict=True))
+        self._options, self._columns, self._name = options, columns, type(self._members[0]).__qualname__
         bases = [kind for kind in type(self._members[0]).__mro__ if kind.__name__ == "LightningModule"]
         if not bases:
-            raise StackError(f"{type(self._members[0]).__qualname__} is no LightningModule; use Experiment for others")
+            raise StackError(f"{self._name} is no LightningModule; use Experiment for others")
         self._base = bases[0]
         for name in filter(self._has, _REFUSED):
             cure = "docs/howto/lightning.md says what to do instead"
@@ -156,7 +154,7 @@ class LightningArray:
         members, package = self._members, self._base.__module__.removesuffix(".core.module")
         facts = dict(max_epochs=max_epochs, current_epoch=0, sanity_checking=False)
         for member in members:
-            member.trainer = TrainerFacts(**facts, accumulate_grad_batches=accumulate_grad_batches)
+            member.trainer = lightning_steps.TrainerFacts(**facts, accumulate_grad_batches=accumulate_grad_batches)
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
         is_dealt = isinstance(train, ArrayLoader) and not train.shared
         batches = train.lengths if is_dealt else [operator.length_hint(train)] * len(members)
@@ -166,10 +164,9 @@ class LightningArray:
             raise StackError(f"accumulate_grad_batches={accumulate_grad_batches}, epochs of {batches} batches; {cure}")
         for member, each, count in zip(members, batches, updates, strict=False):
             if each:
-                known = {"num_training_batches": each, "estimated_stepping_batches": count * max_epochs}
-                vars(member.trainer).update(known)
+                vars(member.trainer).update(num_training_batches=each, estimated_stepping_batches=count * max_epochs)
         core = importlib.import_module(f"{package}.core.optimizer")
-        optimizer, followers = optimizer_of(members, core, updates, max_epochs)
+        optimizer, followers = lightning_steps.optimizer_of(members, core, updates, max_epochs)
         if gradient_clip_val not in (None, 0):
             optimizer = optim.chain(_CLIPS[gradient_clip_algorithm](gradient_clip_val), optimizer)
         if accumulate_grad_batches > 1:
@@ -183,9 +180,8 @@ class LightningArray:
         step_options.setdefault("batch_dims", 0 if is_dealt else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
         about = rows_of, lightning_steps.batch_hooks(datamodule, self._base)
-        self.step = make_train_step(
-            models[0], functools.partial(lightning_steps.loss_of, *about), optimizer, **step_options
-        )
+        loss_fn = functools.partial(lightning_steps.loss_of, *about)
+        self.step = make_train_step(models[0], loss_fn, optimizer, **step_options)
         params = stack_params(models, share_frozen=self.step.options.share_frozen)
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
@@ -208,10 +204,6 @@ class LightningArray:
 
     def __repr__(self) -> str:
         return f"LightningArray({len(self.seeds)} members of {self._name}, {len(self.history)} epochs)"
-
-    @property
-    def _name(self) -> str:
-        return type(self._members[0]).__qualname__
 
     def _has(self, name: str) -> bool:
         """Whether the module overrides a method of LightningModule."""
@@ -255,7 +247,7 @@ class LightningArray:
             values: Any = {}
             facts = self._members[numbers[index]].trainer
             facts.current_epoch = len(history) - 1
-            model.trainer = TrainerFacts(**vars(facts), callback_metrics=metrics)
+            model.trainer = lightning_steps.TrainerFacts(**vars(facts), callback_metrics=metrics)
             lightning_steps.record_into(model, values)
             for hook in _AFTER_EPOCHS:
                 getattr(model, hook)()
@@ -282,12 +274,10 @@ def _callback_of(callback: Any) -> Callback:
 
     def stop(state: TrainState, history: History) -> TrainState:
         # Each member has Lightning's own callback, which sees all of its epochs again.
-        columns = present(history, callback.monitor).unbind(1)
-        stoppers = [copy.deepcopy(callback) for _ in columns]
-        ended = [
-            any(stopper._evaluate_stopping_criteria(value)[0] for value in column)
-            for stopper, column in zip(stoppers, columns, strict=True)
-        ]
+        ended: list[bool] = []
+        for column in present(history, callback.monitor).unbind(1):
+            stopper = copy.deepcopy(callback)
+            ended.append(any(stopper._evaluate_stopping_criteria(value)[0] for value in column))
         return state._replace(active=state.active & ~torch.tensor(ended, device=state.active.device))
 
     return stop

@@ -24,8 +24,6 @@ Logged = dict[str, tuple[Tensor, "int | Tensor | None"]]
 class TrainerFacts:
     """What a module finds as ``self.trainer``: what is known before training, and nothing in a step."""
 
-    current_epoch: int
-
     def __init__(self, **facts: Any):
         vars(self).update(facts)
 
@@ -89,9 +87,8 @@ _BATCH_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 def batch_hooks(datamodule: Any, base: type) -> Hooks:
     """The hooks by which a datamodule, not the module, changes batches: those that it overrides."""
-    inherited = {name: getattr(base, name) for name in _BATCH_HOOKS}
-    overridden = [name for name in inherited if getattr(type(datamodule), name, inherited[name]) is not inherited[name]]
-    return {name: getattr(datamodule, name) for name in overridden}
+    names = [name for name in _BATCH_HOOKS if getattr(type(datamodule), name, None) not in (None, getattr(base, name))]
+    return {name: getattr(datamodule, name) for name in names}
 
 
 def _call(name: str, hooks: Hooks, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Logged]:
@@ -99,8 +96,7 @@ def _call(name: str, hooks: Hooks, model: Any, batch: Any, hparams: Mapping[str,
     before, logged = (model._trainer, model._hparams), {}
     start, move, end = (hooks.get(hook) or getattr(model, hook) for hook in _BATCH_HOOKS)
     given = end(move(start(batch, 0), model.device, 0), 0), _NoBatchIndex()
-    step = getattr(model, name)
-    numbers = {path: value for path, value in hparams.items() if "." not in path}
+    step, numbers = getattr(model, name), {path: value for path, value in hparams.items() if "." not in path}
     model._trainer, model._hparams = TrainerFacts(), _Hparams(model._hparams | numbers)
     record_into(model, logged)
     try:
@@ -139,17 +135,15 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
     optimizers, configs = [], []
     for number, member in enumerate(members):
         facts, member.trainer = member.trainer, TrainerFacts(**vars(member.trainer), model=member)
-        configured = member.configure_optimizers()
+        several, schedulers, monitor = core._configure_optimizers(member.configure_optimizers())
         member.trainer = facts
-        several, schedulers, monitor = core._configure_optimizers(configured)
         if len(several) != 1 or len(schedulers) > 1:
             cure = "several networks train by hfta.joint, and several schedulers as one ChainedScheduler"
             raise StackError(f"model {number}: {len(several)} optimizers and {len(schedulers)} schedulers; {cure}")
         optimizers += several
-        configs.append(core._configure_schedulers_automatic_opt(schedulers, monitor))
-    if not configs[0]:
+        configs += core._configure_schedulers_automatic_opt(schedulers, monitor)
+    if not configs:
         return from_torch(optimizers, models=members), []
-    configs = [config for each in configs for config in each]
     kinds = [(each.interval, each.frequency, each.reduce_on_plateau, each.monitor) for each in configs]
     if len(configs) < len(members) or len({*kinds}) > 1:
         raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
@@ -172,13 +166,12 @@ def optimizer_of(members: list[Any], core: Any, updates: Sequence[int], epochs: 
 
 def _plateau(monitor: str, followed: Sequence[Any]) -> Callback:
     """The callback that reduces learning rates as schedulers of class ReduceLROnPlateau do."""
-    numbers = {
-        name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")
-    }
+    names = "factor", "patience", "threshold", "cooldown", "eps"
+    numbers = {name: [getattr(each, name) for each in followed] for name in names}
     lowest = [{*each.min_lrs} for each in followed]
     modes = {(each.mode, each.threshold_mode) for each in followed}
     if len(modes) > 1 or any(len(values) > 1 for values in lowest):
         raise StackError("members or groups differ in the mode or min_lr of ReduceLROnPlateau; give all the same")
     ((mode, threshold_mode),) = modes
-    numbers |= {"min_lr": [values.pop() for values in lowest], "eps": [each.eps for each in followed]}
+    numbers["min_lr"] = [values.pop() for values in lowest]
     return schedules.plateau(monitor, "lr", mode, threshold_mode=threshold_mode, **numbers)

@@ -80,9 +80,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     """
     _check(trainers)
     args, models = trainers[0].args, [trainer.model.train() for trainer in trainers]
-    epochs = int(args.num_train_epochs)
-    batches = _Batches(trainers)
-    groups = args.gradient_accumulation_steps
+    epochs, groups, batches = int(args.num_train_epochs), args.gradient_accumulation_steps, _Batches(trainers)
     updates, rest = divmod(len(batches), groups)
     if rest:
         cure = "choose a batch size or a Subset of rows that gives a multiple of it"
@@ -107,8 +105,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     loss_fn = _Loss(max(trainers, key=lambda trainer: trainer.args.label_smoothing_factor))
     step = make_train_step(models[0], loss_fn, optimizer, batch_dims=dims, autocast=autocast, **step_options)
     share: dict[str, Any] = {"share_frozen": step.options.share_frozen}
-    seeds = [trainer.args.seed for trainer in trainers]
-    state = step.init(*stack_params(models, **share), seeds=seeds, hparams=hparams)
+    state = step.init(*stack_params(models, **share), seeds=[each.args.seed for each in trainers], hparams=hparams)
     if args.eval_strategy != "no":
         options["evaluate"] = _Evaluation(trainers, {**share, "autocast": autocast})
     if args.load_best_model_at_end:
@@ -162,11 +159,10 @@ def _best_metric(args: Any) -> tuple[str, Mode]:
 
 def _callbacks(trainers: Sequence[Any]) -> list[Callback]:
     """The callbacks of :func:`fit` for those of the first Trainer; transformers' own only report and save."""
-    callbacks: list[Callback] = []
+    (metric, mode), callbacks = _best_metric(trainers[0].args), list[Callback]()
     for callback in trainers[0].callback_handler.callbacks:
-        name, args = type(callback).__qualname__, trainers[0].args
+        name = type(callback).__qualname__
         if name == "EarlyStoppingCallback" and not callback.early_stopping_threshold:
-            metric, mode = _best_metric(args)
             callbacks.append(early_stopping(metric, callback.early_stopping_patience, mode=mode))
         elif name == "EarlyStoppingCallback" or not type(callback).__module__.startswith("transformers."):
             cure = "pass callbacks=[...] with one of fit, and EarlyStoppingCallback without a threshold"
@@ -179,7 +175,6 @@ class _Loss:
 
     def __init__(self, trainer: Any):
         self._trainer = copy.copy(trainer)
-        self._groups = trainer.args.gradient_accumulation_steps
 
     def __call__(self, model: nn.Module, batch: Any, hparams: Mapping[str, Tensor]) -> Tensor:
         trainer, num_items = self._trainer, batch["num_items"]
@@ -191,7 +186,7 @@ class _Loss:
         if is_scaled is None:
             by_items = trainer.model_accepts_loss_kwargs and num_items is not None
             is_scaled = by_items or trainer.compute_loss_func is not None
-        return loss * self._groups if is_scaled else loss
+        return loss * trainer.args.gradient_accumulation_steps if is_scaled else loss
 
 
 class _Batches:
@@ -237,16 +232,15 @@ class _Batches:
                     loader.set_epoch(epoch)
                 iterators.append(iter(loader))
         for update in range(-(-len(self) // groups)):
-            samples, counts = [], []
+            samples: list[Any] = []
             with generators_restored():
                 drawn = zip(self._trainers, iterators, random.fold_in(seeds, update).tolist(), strict=True)
                 for trainer, iterator, seed in drawn:
                     seed_all(seed)
-                    batches, num_items = trainer.get_batch_samples(iterator, groups, trainer.args.device)
-                    samples.append(batches)
-                    counts.append(num_items)
+                    samples.append(trainer.get_batch_samples(iterator, groups, trainer.args.device))
+            several, counts = zip(*samples, strict=True)
             num_items = None if counts[0] is None else torch.stack([torch.as_tensor(count) for count in counts])
-            for batches in zip(*samples, strict=True):
+            for batches in zip(*several, strict=True):
                 number += 1
                 if number > start:
                     self._position = (epoch, number)
@@ -307,9 +301,8 @@ class _Evaluation:
                     logits = trainer.preprocess_logits_for_metrics(logits, targets)
                 outputs[member].add(logits)
         columns: dict[str, list[float]] = {f"{prefix}_loss": (total / rows).tolist()}
-        arrays = labels.get_arrays()
         for trainer, container in zip(self._trainers if self._trainer.compute_metrics else (), outputs, strict=False):
-            given = prediction(predictions=container.get_arrays(), label_ids=arrays)
+            given = prediction(predictions=container.get_arrays(), label_ids=labels.get_arrays())
             for name, value in trainer.compute_metrics(given).items():
                 columns.setdefault(f"{prefix}_{name.removeprefix(f'{prefix}_')}", []).append(float(value))
         return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}

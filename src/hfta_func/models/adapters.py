@@ -111,18 +111,15 @@ def stack_adapters(base: nn.Module, adapters: Sequence[Any], *, seeds: Sequence[
     _check_configs(configs)
     trained = [{path: p for path, p in member.named_parameters() if p.requires_grad} for member in members]
     layers = [_layers(member) for member in members]
-    shapes = [{path: param.shape for path, param in params.items()} for params in trained]
-    kinds = [*zip(map(_numbers, layers), shapes, strict=True)]
-    same = all(kind == kinds[0] for kind in kinds)
-    model, buffers = (members[0], {}) if same else _union(base, configs, layers)
+    kinds = [(_numbers(a), {path: x.shape for path, x in b.items()}) for a, b in zip(layers, trained, strict=True)]
+    model, buffers = (members[0], {}) if kinds.count(kinds[0]) == len(kinds) else _union(base, configs, layers)
     params: Params = {}
     for path, param in model.named_parameters():
         if param.requires_grad:
             params[path] = torch.stack([_padded(one.get(path), param, path, i) for i, one in enumerate(trained)])
-    shared = base_of(model)
-    for path, _ in model.named_buffers():
-        if path not in shared and path not in buffers:
-            buffers[path] = torch.stack([member.get_buffer(path) for member in members])
+    known = base_of(model) | buffers
+    for path in [path for path, _ in model.named_buffers() if path not in known]:
+        buffers[path] = torch.stack([member.get_buffer(path) for member in members])
     return Adapters(model, params, buffers, configs, base)
 
 
@@ -188,17 +185,14 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 def _numbers(layers: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Scale and dropout rate of every adapted layer."""
-    return {
-        path: (float(layer.scaling[_NAME]), float(getattr(layer.lora_dropout[_NAME], "p", 0.0)))
-        for path, layer in layers.items()
-    }
+    rates = {path: getattr(layer.lora_dropout[_NAME], "p", 0.0) for path, layer in layers.items()}
+    return {path: (float(layer.scaling[_NAME]), float(rates[path])) for path, layer in layers.items()}
 
 
 def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Any, Params]:
     """A model with the adapted layers of all members and the largest rank, and the members' scales and dropout rates."""
     config = copy.deepcopy(configs[0])
-    prefix = "base_model.model."
-    names = {path.removeprefix(prefix) for member in layers for path in member}
+    names = {path.removeprefix("base_model.model.") for member in layers for path in member}
     config.target_modules = "|".join(map(re.escape, sorted(names)))
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.rank_pattern, config.alpha_pattern = {}, {}

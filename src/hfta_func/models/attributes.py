@@ -155,13 +155,13 @@ def aliases(model: nn.Module, places: Places) -> list[tuple[Any, Any, Any]]:
     return [(holder, key, source(value)) for holder, key, value in held if source(value) is not value]
 
 
-def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str], bool]:
+def examined(run: Callable[..., Any], make: Callable[[], tuple[Body, Snapshot]]) -> tuple[set[str], bool]:
     """The counters of a model, and whether its results depend on them.
 
     Args:
         run: ``run(body, altered, buffers)`` calls a model, also with other inputs, and returns its results and new buffers;
             with None it uses the buffers given.
-        make: Makes a body that has not been called.
+        make: Makes a body that has not been called, and a snapshot of it.
 
     Raises:
         StateError: if results of a call depend on anything else that an earlier call has left.
@@ -169,8 +169,7 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
     counters: set[str] = set()
     is_read = False
     for altered in (True, False):
-        body = make()
-        attributes = Snapshot(body.model)
+        body, attributes = make()
         buffers = _copied(run(body, altered, None)[1])
         left = attributes.changed()
         latest = Snapshot(body.model)
@@ -180,7 +179,7 @@ def examined(run: Callable[..., Any], make: Callable[[], Body]) -> tuple[set[str
         counted = {path: x for path, x in left.items() if is_number(x) and again.get(path, x) != x}
         alone = []
         for numbers in (counted, {}):
-            body = make()
+            body, _ = make()
             assign(body.model, numbers)
             alone.append(_copied(run(body, not altered, buffers)))
         if not _agree(results, alone[0]):

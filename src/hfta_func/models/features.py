@@ -46,8 +46,7 @@ def make_feature_extractor(model: nn.Module, layers: Sequence[str] | Mapping[str
     if unknown := [path for path in names if path not in modules]:
         similar = difflib.get_close_matches(unknown[0], modules, n=5, cutoff=0.4) or [*modules][1:6]
         raise ValueError(f"the model has no layer '{unknown[0]}'; similar ones are {', '.join(map(repr, similar))}")
-    trained = [path for path, param in model.named_parameters() if param.requires_grad and ".lora_" in path]
-    if trained:
+    if trained := [path for path, param in model.named_parameters() if param.requires_grad and ".lora_" in path]:
         raise ValueError(
             f"'{trained[0]}' of the model is trained, so that activations depend on the member; make the network part of "
             "the array with share_frozen=True, or freeze the adapter"

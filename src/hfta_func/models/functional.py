@@ -75,8 +75,7 @@ class Bound:
         renorms: bool = False,
         share_frozen: bool = False,
     ):
-        inner = skeleton(model)
-        inner = inner if training is None else inner.train(training)
+        inner = skeleton(model) if training is None else skeleton(model).train(training)
         self._base = Base(model, share_frozen)
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         # Whose counters go on, unless nobody holds it, their paths, and those with which the latest call has begun.
@@ -108,7 +107,7 @@ class Bound:
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
-        self._first, self._idle = _with_attributes(self._make()), []
+        self._first, self._idle = self._make(), []
         self.assigned_paths: set[str] = set()
         """The attributes that calls have changed."""
         self._is_counted = False
@@ -120,7 +119,7 @@ class Bound:
         # In another process, nobody else has the model.
         return {**vars(self), "_template": type(None)}
 
-    def _make(self, remat: bool = True) -> Body:
+    def _make(self, remat: bool = True) -> tuple[Body, Snapshot]:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, remat and self._checkpoint)
         body.places = _torch.places_of(body)
@@ -128,7 +127,7 @@ class Bound:
         for path, module in body.model.named_modules():
             names = [name for name in tensors_of(module) if joined(path, name) in self._base.buffers]
             body.fixed |= {(id(module), name) for name in names}
-        return body
+        return body, Snapshot(body.model)
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """Call the function with one member's tensors; see :class:`Bound`."""
@@ -138,30 +137,29 @@ class Bound:
         if torch.compiler.is_compiling():
             # Exports that do not compile need no tracing of checkpoints.
             if self._is_counted:
-                names = ", ".join(map(repr, sorted(self._counters)))
                 raise TraceError(
-                    f"each call of the model changes {names}, from which it computes, and a compiled step has one value for "
-                    f"all calls; make it a buffer, or leave the step uncompiled"
+                    f"each call of the model changes {', '.join(map(repr, sorted(self._counters)))}, from which it computes, "
+                    f"and a compiled step has one value for all calls; make it a buffer, or leave the step uncompiled"
                 )
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
             padded = None if self._events is None else Padded(buffers[SIZE], self._events.latest)
-            results = self._call(self._first[0], params, buffers, args, kwargs, key, padded)
+            results = self._call(self._first[0], params, buffers, (args, kwargs), key, padded)
             undo(self._undoing)
             return results
         padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-        body, attributes = one = self._idle.pop() if self._idle else _with_attributes(self._make())
+        body, attributes = one = self._idle.pop() if self._idle else self._make()
         template = self._template() or self._skeleton
         # A first call may have made some, and set them only after those of all groups.
         self.counts |= {path: number for path in self._counters for number in _attribute(template, path)}
         assign(body.model, self.counts)
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._base.reading(params):
-            results = self._call(body, params, buffers, args, kwargs, key, padded)
+            results = self._call(body, params, buffers, (args, kwargs), key, padded)
         changed = attributes.changed()
         if self.assigned is not None:
             self.assigned.append(changed)
         if not self.assigned_paths.issuperset(changed):
-            self._examine(params, buffers, args, kwargs, key)
+            self._examine(params, buffers, (args, kwargs), key)
             self.assigned_paths.update(changed)
             self._undoing = self._first[1].undoing(self.assigned_paths)
         if self._counters and _torch.num_recorders():
@@ -193,20 +191,17 @@ class Bound:
 
     def _recorded(self, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor, recorder: Any) -> None:
         """Call the function with a new copy of the model, for a recorder of its events."""
-        body = self._make(False)
+        body, _ = self._make(False)
         with checkpoints_of(body.model, body.fixed), self._base.reading(params):
-            self._call(body, params, buffers, *inputs, key, recorder)
+            self._call(body, params, buffers, inputs, key, recorder)
 
     @contextlib.contextmanager
     def observed(self, watch: Callable[[nn.Module], None]) -> Iterator[None]:
         """A block whose calls, one at a time, use a new copy of the model after ``watch(copy)``."""
-        idle, body = self._idle, self._make()
+        body, _ = self._make()
         watch(body.model)
-        self._idle = [_with_attributes(body)]
-        try:
+        with _torch.replaced(self, "_idle", [(body, Snapshot(body.model))]):
             yield
-        finally:
-            self._idle = idle
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
     @_torch.constant_to_compiler
@@ -217,36 +212,26 @@ class Bound:
         return True
 
     def _call(
-        self,
-        body: Body,
-        params: Params,
-        buffers: Params,
-        args: Any,
-        kwargs: dict[str, Any],
-        key: Tensor | None,
-        padded: Any = None,
+        self, body: Body, params: Params, buffers: Params, inputs: tuple[Any, Any], key: Tensor | None, padded: Any
     ) -> tuple[Any, Params]:
-        whole = params
+        (args, kwargs), whole = inputs, params
         if isinstance(padded, Padded) and self._events is not None:
-            params = self._events.padding.masked(params, padded.size)
+            params = self._events.padding.masked(params, padded)
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         # Inference mode counts no writes.
         is_inference = self._evaluates and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
             given = {**self._base.tensors, **params, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
-        tensors = {
-            f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
-        }
+        tensors = {f"model.{name}": x for path, x in given.items() for name in self._holders.get(path, (path,))}
         if not tensors.keys() <= body.places.keys():
             unknown = min(tensors.keys() - body.places.keys()).removeprefix("model.")
             raise StateError(f"the model has no parameter or buffer '{unknown}'; pass what stack_params returns for it")
-        numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        before = [*map(_written, numbers.values())]
-        starts = [(path, given[path], _written(given[path])) for path in (buffers if self._evaluates else ())]
+        numbers = [given[path] for path in self._numbers]
+        watched = {path: _written(given[path]) for path in (buffers if self._evaluates else self._numbers)}
         # The same numbers are in the ``hparams`` among a loss's arguments.
-        again = [arg[path] for arg in args if numbers and isinstance(arg, dict) for path in numbers if path in arg]
-        with routing(key, [*numbers.values(), *again], padded):
+        again = [x[path] for x in args if numbers and isinstance(x, dict) for path in self._numbers if path in x]
+        with routing(key, [*numbers, *again], padded):
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
@@ -255,12 +240,11 @@ class Bound:
             for path in whole.keys() & {*tables_with_max_norm(self._inner)}:
                 whole[path].detach().copy_(params[path].detach())
         self._base.check_kept(given, tensors, "model.")
-        for (path, number), version in zip(numbers.items(), before, strict=True):
-            if tensors[f"model.{path}"] is not number or _written(number) != version:
-                raise changed(path)
         changed_buffers = {path: tensors[f"model.{path}"] for path in buffers}
-        for path, start, version in starts:
-            if changed_buffers[path] is not start or _written(start) != version:
+        for path, version in watched.items():
+            if changed_buffers[path] is not given[path] or _written(given[path]) != version:
+                if path in self._numbers:
+                    raise changed(path)
                 self.written[path] = None
         return output, changed_buffers
 
@@ -272,15 +256,15 @@ class Bound:
             return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
 
         def run(body: Body, altered: bool, buffers: Params | None) -> Any:
-            params, start, args, kwargs, key = given
+            params, start, inputs, key = given
             params = {path: part(param) for path, param in params.items()}
             # Halved values are still valid as probabilities, variances and masks.
-            args, kwargs = pytree.tree_map_only(Tensor, lambda x: part(x, 0.5 if altered else 1), (args, kwargs))
+            inputs = pytree.tree_map_only(Tensor, lambda x: part(x, 0.5 if altered else 1), inputs)
             buffers = {path: part(buffer) for path, buffer in (start if buffers is None else buffers).items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key) + altered
-            padded = None if self._events is None else self._events(self._inner, params, buffers, (args, kwargs), key)
-            return self._call(body, params, buffers, args, kwargs, key, padded)
+            padded = None if self._events is None else self._events(self._inner, params, buffers, inputs, key)
+            return self._call(body, params, buffers, inputs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with _torch.outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
@@ -297,10 +281,6 @@ def _written(tensor: Tensor) -> int:
 def _attribute(model: nn.Module, path: str) -> list[Any]:
     owner, _, name = path.rpartition(".")
     return [x for key, x in vars(model.get_submodule(owner)).items() if key == name]
-
-
-def _with_attributes(body: Body) -> tuple[Body, Snapshot]:
-    return body, Snapshot(body.model)
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:

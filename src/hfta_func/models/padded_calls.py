@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from hfta_func import _torch
 from hfta_func._torch import first_member, outside_transforms, pytree, unwritten
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
+from hfta_func.calls.autodiff import models_first
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
 from hfta_func.errors import StackError
@@ -65,7 +67,7 @@ def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any,
     is_known = has is not None and _torch.is_batched(present) and _torch.level_of(present) == _torch.depth()
     if has is not None and is_known and _for_all.isdisjoint(blocks) and not tables_with_max_norm(part):
         try:
-            return run_apart(part, run, args, kwargs, _Some(has))
+            return run_apart(part, run, args, kwargs, functools.partial(_for_some, has))
         except (RuntimeError, ValueError):
             # What is wrong in any case, the run for all raises again.
             _for_all.update(blocks)
@@ -74,45 +76,37 @@ def _if_present(blocks: Sequence[Any], run: Callable[..., Any], args: tuple[Any,
     return tree_map(lambda new, old: torch.where(present, new, fitted(old, new.shape)), output, args[0])
 
 
-class _Some:
-    """Some members of the level of ``vmap`` that is running; where none are chosen, the first stands for all."""
+def _for_some(has: list[bool], run: Callable[..., Any], leaves: Any, before: Callable[[], list[Any]]) -> list[Any]:
+    """``run(*leaves)`` in a level over some members, in the place of that over all; others have what was before.
 
-    def __init__(self, has: list[bool]):
-        self._count, self._members = len(has), [member for member, one in enumerate(has) if one]
-        self._chosen = self._members or [0]
+    Where none are chosen, the first stands for all.
+    """
+    members = [member for member, one in enumerate(has) if one]
+    chosen, interpreter = members or [0], _torch.current_interpreter()
+    level = interpreter.level()
+    plain, dims = _torch.unwrap_leaves(leaves, level)
+    fronts = tuple(None if dim is None else 0 for dim in dims)
+    mapped = _torch.restore_vmap(run, fronts, len(chosen), interpreter.randomness())
 
-    def __call__(self, run: Callable[..., Any], leaves: tuple[Any, ...], before: Callable[[], list[Any]]) -> list[Any]:
-        """``run(*leaves)`` in a level over these members, in the place of that over all; others have what was before."""
-        interpreter = _torch.current_interpreter()
-        level = interpreter.level()
-        plain, dims = _torch.unwrap_leaves(leaves, level)
-        fronts = tuple(None if dim is None else 0 for dim in dims)
-        mapped = _torch.restore_vmap(run, fronts, len(self._chosen), interpreter.randomness())
-        with interpreter.lower():
-            new, new_dims = mapped(*(self._part(x, dim) for x, dim in zip(plain, dims, strict=True)))
-        old, old_dims = _torch.unwrap_leaves(before(), level)
-        with interpreter.lower():
-            joined = [self._joined(*each) for each in zip(new, new_dims, old, old_dims, strict=True)]
-        return [_torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x for x in joined]
-
-    def _part(self, x: Any, dim: int | None) -> Any:
-        """``[M, ...] -> [members, ...]``."""
-        return x if dim is None else x.movedim(dim, 0).index_select(0, torch.tensor(self._chosen))
-
-    def _joined(self, new: Any, dim: int | None, old: Any, old_dim: int | None) -> Any:
+    def joined(new: Any, dim: int | None, old: Any, old_dim: int | None) -> Any:
         """``[members, ...], [M, ...] -> [M, ...]``: the results of these members beside what the others have."""
         if not isinstance(old, Tensor):
             return new
-        new = _in_front(torch.zeros_like(old) if new is None else new, dim, len(self._chosen))
-        if len(new) != len(self._chosen):
+        new = models_first(torch.zeros_like(old) if new is None else new, dim, len(chosen))
+        if len(new) != len(chosen):
             raise RuntimeError("the result has parts of all members")
-        every = fitted(_in_front(old, old_dim, self._count), (self._count, *new.shape[1:]))
-        return every.index_copy(0, torch.tensor(self._members).long(), new[: len(self._members)])
+        every = fitted(models_first(old, old_dim, len(has)), (len(has), *new.shape[1:]))
+        return every.index_copy(0, torch.tensor(members).long(), new[: len(members)])
 
-
-def _in_front(x: Tensor, dim: int | None, count: int) -> Tensor:
-    """A tensor with the model axis first."""
-    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    with interpreter.lower():
+        # [M, ...] -> [members, ...]
+        pairs = zip(plain, dims, strict=True)
+        parts = [x if dim is None else x.movedim(dim, 0).index_select(0, torch.tensor(chosen)) for x, dim in pairs]
+        new, new_dims = mapped(*parts)
+    old, old_dims = _torch.unwrap_leaves(before(), level)
+    with interpreter.lower():
+        results = [joined(*each) for each in zip(new, new_dims, old, old_dims, strict=True)]
+    return [_torch.add_batch_dim(x, 0, level) if isinstance(x, Tensor) else x for x in results]
 
 
 def fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -150,9 +144,7 @@ class Events:
         known = self._known.get((shapes, str(spec), key is None))
         if known is None:
             with outside_transforms(), torch.random.fork_rng([]):
-                parts = [
-                    {path: first_member(leaf).detach() for path, leaf in tree.items()} for tree in (params, buffers)
-                ]
+                parts = [{path: first_member(x).detach() for path, x in tree.items()} for tree in (params, buffers)]
                 given = [first_member(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 noise = torch.zeros_like(parts[1][SIZE]) if key is None else first_member(key)
                 inputs, whole = pytree.tree_unflatten(given, spec), Recorder()
@@ -185,30 +177,25 @@ class Events:
 
 def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:
     """The events of all sizes in one, those of the padded model."""
-    sizes: list[list[tuple[int, ...] | None]] = [[] for _ in whole]
+    columns: list[list[tuple[int, ...] | None]] = []
     for events, size in zip(alone, padding.sizes, strict=True):
         lacks = [f"{path}." for path in padding.optional if path not in size.modules]
         has = [not any(f"{event.path}.".startswith(path) for path in lacks) for event in whole]
         expected = [event for event, is_there in zip(whole, has, strict=True) if is_there]
-        names = [(event.name, len(event.sizes)) for event in events]
-        if names != [(event.name, len(event.sizes)) for event in expected]:
-            other = next((e for e, n in zip(expected, names, strict=False) if (e.name, len(e.sizes)) != n), None)
-            where = f"'{other.path}'" if other is not None and other.path else "the model"
-            raise StackError(
-                f"{where} does not call the same functions in a model of every size, so it cannot be padded; give all "
-                f"models one size there, or stack each size as an array of its own"
-            )
+        for event, other in itertools.zip_longest(expected, events):
+            if event is None or other is None or (event.name, len(event.sizes)) != (other.name, len(other.sizes)):
+                where = f"'{event.path}'" if event is not None and event.path else "the model"
+                raise StackError(
+                    f"{where} does not call the same functions in a model of every size, so it cannot be padded; give all "
+                    f"models one size there, or stack each size as an array of its own"
+                )
         rest = iter(events)
-        for column, is_there in zip(sizes, has, strict=True):
-            column.append(next(rest).sizes if is_there else None)
+        columns.append([next(rest).sizes if is_there else None for is_there in has])
     joined = []
-    for event, column in zip(whole, sizes, strict=True):
+    for event, *column in zip(whole, *columns, strict=True):
         absent = unwritten(torch.tensor([each is None for each in column]))
         filled = [event.sizes if each is None else each for each in column]
-        axes = {
-            axis: unwritten(torch.tensor([each[axis] for each in filled]))
-            for axis, length in enumerate(event.sizes)
-            if any(each[axis] != length for each in filled)
-        }
+        lengths = enumerate(zip(*filled, strict=True))
+        axes = {axis: unwritten(torch.tensor(each)) for axis, each in lengths if {*each} != {event.sizes[axis]}}
         joined.append(Sizes(event.name, axes, absent if bool(absent.any()) else None, event.sizes))
     return joined

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of, unwritten
 from hfta_func._types import Params
 from hfta_func.calls.copies import copied_module
+from hfta_func.calls.padding import Padded, in_all
 from hfta_func.errors import StackError
 from hfta_func.models import sizes as by_size
 from hfta_func.models.scalar_attributes import may_differ
-from hfta_func.models.sizes import PRESENT, SIZE, Parts, joined, tensors_by_path
+from hfta_func.models.sizes import PRESENT, SIZE, Axes, Parts, joined, tensors_by_path
 from hfta_func.models.structure import check_module
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
@@ -67,15 +68,12 @@ class Padding:
     def __deepcopy__(self, memo: Any) -> Padding:
         return self
 
-    def masked(self, params: Params, size: Tensor) -> Params:
+    def masked(self, params: Params, padded: Padded) -> Params:
         """A member's parameters, with zeros for the entries that its size lacks, which get no gradient."""
         given = dict(params)
         for path in self.masks.keys() & params.keys():
-            param, mask = params[path], None
-            for axis, table in self.masks[path].items():
-                has = table.to(size.device).index_select(0, size.reshape(1)).squeeze(0)
-                part = has.reshape([-1] + [1] * (param.dim() - axis - 1)) if param.dim() else has[0]
-                mask = part if mask is None else mask & part
+            param = params[path]
+            mask = in_all({axis: padded.of_member(table) for axis, table in self.masks[path].items()}, param)
             given[path] = param if mask is None else torch.where(mask, param, 0.0)
         return given
 
@@ -156,7 +154,7 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
             for name in [name for name in vars(module) if may_differ(module, name)]:
                 numbers.setdefault(joined(path, name), set()).add(vars(module)[name])
     varied = [path for path, values in numbers.items() if len(values) > 1 and any(isinstance(x, float) for x in values)]
-    return _padded(base, [*kinds.values()], [*kinds], varied)
+    return _padded(base, kinds, varied)
 
 
 def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
@@ -175,8 +173,7 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     for path, leaf in tensors_by_path(template).items():
         alone = padding.sizes[number].leaves.get(path, ("",))[0]
         trained = tensors[alone].requires_grad if alone else leaf.requires_grad
-        made = enlarged[path]
-        memo[id(leaf)] = nn.Parameter(made, trained) if isinstance(leaf, nn.Parameter) else made
+        memo[id(leaf)] = nn.Parameter(enlarged[path], trained) if isinstance(leaf, nn.Parameter) else enlarged[path]
     result = copied_module(template, memo)
     for path, module in by_size.modules_at(model, aligned).items():
         for name, value in vars(module).items():
@@ -189,12 +186,16 @@ def _largest(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(max, zip(*columns, strict=True)))
 
 
-def _padded(
-    base: nn.Module, kinds: list[tuple[nn.Module, dict[str, str]]], signatures: list[Any], numbers: list[str]
-) -> nn.Module:
-    modules = [by_size.modules_at(model, aligned) for model, aligned in kinds]
+def _grown(axes: Parts, lengths: Mapping[int, int]) -> Parts:
+    """The parts of a tensor of a block that others lack."""
+    first = [(*axis[:-2], *(lengths.get(length, length) for length in axis[-2:])) for axis in axes[:2]]
+    return (*first, *axes[2:])
+
+
+def _padded(base: nn.Module, kinds: dict[Any, tuple[nn.Module, dict[str, str]]], numbers: list[str]) -> nn.Module:
+    modules = [by_size.modules_at(model, aligned) for model, aligned in kinds.values()]
     parts = [by_size.parts_of(each) for each in modules]
-    grown: dict[tuple[str, str], Parts] = {}
+    grown: Axes = {}
     # What a length of a size becomes, to pad blocks that others lack as those that all have.
     growth: list[dict[int, int]] = [{} for _ in kinds]
     everywhere = [key for key in parts[0] if all(key in each for each in parts)]
@@ -206,19 +207,13 @@ def _padded(
                 lengths[alone] = max(lengths.get(alone, 0), large)
     for key in dict.fromkeys(itertools.chain(*parts)):
         if key not in grown:
-            columns = [
-                tuple(
-                    axis if at > 1 else (*axis[:-2], *(lengths.get(length, length) for length in axis[-2:]))
-                    for at, axis in enumerate(each[key])
-                )
-                for each, lengths in zip(parts, growth, strict=True)
-                if key in each
-            ]
+            pairs = zip(parts, growth, strict=True)
+            columns = [_grown(each[key], lengths) for each, lengths in pairs if key in each]
             grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
     template: Any = _template(base, modules, grown, growth, numbers)
     optional = [path for path, module in template.named_modules() if hasattr(module, PRESENT)]
     sizes, masks = [], {}
-    for (model, aligned), each in zip(kinds, parts, strict=True):
+    for (model, aligned), each in zip(kinds.values(), parts, strict=True):
         known = {id(leaf): path for path, leaf in tensors_by_path(model).items()}
         leaves = {}
         for path in tensors_by_path(base):
@@ -232,16 +227,12 @@ def _padded(
         masks[path] = {axis: mask for axis, mask in axes.items() if not bool(mask.all())}
     masks = {path: axes for path, axes in masks.items() if axes}
     shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors_by_path(template).items()}
-    template.padding = Padding(sizes, signatures, masks, optional, numbers, shapes)
+    template.padding = Padding(sizes, [*kinds], masks, optional, numbers, shapes)
     return template
 
 
 def _template(
-    base: nn.Module,
-    modules: list[dict[str, nn.Module]],
-    grown: Mapping[tuple[str, str], Parts],
-    growth: list[dict[int, int]],
-    numbers: Sequence[str],
+    base: nn.Module, modules: list[dict[str, nn.Module]], grown: Axes, growth: list[dict[int, int]], numbers: list[str]
 ) -> nn.Module:
     """A copy of the model with the most modules, with tensors and integers of the largest sizes."""
     memo: dict[int, Any] = {}

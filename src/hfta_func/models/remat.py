@@ -65,6 +65,7 @@ Fixed = frozenset[tuple[int, str]]
 
 _Running = tuple[nn.Module, list[bool], Fixed]
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
+_Around = Callable[[Callable[..., tuple[Any, ...]], tuple[Any, ...], Callable[[], list[Any]]], Sequence[Any]]
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
@@ -116,24 +117,15 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if running is None:
         return _elsewhere()(function, *args, **kwargs)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    owner = getattr(function, "__self__", function)
+    model, calls, fixed = running
+    part = owner if isinstance(owner, nn.Module) else model
     # The backward pass of torch.func.grad cannot run Python.
-    if not only_vmap():
+    if not only_vmap() or tables_with_max_norm(part):
         return function(*args, **kwargs)
+    calls.append(True)
     # A reentrant checkpoint would run one backward pass for all members; the gradients are the same without.
     options.pop("use_reentrant", None)
-    model, calls, _ = running
-    calls.append(True)
-    owner = getattr(function, "__self__", function)
-    part = owner if isinstance(owner, nn.Module) else model
-    return _run_twice(part, function, args, kwargs, options)
-
-
-def _run_twice(
-    part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
-) -> Any:
-    """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
-    if tables_with_max_norm(part):
-        return forward(*args, **kwargs)
     # Noise from keys repeats by itself; PyTorch's generator must be set back.
     options = options if _mode().key is None else {**options, "preserve_rng_state": False}
     is_making, has_run = made.is_making(), False
@@ -150,8 +142,7 @@ def _run_twice(
 
         return _outside_vmap(once, leaves, options)
 
-    fixed = _fixed()
-    return run_apart(part, forward, args, kwargs, around)
+    return run_apart(part, function, args, kwargs, around)
 
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
@@ -177,13 +168,7 @@ def _may_write(part: nn.Module, path: str, fixed: Fixed) -> bool:
     return name != PRESENT and (id(part.get_submodule(owner)), name) not in fixed
 
 
-def run_apart(
-    part: nn.Module,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
-    around: Callable[[Callable[..., tuple[Any, ...]], tuple[Any, ...], Callable[[], list[Any]]], Sequence[Any]],
-) -> Any:
+def run_apart(part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], around: _Around) -> Any:
     """``forward(*args, **kwargs)``, which uses the tensors of ``part``, as a function of all tensors that it reads.
 
     ``around(run, leaves, before)`` calls ``run(*leaves)`` and returns its results. ``before()`` is then what was in their
@@ -233,9 +218,7 @@ def run_apart(
     return output
 
 
-def _outside_vmap(
-    run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, ...]:
+def _outside_vmap(run: Callable[..., Any], leaves: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """``run(*leaves)``, checkpointed outside all levels of ``vmap``."""
     if _torch.interpreters() is None:
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):

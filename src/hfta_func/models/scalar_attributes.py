@@ -32,12 +32,8 @@ def may_differ(module: nn.Module, name: str) -> bool:
 
 def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """The module and attribute name of each number in which members may differ, by path."""
-    return {
-        f"{path}.{name}" if path else name: (module, name)
-        for path, module in model.named_modules()
-        for name in vars(module)
-        if may_differ(module, name)
-    }
+    owners = [(path, x, name) for path, x in model.named_modules() for name in vars(x) if may_differ(x, name)]
+    return {f"{path}.{name}" if path else name: (module, name) for path, module, name in owners}
 
 
 def numbers_of_python(model: nn.Module) -> None:

@@ -21,12 +21,8 @@ def base_of(model: nn.Module, share_frozen: bool = True) -> dict[str, Tensor]:
     if not share_frozen:
         return sparse
     base: dict[str, Tensor] = {path: param for path, param in model.named_parameters() if not param.requires_grad}
-    unshared = {
-        id(buffer)
-        for module in model.modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-        for buffer in module.buffers(recurse=False)
-    }
+    trained = [x for x in model.modules() if any(p.requires_grad for p in x.parameters(recurse=False))]
+    unshared = {id(buffer) for module in trained for buffer in module.buffers(recurse=False)}
     return base | {path: x for path, x in model.named_buffers() if id(x) not in unshared} | sparse
 
 
@@ -74,8 +70,7 @@ class Base:
     @contextlib.contextmanager
     def reading(self, params: Mapping[str, Tensor]) -> Iterator[None]:
         """A block that reads the base, with the tensors of ``params`` in place of those with the same paths."""
-        tensors = {path: params.get(path, tensor) for path, tensor in self.tensors.items()}
-        every = [(path, part, writes(part)) for path, tensor in tensors.items() for part in parts(tensor)]
+        every = [(path, part, writes(part)) for path, x in self.tensors.items() for part in parts(params.get(path, x))]
         yield
         for path, part, count in every:
             if writes(part) != count:

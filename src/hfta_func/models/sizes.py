@@ -18,8 +18,8 @@ SIZE, PRESENT = "padded_size", "padded_present"
 
 Parts = tuple[tuple[int, ...], ...]
 """A tensor's sizes by axis, each the product of parts that are padded apart, such as heads and the size of a head."""
-
-_BLOCKS = nn.Sequential, nn.ModuleList
+Axes = dict[tuple[str, str], Parts]
+"""The parts of tensors by module path and name."""
 
 
 def largest(models: Sequence[nn.Module]) -> nn.Module:
@@ -41,7 +41,7 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
         where = f"'{path}'" if path else "the model"
         check_same_class(module, like, path, f"model {member}", other)
         names, likes = [name for name, _ in module.named_children()], [name for name, _ in like.named_children()]
-        if names != likes and isinstance(like, _BLOCKS) and len(names) <= len(likes):
+        if names != likes and isinstance(like, nn.Sequential | nn.ModuleList) and len(names) <= len(likes):
             likes = _chosen([*module.children()], [*like.children()], likes)
         elif names != likes:
             raise StackError(
@@ -89,14 +89,10 @@ def sizes_in(value: Any) -> tuple[int, ...] | None:
 def signature_of(model: nn.Module, aligned: Mapping[str, str]) -> Any:
     """What tells a size from others: the modules that it has, shapes and integers."""
     modules = modules_at(model, aligned)
-    integers = {
-        (path, name): sizes_in(value)
-        for path, module in modules.items()
-        for name, value in vars(module).items()
-        if name not in MODULE_ATTRIBUTES and sizes_in(value) is not None
-    }
+    settings = [((path, name), value) for path, module in modules.items() for name, value in vars(module).items()]
+    sizes = [(key, sizes_in(value)) for key, value in settings if key[1] not in MODULE_ATTRIBUTES]
     shapes = tuple((key, tuple(leaf.shape)) for key, leaf in _named(modules).items())
-    return tuple(aligned), tuple(integers.items()), shapes
+    return tuple(aligned), tuple(each for each in sizes if each[1] is not None), shapes
 
 
 def _named(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Tensor]:
@@ -104,11 +100,9 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Tensor]:
     return {key: leaf for key, leaf in named.items() if leaf is not None and key[1] not in (SIZE, PRESENT)}
 
 
-def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
+def parts_of(modules: Mapping[str, nn.Module]) -> Axes:
     """The parts of each tensor's axes, by module path and name."""
-    parts: dict[tuple[str, str], Parts] = {
-        key: tuple((length,) for length in leaf.shape) for key, leaf in _named(modules).items()
-    }
+    parts: Axes = {key: tuple((length,) for length in leaf.shape) for key, leaf in _named(modules).items()}
     for path, module in modules.items():
         if isinstance(module, nn.MultiheadAttention):
             heads = module.num_heads, module.embed_dim // module.num_heads

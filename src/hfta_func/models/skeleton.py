@@ -20,13 +20,10 @@ from hfta_func.models.structure import check_module, check_no_hooks_of_parameter
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
     """A copy of the model whose parameters and buffers have no storage, except shared ones."""
     check_module(model)
-    memo: dict[int, Any] = {}
-    for leaf in model.parameters():
-        memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
-    for leaf in model.buffers():
-        memo[id(leaf)] = _without_storage(leaf)
-    memo |= {id(leaf): leaf for leaf in base_of(model, share_frozen).values()}
-    memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
+    memo: dict[int, Any] = {id(x): nn.Parameter(_without_storage(x), x.requires_grad) for x in model.parameters()}
+    memo |= {id(leaf): _without_storage(leaf) for leaf in model.buffers()}
+    shared = base_of(model, share_frozen) | shared_of(model, shared_params)
+    memo |= {id(leaf): leaf for leaf in shared.values()}
     made = {path: computed(module) for path, module in model.named_modules()}
     memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
     copied = copied_module(model, memo)
@@ -90,9 +87,8 @@ def _left_out(
     first, padding = module.layers[0], src_key_padding_mask
     if padding is None or mask is not None or first.training or src.dim() != 3 or torch.is_autocast_enabled():
         return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters())):
-        return None
-    if not (module.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()):
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters()))
+    if needs_grad or not (module.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()):
         return None
     padded = padding if padding.dtype == torch.bool else padding != 0
     return padded & (padded[:, :-1] <= padded[:, 1:]).all()

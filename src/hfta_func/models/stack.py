@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.calls.copies import copied_module, mark
 from hfta_func.errors import HyperparameterError, StackError, StateError
-from hfta_func.models.padding import Padding, pad_member, padded, padding_of
+from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
@@ -72,9 +74,15 @@ def stack_params(
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise StackError(f"expected a list of models but got one {type(models).__qualname__}; pass [model]")
     models = list(models)
-    if pad is not False:
-        return _stack_padded(models, pad, share_frozen, shared_params)
-    return _stack(models, len(models), share_frozen, shared_params)
+    if pad is False:
+        return _stack(models, len(models), share_frozen, shared_params)
+    model: Any = pad if isinstance(pad, nn.Module) else padded(models)
+    members = (pad_member(model, each, member) for member, each in enumerate(models))
+    stacked = _stack(members, len(models), share_frozen, shared_params)
+    first = numbers_of(pad_member(model, models[0], 0))
+    for path in [path for path in model.padding.numbers if path not in stacked.buffers]:
+        stacked.buffers[path] = torch.full_like(stacked.buffers[SIZE], getattr(*first[path]), dtype=torch.float64)
+    return stacked
 
 
 def init_params(
@@ -120,22 +128,17 @@ def init_params(
                 f"{name} is {column!r} for {len(values)} models; give one value per model, or bind it in the factory"
             )
 
-    def make(member: int) -> nn.Module:
-        return build(factory, values[member], {name: column[member] for name, column in columns.items()})
-
-    made = map(make, range(len(values)))
+    rows = ({name: column[member] for name, column in columns.items()} for member in range(len(values)))
+    made = map(functools.partial(build, factory), values, rows)
     if pad is not False:
-        return _stack_padded([*made], pad, share_frozen, shared_params)
+        return stack_params([*made], share_frozen=share_frozen, shared_params=shared_params, pad=pad)
     return _stack(made, len(values), share_frozen, shared_params, is_given=False)
 
 
 def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
     """The model that a factory makes by a seed; the global generator does not change."""
     if isinstance(factory, nn.Module):
-        raise StackError(
-            f"factory is a module ({type(factory).__qualname__}); pass a function that makes one, so that every seed "
-            f"gets weights of its own"
-        )
+        raise StackError(f"factory is a module ({type(factory).__qualname__}); pass a function that makes one")
     # With a list of GPUs, because PyTorch would otherwise warn if there are several.
     with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):
         # Of devices that are not there, PyTorch would note the seed with a traceback each.
@@ -174,25 +177,7 @@ def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params
     """Modules with copies of their parameters and buffers, and the tensors in ``shared``; the rest is from ``model``."""
     if (padding := padding_of(model)) is not None:
         return [made for one in padding.apart(params, buffers) for made in members_of(*one, shared)]
-    members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
-    named = dict(model.named_buffers())
-    numbers = {path: leaf for path, leaf in buffers.items() if path not in named}
-    for index, member in enumerate(members if numbers else ()):
-        assign(member, {path: leaf[index].item() for path, leaf in numbers.items()})
-    return members
-
-
-def _stack_padded(
-    models: list[nn.Module], pad: bool | nn.Module, share_frozen: bool, shared_params: Sequence[str]
-) -> Stacked:
-    model: Any = pad if isinstance(pad, nn.Module) else padded(models)
-    padding: Padding = model.padding
-    members = (pad_member(model, each, member) for member, each in enumerate(models))
-    stacked = _stack(members, len(models), share_frozen, shared_params)
-    first = numbers_of(pad_member(model, models[0], 0))
-    for path in [path for path in padding.numbers if path not in stacked.buffers]:
-        stacked.buffers[path] = torch.full_like(stacked.buffers[SIZE], getattr(*first[path]), dtype=torch.float64)
-    return stacked
+    return [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
 
 
 class Shapes(NamedTuple):
@@ -213,20 +198,20 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
     return Shapes(params, buffers, base, frozenset(numbers_of(model)))
 
 
-def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
+_CURES: dict[type[Exception], str] = {
+    StackError: "pass the model that the array was stacked from, and the same",
+    StateError: "the state and the step must be of the same model, made with the same",
+}
+
+
+def check_stacked(stacked: tuple[Params, Params], expected: Shapes, error: type[Exception] = StackError) -> None:
     """Raise a StackError unless parameters and buffers fit a model with shapes ``expected``."""
     if mismatch := _mismatch(stacked, expected):
-        raise StackError(
-            f"{mismatch}; pass the model that the array was stacked from, and the same share_frozen and shared_params"
-        )
+        raise error(f"{mismatch}; {_CURES[error]} share_frozen and shared_params")
 
 
-def check_state(stacked: tuple[Params, Params], expected: Shapes) -> None:
-    """Raise a StateError unless parameters and buffers fit a step's model with shapes ``expected``."""
-    if mismatch := _mismatch(stacked, expected):
-        raise StateError(
-            f"{mismatch}; the state and the step must be of the same model, made with the same share_frozen and shared_params"
-        )
+check_state = functools.partial(check_stacked, error=StateError)
+"""The same of a state and a step's model, which raises a StateError."""
 
 
 def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
@@ -257,7 +242,8 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
         # A parameter that is not in the array is shared.
         made = nn.Parameter(params[path][index].detach().clone(), leaf.requires_grad) if path in params else leaf
         memo[id(leaf)] = shared.get(path, made)
-    for path, leaf in model.named_buffers():
+    named = dict(model.named_buffers())
+    for path, leaf in named.items():
         memo[id(leaf)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, leaf)
     for leaf in (*model.parameters(), *model.buffers()):
         mark(memo[id(leaf)], leaf)
@@ -267,24 +253,23 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
     for leaf in member.modules():
         for name, compute in weight_hooks(leaf).items():
             setattr(leaf, name, compute())
+    assign(member, {path: leaf[index].item() for path, leaf in buffers.items() if path not in named})
     return member
 
 
 def _stack(
     models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], is_given: bool = True
 ) -> Stacked:
-    first: nn.Module | None = None
-    all_first: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
-    base: dict[str, Tensor] = {}
-    shared: dict[str, Tensor] = {}
+    if not count:
+        raise StackError("no models to stack; pass at least one")
+    rest = iter(models)
+    check_module(first := next(rest), "model 0: ")
+    base, shared = base_of(first, share_frozen), shared_of(first, shared_params)
+    all_first = dict(first.named_parameters()), dict(first.named_buffers())
     stacked = Stacked({}, {})
     numbers: dict[str, list[float]] = {}
-    for member, model in enumerate(models):
+    for member, model in enumerate(itertools.chain([first], rest)):
         check_module(model, f"model {member}: ")
-        if first is None:
-            first, base = model, base_of(model, share_frozen)
-            shared = shared_of(model, shared_params)
-            all_first = dict(model.named_parameters()), dict(model.named_buffers())
         differing = check_same_structure(model, first, member, numbers)
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
@@ -300,8 +285,6 @@ def _stack(
                 if member == 0:
                     leaves[path] = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 leaves[path][member].copy_(tensor.detach())
-    if first is None:
-        raise StackError("no models to stack; pass at least one")
     device = next((leaf.device for tree in stacked for leaf in tree.values()), None)
     for path, values in numbers.items():
         stacked.buffers[path] = torch.tensor(values, dtype=torch.float64, device=device)
@@ -314,6 +297,4 @@ def _check_tensors(tensor: Tensor, first: Tensor, path: str, member: int) -> Non
         if a != b:
             name = f"'{path}'" if what == "shape" else f"the {what} of '{path}'"
             a, b = (list(a), list(b)) if what == "shape" else (a, b)
-            raise StackError(
-                f"model {member}: {name} is {a} but model 0 has {b}; models in one array must share every {what}"
-            )
+            raise StackError(f"model {member}: {name} is {a} but model 0 has {b}; members must share every {what}")

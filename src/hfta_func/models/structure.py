@@ -73,8 +73,7 @@ def check_same_structure(
         if tied.get(path) != first_tied.get(path):
             holder, other, target = (member, 0, tied[path]) if path in tied else (0, member, first_tied[path])
             raise StackError(
-                f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same parameters in all "
-                f"models"
+                f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same in all models"
             )
     return numbers
 
@@ -204,10 +203,8 @@ def is_sparse(tensor: Tensor) -> bool:
 def check_module(model: nn.Module, owner: str = "") -> None:
     """Raise a StackError if this is not a module, or contains one whose code runs with its own tensors alone."""
     if not isinstance(model, nn.Module):
-        what = getattr(model, "__qualname__", type(model).__qualname__)
-        raise StackError(
-            f"{owner}{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called"
-        )
+        what = owner + getattr(model, "__qualname__", type(model).__qualname__)
+        raise StackError(f"{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"'{path}'" if path else "the model"

@@ -88,10 +88,8 @@ def check_transformation(name: str, value: Any) -> None:
     """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
     if not isinstance(value, GradientTransformation):
         what = getattr(value, "__qualname__", type(value).__qualname__)
-        raise TypeError(
-            f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1); "
-            f"from_torch makes one of M optimizers of torch.optim"
-        )
+        why = f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1)"
+        raise TypeError(f"{why}; from_torch makes one of M optimizers of torch.optim")
 
 
 def apply_updates(params: Params, updates: Params) -> Params:
@@ -253,9 +251,10 @@ def _check_spec(name: str, spec: PerModel, allowed: Range) -> None:
 
 def labelled(name: str, allowed: Range, knobs: Iterable[str]) -> list[tuple[str, str, Range]]:
     """Each hyperparameter of a schedule with its name in errors and its range: the first is the hyperparameter itself."""
-    return [
-        (inner, inner, range_of(Schedule, inner)) if at else (inner, name, allowed) for at, inner in enumerate(knobs)
-    ]
+    return [(key, key, range_of(Schedule, key)) if at else (key, name, allowed) for at, key in enumerate(knobs)]
+
+
+_FORMS = "give one number, or one per model"
 
 
 def check(name: str, spec: Any, allowed: Range) -> None:
@@ -263,9 +262,9 @@ def check(name: str, spec: Any, allowed: Range) -> None:
     try:
         values = torch.as_tensor(spec, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise HyperparameterError(f"{name} is {spec!r}; give one number, or one per model") from None
+        raise HyperparameterError(f"{name} is {spec!r}; {_FORMS}") from None
     if values.dim() > 1 and allowed is not Range.ROWS:
-        raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
+        raise HyperparameterError(f"{name} has shape {list(values.shape)}; {_FORMS}")
     if values.dim() > 1 or (isinstance(spec, Tensor) and (torch.compiler.is_compiling() or inside_transform())):
         return  # rows are many, and a graph or a transform cannot read values
     low, high, words = allowed.value
@@ -291,18 +290,16 @@ def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
         return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)
     values = torch.as_tensor(spec, dtype=torch.float64).to(device)
     if values.dim() and values.shape[0] != count:
-        raise HyperparameterError(
-            f"{name} has {values.shape[0]} values but the array has {count} models; give one number, or one per model"
-        )
+        raise HyperparameterError(f"{name} has {len(values)} values but the array has {count} models; {_FORMS}")
     return values.expand(count, *values.shape[1:]).clone()
 
 
 def _read(spec: Any, values: Any, count: Tensor) -> Tensor:
     if not isinstance(spec, Schedule):
         return values
-    arguments: dict[str, Any] = {name: values[name] for name in spec.knobs}
-    for name, inner in spec.knobs.items():
-        if isinstance(inner, Schedule):
-            # The outer schedule chooses the count at which it reads the inner one.
-            arguments[name] = functools.partial(_read, inner, values[name])
+    # The outer schedule chooses the count at which it reads the inner one.
+    arguments = {
+        name: functools.partial(_read, inner, values[name]) if isinstance(inner, Schedule) else values[name]
+        for name, inner in spec.knobs.items()
+    }
     return spec.value(count, **arguments)

@@ -45,10 +45,8 @@ def with_hyperparams(state: S, **new: Any) -> S:
     unknown = [name for name in new if name not in known]
     if unknown:
         names = ", ".join(sorted(name for name in known if not name.startswith(f"{HPARAMS}."))) or "none"
-        raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {names} (the plain number 0 leaves one out; to keep it, "
-            f"give one number per model)"
-        )
+        why = f"unknown hyperparameter '{unknown[0]}'; this state has {names}"
+        raise HyperparameterError(f"{why} (the plain number 0 leaves one out; to keep it, give one number per model)")
     return changed
 
 
@@ -177,11 +175,9 @@ def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:
         value = value(old) if callable(value) else value
         return per_member(name, value, old.shape[0], old.device, allowed).to(old.dtype)
     changes = value if isinstance(value, Mapping) else {next(iter(old)): value}
-    unknown = [inner for inner in changes if inner not in old]
+    unknown, known = [inner for inner in changes if inner not in old], ", ".join(old)
     if unknown:
-        raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {', '.join(old)}"
-        )
+        raise HyperparameterError(f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {known}")
     return {
         inner: _renew(label, old[inner], changes[inner], limits) if inner in changes else old[inner]
         for inner, label, limits in labelled(name, allowed, old)

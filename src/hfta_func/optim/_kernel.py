@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ from hfta_func._torch import constant_to_compiler, num_dispatch_modes
 
 _FORMS: Mapping[Any, str] = {
     **{("add", 2): "{0} + {1}", ("sub", 2): "{0} - {1}", ("mul", 2): "{0} * {1}", ("div", 2): "{0} / {1}"},
-    **{("neg", 1): "-{0}", ("sqrt", 1): "sqrt({0})", ("abs", 1): "fabs({0})"},
+    **{("neg", 1): "-{0}", ("sqrt", 1): "sqrt({0})", ("abs", 1): "fabs({0})", ("truediv", 2): "{0} / {1}"},
     ("sign", 1): "(T)(({0} > 0) - ({0} < 0))",
     # As PyTorch does, NaN stays NaN.
     ("clamp_min", 2): "({0} >= {1} || {0} != {0} ? {0} : {1})",
@@ -35,21 +34,19 @@ _FORMS: Mapping[Any, str] = {
 }
 """The form in C of each operator, by its name, the number of its arguments, and options."""
 
-_SAME = {operator.truediv: "div", operator.neg: "neg"}
-
 _HEAD = """
-#define T {type}
+#define T {0}
 static void run_row(char **columns, int64_t leaves, int64_t start, int64_t length, const double *numbers, int64_t models,
                     int keep)
 {{
-{declarations}
+{1}
     if (!keep) {{
-        for (int64_t i = 0; i < length; i++) {{ {kept} }}
+        for (int64_t i = 0; i < length; i++) {{ {2} }}
         return;
     }}
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {{
-{body}
+{3}
     }}
 }}
 """
@@ -90,12 +87,11 @@ class Kernel:
         compiles = compiles or num_dispatch_modes() > 0
         if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in native.TYPES:
             return None
-        source = _source_of(self._number, tuple(numbers), dtype, apply)
+        source = _source_of(self._number, tuple(numbers), dtype, apply, compiles)
         if source is None:
             return None
         if compiles:
             _define()
-            source = _in_one_line(source)
             if donate and apply:
                 torch.ops.hfta_func.update_(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
                 return [*columns[1:]]
@@ -105,9 +101,8 @@ class Kernel:
         plain = all(type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous() for leaf in leaves[width:])
         if any(leaf.requires_grad for leaf in leaves) or not plain:
             return None
-        outs = [column if donate else [*map(torch.empty_like, column)] for column in columns[1:]]
-        if donate and not apply:
-            outs[0] = [*map(torch.empty_like, columns[1])]
+        # The first column are parameters or, without ``apply``, changes, which are new.
+        outs = [one if donate and (apply or i) else [*map(torch.empty_like, one)] for i, one in enumerate(columns[1:])]
         written = [leaf for column in outs for leaf in column]
         _run(written, leaves[:width], leaves[width:], _stacked(numbers), keep, source)
         if donate:
@@ -133,11 +128,9 @@ class Kernel:
         # The variable in C for each symbol; an in-place operator assigns to the variable of its input.
         held = {node: node.name for node in graph.nodes if node.op == "placeholder"}
         lines = [f"T {name} = {name}_[i];" for name in inputs]
-        for node in graph.nodes:
-            if node in held:
-                continue
+        for node in [node for node in graph.nodes if node not in held]:
             target: Any = node.target
-            name: str = target if isinstance(target, str) else _SAME.get(target) or target.__name__
+            name: str = target if isinstance(target, str) else target.__name__
             terms = [held[x] if isinstance(x, fx.Node) else f"(T){x!r}" for x in node.args]
             form = _FORMS.get((name.strip("_"), len(terms), *node.kwargs))
             if form is None:
@@ -147,21 +140,14 @@ class Kernel:
             held[node] = terms[0] if in_place else f"at_{node.name}"
             lines.append(f"{'' if in_place else 'T '}{held[node]} = {value};")
         result, slots = held[change.node], range(self._num_slots)
-        lines.append(f"change_[i] = param + {result};" if adds else f"change_[i] = {result};")
-        lines += [f"after{i}_[i] = slot{i};" for i in slots]
-        same = [
-            "change_[i] = param_[i];" if adds else "change_[i] = 0;",
-            *(f"after{i}_[i] = slot{i}_[i];" for i in slots),
-        ]
+        old, new = ("param_[i]", f"param + {result}") if adds else ("0", result)
+        lines += [f"change_[i] = {new};", *(f"after{i}_[i] = slot{i};" for i in slots)]
+        same = [f"change_[i] = {old};", *(f"after{i}_[i] = slot{i}_[i];" for i in slots)]
         columns = [*inputs, "change", *(f"after{i}" for i in slots)]
         declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
         declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(len(names))]
-        head = _HEAD.format(
-            type=native.TYPES[dtype],
-            declarations="\n".join(f"    {line}" for line in declarations),
-            body="\n".join(f"        {line}" for line in lines),
-            kept=" ".join(same),
-        )
+        texts = ("\n".join(part) for part in (declarations, same, lines))
+        head = _HEAD.format(native.TYPES[dtype], *texts)
         # The columns are all leaves of one after the other.
         return native.shared_out(head, "char **columns, const double *numbers, const char *keep", _ROW)
 
@@ -171,16 +157,15 @@ _KERNELS: weakref.WeakValueDictionary[int, Kernel] = weakref.WeakValueDictionary
 
 
 @constant_to_compiler
-def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str | None:
-    """The program of a kernel, given by number for compilers; None if there is none, or no C compiler that works."""
+def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bool, in_one_line: bool) -> str | None:
+    """The program of a kernel, given by number for compilers; None if there is none, or no C compiler that works.
+
+    ``in_one_line`` it is a string argument of a graph, without characters that inductor would have to escape.
+    """
     source = _KERNELS[number].source(names, dtype, adds)
-    return None if source is None or native.program(source) is None else source
-
-
-@constant_to_compiler
-def _in_one_line(source: str) -> str:
-    """A program as a string argument of a graph, without characters that inductor would have to escape."""
-    return base64.b64encode(source.encode()).decode()
+    if source is None or native.program(source) is None:
+        return None
+    return base64.b64encode(source.encode()).decode() if in_one_line else source
 
 
 @functools.cache

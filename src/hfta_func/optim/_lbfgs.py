@@ -15,9 +15,8 @@ from hfta_func.errors import HyperparameterError
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check_choice, restrict, zero_count
 from hfta_func.optim._leafwise import FIELDS
 
-_COUNTS = "func_evals", "n_iter", "num_pairs"
-_SLOTS = "t", "prev_loss", "H_diag", "d", "prev_flat_grad", "old_dirs", "old_stps", "ro"
-LBFGSState = namedtuple("LBFGSState", [*FIELDS, *_COUNTS, *_SLOTS])
+_KEPT = "func_evals n_iter num_pairs t prev_loss H_diag d prev_flat_grad old_dirs old_stps ro"
+LBFGSState = namedtuple("LBFGSState", [*FIELDS, *_KEPT.split()])
 """What ``torch.optim.LBFGS`` keeps, by the same names; the pairs of changes that it remembers are a ring ``[M, H, D]``."""
 restrict(LBFGSState, lr=Range.POSITIVE, max_iter=Range.AT_LEAST_ONE, max_eval=Range.AT_LEAST_ONE)
 restrict(LBFGSState, tolerance_grad=Range.NONNEGATIVE, tolerance_change=Range.NONNEGATIVE)
@@ -78,10 +77,8 @@ def lbfgs(
         return LBFGSState(counts[0], hyperparams.init(params), *counts[1:], *numbers, *memory)
 
     def update(grads: Params, state: LBFGSState, params: Params) -> Any:
-        why = "lbfgs evaluates losses itself, so it can be no part of a chain, accumulate or partition"
-        raise HyperparameterError(
-            f"{why}; give it alone to make_train_step, and freeze parameters by requires_grad_(False)"
-        )
+        why = "lbfgs evaluates losses itself, so it can be no part of a chain, accumulate or partition; give it alone"
+        raise HyperparameterError(f"{why} to make_train_step, and freeze parameters by requires_grad_(False)")
 
     search = functools.partial(Search, hyperparams, line_search_fn is not None)
     return GradientTransformation(init, update, search=search)

@@ -96,7 +96,7 @@ def leafwise(
         ones = {name: torch.ones_like(count, dtype=torch.float64) for name in carried}
         return state(step=count, hyperparams=knobs.init(params), **ones, **{name: {} for name in unused}, **filled)
 
-    def begin(opt_state: Any) -> tuple[_Numbers, dict[str, Tensor]]:
+    def begin(opt_state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The numbers of this update, and the fields of the next state that hold one number per member."""
         at, count = knobs.at(opt_state.hyperparams, opt_state.step), opt_state.step + 1
         at |= {f"1-{name}": 1 - at[name] for name in decays}
@@ -104,7 +104,7 @@ def leafwise(
         at.setdefault("step", -at["lr"])
         if "weight_decay" in at:
             at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
-        return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
+        return at, {"step": count, **dict(zip(carried, after, strict=True))}
 
     def change(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
         """The change of the parameter; writes the slots."""
@@ -114,37 +114,34 @@ def leafwise(
         moved = rule(grad, param, k, *slot_leaves) * k["step"]
         return moved + param * k["decay"] if "decay" in k and decoupled else moved
 
-    def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Any:
-        """The change and new slots, since rules write in place, which an outer gradient does not allow."""
-
-        def changed(grad: Tensor, param: Tensor, k: Any, slot_leaves: list[Tensor]) -> Any:
-            wide = [_wide(slot).clone() for slot in slot_leaves]
-            out = change(_wide(grad), _wide(param), k, *wide)
-            return out, [new.to(slot.dtype) for new, slot in zip(wide, slot_leaves, strict=True)]
-
-        around = inside_transform() and not torch.compiler.is_compiling()
-        return (torch.func.functionalize(changed) if around else changed)(grad, param, k, slot_leaves)
+    def changed(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Any:
+        """The change and new slots."""
+        wide = [_wide(slot).clone() for slot in slot_leaves]
+        out = change(_wide(grad), _wide(param), k, *wide)
+        return out, [new.to(slot.dtype) for new, slot in zip(wide, slot_leaves, strict=True)]
 
     kernel = Kernel(change, len(used))
 
-    def at_once(numbers: _Numbers, trees: tuple[Params, ...], **how: Any) -> list[tuple[list[str], Any]]:
-        """For each dtype that the kernel supports, the paths of its leaves and the kernel's results."""
+    def at_once(at: dict[str, Tensor], trees: tuple[Params, ...], outs: list[Params], **how: Any) -> None:
+        """The results of the kernel, for leaves of the dtypes that it supports."""
         observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes() > num_recorders())
-        if not elementwise or observed or any(value.requires_grad for value in numbers.at.values()):
-            return []
-        results, (grads, params, *_) = [], trees
+        if not elementwise or observed or any(value.requires_grad for value in at.values()):
+            return
+        grads, params, *_ = trees
         for dtype in {params[path].dtype for path in grads}:
             paths = [path for path in grads if params[path].dtype == dtype]
-            columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
+            columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], at, **how)
             if columns is not None:
-                results.append((paths, [map(_as(dtype), column) for column in columns]))
-        return results
+                for tree, column in zip(outs, columns, strict=True):
+                    tree.update(zip(paths, map(_as(dtype), column), strict=True))
 
-    def one_by_one(numbers: _Numbers, leaves: Iterable[Tensor], keep: Any, donate: bool, apply: bool) -> list[Tensor]:
+    def one_by_one(at: Any, made: Any, leaves: Iterable[Tensor], keep: Any, donate: bool, apply: bool) -> list[Tensor]:
         """The same for one leaf, by operators."""
         grad, param, *slot_leaves = map(_real, leaves)
-        k = numbers.like(param)
-        out, fresh = functional(grad, param, k, slot_leaves)
+        # Rules write in place, which an outer gradient does not allow.
+        around = inside_transform() and not torch.compiler.is_compiling()
+        k, func = _like(param, at, made), torch.func.functionalize(changed) if around else changed
+        out, fresh = func(grad, param, k, slot_leaves)
         olds = [param, *slot_leaves] if apply else slot_leaves
         news = [(param + out).to(param.dtype), *fresh] if apply else fresh
         if keep is not None:
@@ -154,18 +151,14 @@ def leafwise(
             news = olds
         return news if apply else [out, *news]
 
-    def run(
-        grads: Params, opt_state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
-    ) -> tuple[Params, Any]:
-        numbers, new = begin(opt_state)
+    def run(grads: Params, opt_state: Any, params: Params, keep: Any, donate: bool, apply: bool) -> tuple[Params, Any]:
+        at, new = begin(opt_state)
         trees = grads, params, *(getattr(opt_state, name) for name in used)
-        results, after = {}, {name: {} for name in slots}
+        results, after, made = {}, {name: {} for name in slots}, {}
         outs = [results, *(after[name] for name in used)]
-        for paths, columns in at_once(numbers, trees, keep=keep, donate=donate, apply=apply):
-            for tree, column in zip(outs, columns, strict=True):
-                tree.update(zip(paths, column, strict=True))
+        at_once(at, trees, outs, keep=keep, donate=donate, apply=apply)
         for path in [path for path in grads if path not in results]:
-            leaves = one_by_one(numbers, (tree[path] for tree in trees), keep, donate, apply)
+            leaves = one_by_one(at, made, (tree[path] for tree in trees), keep, donate, apply)
             for tree, leaf in zip(outs, map(_as(params[path].dtype), leaves), strict=True):
                 tree[path] = leaf
         if keep is not None:
@@ -176,23 +169,16 @@ def leafwise(
     return by_renew(init, run)
 
 
-class _Numbers:
-    """The numbers of one update, in the forms that rules take."""
-
-    def __init__(self, at: Mapping[str, Tensor]):
-        self.at = at
-        self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
-
-    def like(self, leaf: Tensor) -> dict[str, Tensor]:
-        """The numbers as tensors that broadcast over a leaf, made once for each dtype and number of axes."""
-        dtype = _wide(leaf).dtype
-        key = dtype, leaf.dim()
-        if key not in self._shaped:
-            # Stacked, so that the compiler computes them once and not for every element of every leaf.
-            columns = torch.stack([value.to(dtype) for value in self.at.values()], 0)
-            columns = columns.reshape(*columns.shape, *(1,) * (leaf.dim() - 1)).unbind()
-            self._shaped[key] = dict(zip(self.at, columns, strict=True))
-        return self._shaped[key]
+def _like(leaf: Tensor, at: dict[str, Tensor], made: dict[Any, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The numbers as tensors that broadcast over a leaf, ``made`` once for each dtype and number of axes."""
+    dtype = torch.promote_types(leaf.dtype, torch.float32)
+    key = dtype, leaf.dim()
+    if key not in made:
+        # Stacked, so that the compiler computes them once and not for every element of every leaf.
+        columns = torch.stack([value.to(dtype) for value in at.values()], 0)
+        columns = columns.reshape(*columns.shape, *(1,) * (leaf.dim() - 1)).unbind()
+        made[key] = dict(zip(at, columns, strict=True))
+    return made[key]
 
 
 def _real(leaf: Tensor) -> Tensor:

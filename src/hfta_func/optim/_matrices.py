@@ -56,9 +56,8 @@ def lamb(
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
         moments(grad, k, mean, square)
-        direction = (
-            (mean / k["left1"]).div_((square / k["left2"]).sqrt_().add_(k["eps"])).add_(param * k["inner decay"])
-        )
+        root = (square / k["left2"]).sqrt_().add_(k["eps"])
+        direction = (mean / k["left1"]).div_(root).add_(param * k["inner decay"])
         length, step = (torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1) for x in (param, direction))
         ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
         return direction.mul_(per_model(ratio, param))
@@ -118,15 +117,13 @@ def muon(
         Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
     """
     check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
-    hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum)
+    knobs = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
     def start(path: str, param: Tensor, slot: str) -> Tensor:
         if param.dim() != 3 or param.is_complex():
             kind = "complex " if param.is_complex() else ""
-            raise HyperparameterError(
-                f"muon takes only real matrices, but '{path}' of one model is {kind}{list(param.shape[1:])}; use "
-                f"partition(...) to give it another optimizer"
-            )
+            why = f"muon takes only real matrices, but '{path}' of one model is {kind}{list(param.shape[1:])}"
+            raise HyperparameterError(f"{why}; use partition(...) to give it another optimizer")
         if is_padded.get():
             why = f"muon scales the update of '{path}' by its shape, which padding changes for smaller members"
             raise HyperparameterError(f"{why}; use another optimizer, or make an array of the models of each size")
@@ -143,8 +140,7 @@ def muon(
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         return direction * scale
 
-    how: Any = {"decoupled": True, "maximize": maximize, "elementwise": False}
-    return leafwise(MuonState, hyperparams, rule, prepare, start=start, **how)
+    return leafwise(MuonState, knobs, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -207,10 +203,7 @@ def adafactor(
     def start(path: str, param: Tensor, slot: str) -> Tensor:
         if param.is_complex() or is_padded.get():
             raise HyperparameterError(f"adafactor needs real, unpadded parameters, not '{path}'; use another optimizer")
-        if param.dim() > 2:
-            slots = {"row_var": param[..., :1], "col_var": param[..., :1, :]}
-        else:
-            slots = {"variance": param}
+        slots = {"row_var": param[..., :1], "col_var": param[..., :1, :]} if param.dim() > 2 else {"variance": param}
         return torch.zeros_like(slots[slot]) if slot in slots else param.new_zeros(len(param), 0)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:

@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look
-from hfta_func._tree import per_model, where
+from hfta_func._tree import per_model, tree_map, where
 from hfta_func._types import Params, PerModel, recorded
 from hfta_func.errors import HyperparameterError
-from hfta_func.optim._base import (
-    GradientTransformation,
-    Hyperparams,
-    Range,
-    apply_updates,
-    by_renew,
-    renew,
-    restrict,
-    zero_count,
-)
+from hfta_func.optim import _base
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, apply_updates, by_renew, restrict
 
 
 @recorded
@@ -45,13 +37,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
 
-    def run(
-        grads: Params, state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
-    ) -> tuple[Params, Any]:
+    def run(grads: Params, state: Any, params: Params, keep: Any, donate: bool, apply: bool) -> tuple[Params, Any]:
         states = []
         for number, (transformation, part) in enumerate(zip(transformations, state, strict=True), 1):
             applies = apply and number == len(transformations)
-            grads, part = renew(transformation, grads, part, params, keep, donate=donate, apply=applies)
+            grads, part = _base.renew(transformation, grads, part, params, keep, donate=donate, apply=applies)
             states.append(part)
         return grads, tuple(states)
 
@@ -140,7 +130,7 @@ def _with_hyperparam(rule: Callable[[Params, Params, Tensor], Params], **spec: P
     hyperparams = Hyperparams(HyperparamState, **spec)
 
     def init(params: Params) -> HyperparamState:
-        return HyperparamState(zero_count(params), hyperparams.init(params))
+        return HyperparamState(_base.zero_count(params), hyperparams.init(params))
 
     def update(grads: Params, state: HyperparamState, params: Params) -> tuple[Params, HyperparamState]:
         (value,) = hyperparams.at(state.hyperparams, state.step).values()
@@ -178,19 +168,18 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
     hyperparams = Hyperparams(AccumulateState, every=every)
 
     def init(params: Params) -> AccumulateState:
-        return AccumulateState(zero_count(params), hyperparams.init(params), _zeros(params), optimizer.init(params))
+        count, grads = _base.zero_count(params), tree_map(torch.zeros_like, params)
+        return AccumulateState(count, hyperparams.init(params), grads, optimizer.init(params))
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
         mean = _lerp(state.grads, grads, 1 / seen.double())
         due = seen >= hyperparams.at(state.hyperparams, state.seen)["every"]
-        nothing = _zeros(grads)
+        nothing = tree_map(torch.zeros_like, grads)
         if can_look(due) and not bool(due.any()):
             return nothing, AccumulateState(seen, state.hyperparams, mean, state.inner)
-        updates, inner = optimizer.update(mean, state.inner, params)
-        updates, inner, mean, seen = where(
-            due, (updates, inner, nothing, torch.zeros_like(seen)), (nothing, state.inner, mean, seen)
-        )
+        done = *optimizer.update(mean, state.inner, params), nothing, torch.zeros_like(seen)
+        updates, inner, mean, seen = where(due, done, (nothing, state.inner, mean, seen))
         return updates, AccumulateState(seen, state.hyperparams, mean, inner)
 
     return GradientTransformation(init, update)
@@ -227,13 +216,10 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     hyperparams = Hyperparams(EmaState, decay=decay)
 
     def init(params: Params) -> EmaState:
-        return EmaState(
-            zero_count(params), hyperparams.init(params), {path: param.clone() for path, param in params.items()}
-        )
+        return EmaState(_base.zero_count(params), hyperparams.init(params), tree_map(torch.clone, params))
 
     def update(updates: Params, state: EmaState, params: Params) -> tuple[Params, EmaState]:
-        decay = hyperparams.at(state.hyperparams, state.step)["decay"]
-        share = torch.where(state.step == 0, 1.0, 1 - decay)
+        share = torch.where(state.step == 0, 1.0, 1 - hyperparams.at(state.hyperparams, state.step)["decay"])
         average = _lerp(state.average, apply_updates(params, updates), share)
         return updates, EmaState(state.step + 1, state.hyperparams, average)
 
@@ -278,24 +264,19 @@ def partition(
     def init(params: Params) -> PartitionState:
         for name in label if isinstance(label, Mapping) else ():
             if not any(covers(name, path) for path in params):
-                raise HyperparameterError(
-                    f"'{name}' is not the path of a module or parameter that is trained; use one of {[*params]} or its "
-                    f"beginning, or pass a function of path and shape"
-                )
+                why = f"'{name}' is not the path of a module or parameter that is trained; use one of {[*params]}"
+                raise HyperparameterError(f"{why} or its beginning, or pass a function of path and shape")
         return PartitionState({name: groups[name].init(group) for name, (group,) in parts(params, params)})
 
-    def run(
-        grads: Params, state: PartitionState, params: Params, keep: Tensor | None, donate: bool, apply: bool
-    ) -> tuple[Params, PartitionState]:
+    def run(grads: Params, state: Any, params: Params, keep: Any, donate: bool, apply: bool) -> tuple[Params, Any]:
         results, states = {}, {}
         for name, (group_grads, group_params) in parts(params, grads, params):
-            old = state.groups[name]
-            new, states[name] = renew(groups[name], group_grads, old, group_params, keep, donate=donate, apply=apply)
+            given = groups[name], group_grads, state.groups[name], group_params, keep
+            new, states[name] = _base.renew(*given, donate=donate, apply=apply)
             results.update(new)
-        rest = (
-            params if apply else {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in results}
-        )
-        return {path: results.get(path, rest.get(path)) for path in grads}, PartitionState(states)
+        for path in [path for path in grads if path not in results]:
+            results[path] = params[path] if apply else torch.zeros_like(grads[path])
+        return {path: results[path] for path in grads}, PartitionState(states)
 
     return by_renew(init, run)
 
@@ -304,15 +285,13 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
     """The paths of the parameters in each group of a :func:`partition`, by its name."""
     paths_of: dict[str, list[str]] = {name: [] for name in groups}
     for path, param in params.items():
-        if isinstance(label, Mapping):
-            matching = [name for name in label if covers(name, path)]
-            if not matching:
-                raise HyperparameterError(
-                    f"'{path}' is in no group; name it, or label all others with '', None to freeze them"
-                )
+        if not isinstance(label, Mapping):
+            name = label(path, param.shape[1:])
+        elif matching := [name for name in label if covers(name, path)]:
             name = label[max(matching, key=len)]
         else:
-            name = label(path, param.shape[1:])
+            how = "name it, or label all others with '', None to freeze them"
+            raise HyperparameterError(f"'{path}' is in no group; {how}")
         if name is not None:
             paths_of[name].append(path)
     return paths_of
@@ -321,10 +300,6 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
 def covers(name: str, path: str) -> bool:
     """Whether a path is that of the module or parameter ``name``, or inside it; ``""`` covers all."""
     return not name or path == name or path.startswith(f"{name}.")
-
-
-def _zeros(tree: Params) -> Params:
-    return {path: torch.zeros_like(leaf) for path, leaf in tree.items()}
 
 
 def _lerp(old: Params, new: Params, share: Tensor) -> Params:

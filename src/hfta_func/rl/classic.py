@@ -26,8 +26,7 @@ def _box(*high: float, low: tuple[float, ...] | None = None) -> Any:
 class Classic(Environment):
     """An environment whose state is a vector ``place`` that starts uniformly in a box."""
 
-    low: ClassVar[tuple[float, ...]]
-    high: ClassVar[tuple[float, ...]]
+    box: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]
 
     def reset(self, key: Tensor) -> tuple[Tree, Tensor]:
         """``(state, observation)`` of new episodes, one for each key ``[...]``."""
@@ -35,8 +34,8 @@ class Classic(Environment):
 
     def restart(self, state: Tree, key: Tensor) -> tuple[Tree, Tensor]:
         """As :meth:`reset`, with the physics of the ``state``."""
-        low, high = (torch.tensor(bound, dtype=self.dtype, device=key.device) for bound in (self.low, self.high))
-        place = low + (high - low) * random.uniform(key, (len(self.low),), dtype=self.dtype)
+        low, high = (torch.tensor(bound, dtype=self.dtype, device=key.device) for bound in self.box)
+        place = low + (high - low) * random.uniform(key, (len(low),), dtype=self.dtype)
         return {"place": place, "numbers": state["numbers"]}, self.observe(place)
 
     def observe(self, place: Tensor) -> Tensor:
@@ -75,8 +74,7 @@ class CartPole(Classic):
     length: PerModel = 0.5
     force: PerModel = 10.0
     max_steps: int | None = field(default=500, kw_only=True)
-    low = (-0.05,) * 4
-    high = (0.05,) * 4
+    box = (-0.05,) * 4, (0.05,) * 4
     observation_space = _box(4.8, math.inf, math.radians(24), math.inf)
     action_space = spaces.Discrete(2)
 
@@ -86,8 +84,7 @@ class CartPole(Classic):
         x, speed, angle, spin = state["place"].unbind(-1)
         mass, sine, cosine = cart + pole, angle.sin(), angle.cos()
         # Equations of Florian, "Correct equations for the dynamics of the cart-pole system", without friction.
-        force = (2 * action - 1).to(self.dtype) * push
-        shared = (force + pole * length * spin.square() * sine) / mass
+        shared = ((2 * action - 1).to(self.dtype) * push + pole * length * spin.square() * sine) / mass
         turning = (gravity * sine - cosine * shared) / (length * (4.0 / 3.0 - pole * cosine.square() / mass))
         pushing = shared - pole * length * turning * cosine / mass
         x, speed = x + 0.02 * speed, speed + 0.02 * pushing
@@ -109,8 +106,7 @@ class MountainCar(Classic):
     gravity: PerModel = 0.0025
     goal = 0.5
     max_steps: int | None = field(default=200, kw_only=True)
-    low = (-0.6, 0.0)
-    high = (-0.4, 0.0)
+    box = (-0.6, 0.0), (-0.4, 0.0)
     observation_space = _box(0.6, 0.07, low=(-1.2, -0.07))
     action_space = spaces.Discrete(3)
 
@@ -149,8 +145,7 @@ class MountainCarContinuous(MountainCar):
         (force,) = self.number(state, "force")
         action = action[..., 0].to(self.dtype)
         place, speed, terminated = self.roll(state, action.clamp(-1, 1) * force)
-        reward = 100.0 * terminated - 0.1 * action.square()
-        return self.next(state, place, speed, reward=reward, terminated=terminated)
+        return self.next(state, place, speed, reward=100.0 * terminated - 0.1 * action.square(), terminated=terminated)
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,7 @@ class Pendulum(Classic):
     mass: PerModel = 1.0
     length: PerModel = 1.0
     max_steps: int | None = field(default=200, kw_only=True)
-    low = (-math.pi, -1.0)
-    high = (math.pi, 1.0)
+    box = (-math.pi, -1.0), (math.pi, 1.0)
     observation_space = _box(1.0, 1.0, 8.0)
     action_space = _box(2.0)
 
@@ -205,8 +199,7 @@ class Acrobot(Classic):
     mass: PerModel = 1.0
     length: PerModel = 1.0
     max_steps: int | None = field(default=500, kw_only=True)
-    low = (-0.1,) * 4
-    high = (0.1,) * 4
+    box = (-0.1,) * 4, (0.1,) * 4
     observation_space = _box(1, 1, 1, 1, 4 * math.pi, 9 * math.pi)
     action_space = spaces.Discrete(3)
 

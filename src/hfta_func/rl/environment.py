@@ -57,9 +57,7 @@ class Environment(abc.ABC):
     def numbers(self, key: Tensor) -> dict[str, Tensor]:
         """The fields that are one number per member, for environments with these keys, to be held in their state."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        listed = {
-            name: value for name, value in given.items() if getattr(value, "ndim", isinstance(value, list | tuple))
-        }
+        listed = {name: each for name, each in given.items() if getattr(each, "ndim", isinstance(each, list | tuple))}
         vectors = {name: torch.as_tensor(value, dtype=self.dtype, device=key.device) for name, value in listed.items()}
         return {name: v.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape) for name, v in vectors.items()}
 
@@ -140,9 +138,8 @@ def began(keys: Tensor, num_envs: int, state: Tree, observation: Tensor, reward:
 
 def check_keys(keys: Tensor, count: int | None = None) -> None:
     """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
-    wanted = "M" if count is None else count
-    if keys.dtype != torch.int64 or keys.dim() != 1 or len(keys) != (len(keys) if count is None else count):
-        text = f"keys are {keys.dtype}{[*keys.shape]}, but must be torch.int64[{wanted}], one per member"
+    if keys.dtype != torch.int64 or keys.dim() != 1 or (count is not None and len(keys) != count):
+        text = f"keys are {keys.dtype}{[*keys.shape]}, but must be torch.int64[{count or 'M'}], one per member"
         raise BatchError(f"{text}; see random.keys(seeds)")
 
 
@@ -206,22 +203,16 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
     done = terminated | truncated
     new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
     state = tree_map(lambda new, old: chosen(done, new, old), new_state, state)
-    after = counted(running, reward, done)._replace(state=state, observation=chosen(done, new_observation, final))
-    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
-    return after, step
+    after = running._replace(state=state, observation=chosen(done, new_observation, final))
+    return counted(after, done, reward=reward, terminated=terminated, truncated=truncated, next_observation=final)
 
 
-def counted(running: Running, reward: Tensor, done: Tensor) -> Running:
-    """What is known of the episodes after one more step; where the environments are is as before."""
-    length, total = running.length + 1, running.total + reward
-    return running._replace(
-        taken=running.taken + 1,
-        length=torch.where(done, 0, length),
-        total=torch.where(done, 0, total),
-        episodes=running.episodes + done,
-        last_length=torch.where(done, length, running.last_length),
-        last_total=torch.where(done, total, running.last_total),
-    )
+def counted(running: Running, done: Tensor, **step: Tensor) -> tuple[Running, dict[str, Tensor]]:
+    """What is known of the episodes after one more step, and what it gave."""
+    now = {"length": running.length + 1, "total": running.total + step["reward"]}
+    last = {f"last_{name}": torch.where(done, each, getattr(running, f"last_{name}")) for name, each in now.items()}
+    now = {name: torch.where(done, 0, each) for name, each in now.items()}
+    return running._replace(taken=running.taken + 1, episodes=running.episodes + done, **now, **last), step
 
 
 def chosen(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -237,9 +228,6 @@ def episode_metrics(running: Running) -> dict[str, Tensor]:
         running: The members' environments.
     """
     ended = running.episodes > 0
-    length = running.last_length.to(running.total.dtype)
-    means = {
-        name: torch.where(ended, values, 0).sum(1) / ended.sum(1)
-        for name, values in (("return", running.last_total), ("length", length))
-    }
+    last = {"return": running.last_total, "length": running.last_length.to(running.total.dtype)}
+    means = {name: torch.where(ended, values, 0).sum(1) / ended.sum(1) for name, values in last.items()}
     return means | {"episodes": running.episodes.sum(1)}

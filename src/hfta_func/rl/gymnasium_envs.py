@@ -13,7 +13,7 @@ from hfta_func._tree import tree_map
 from hfta_func._types import check_counts
 from hfta_func.errors import StateError
 from hfta_func.rl.environment import Running, began, check_action, check_keys, counted
-from hfta_func.rl.rollouts import _ACTING, Policy, remembered
+from hfta_func.rl.rollouts import Policy, acted
 
 
 class GymnasiumEnvs:
@@ -32,12 +32,11 @@ class GymnasiumEnvs:
     """
 
     def __init__(self, envs: Any, num_models: int):
-        wrapped = [envs]
-        while hasattr(wrapped[-1], "env"):
-            wrapped.append(wrapped[-1].env)
-        for name in (type(one).__name__ for one in wrapped if num_models > 1):
-            if name in ("NormalizeObservation", "NormalizeReward"):
+        inner = envs
+        while num_models > 1 and inner is not None:
+            if (name := type(inner).__name__) in ("NormalizeObservation", "NormalizeReward"):
                 raise StateError(f"{name} mixes the statistics of all agents; use rl.moments, which are each one's own")
+            inner = getattr(inner, "env", None)
         mode = getattr(envs.metadata.get("autoreset_mode"), "value", None)
         self._is_told = mode == "Disabled"
         if mode not in ("Disabled", "SameStep"):
@@ -71,10 +70,8 @@ class GymnasiumEnvs:
             raise StateError(f"{text}; train all of them in this process, without workers and compact")
         happened = []
         for _ in range(steps):
-            observation = running.observation
-            action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
-            running, outcome = self._advance(running, action)
-            happened.append(remembered({"observation": observation, "action": action, **outcome}, more))
+            running, outcome = acted(policy, state, running, self._advance)
+            happened.append(outcome)
         return running, tree_map(lambda *parts: torch.stack(parts, 1), *happened)
 
     def _apart(self, values: Any) -> Tensor:
@@ -84,17 +81,15 @@ class GymnasiumEnvs:
         space = self.envs.single_action_space
         check_action(space, action, running.length.shape)
         # NumPy has no bfloat16.
-        kind = torch.float64 if action.is_floating_point() else torch.int64
-        given = action.detach().flatten(0, 1).to("cpu", kind).numpy()
-        if action.is_floating_point():
-            given = given.clip(space.low, space.high)
-        observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
+        acts = action.detach().flatten(0, 1).cpu()
+        acts = acts.double().numpy().clip(space.low, space.high) if acts.is_floating_point() else acts.long().numpy()
+        observation, reward, terminated, truncated, infos = self.envs.step(acts.astype(space.dtype))
         final, ended = np.array(observation), terminated | truncated
         if self._is_told and ended.any():
             observation, _ = self.envs.reset(options={"reset_mask": ended})
         elif ended.any():
             final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
-        after = counted(running, reward, terminated | truncated)._replace(observation=self._apart(observation))
+        after = running._replace(observation=self._apart(observation))
         step = {"reward": reward, "terminated": terminated, "truncated": truncated}
-        return after, step | {"next_observation": self._apart(final)}
+        return counted(after, terminated | truncated, **step, next_observation=self._apart(final))

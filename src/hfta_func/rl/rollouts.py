@@ -111,21 +111,22 @@ def rollout(
     """
 
     def step(running: Running, _: None) -> tuple[Running, dict[str, Tensor]]:
-        observation = running.observation
-        action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
-        running, outcome = advance(environment, running, action)
-        return running, remembered({"observation": observation, "action": action, **outcome}, more)
+        return acted(policy, state, running, lambda *now: advance(environment, *now))
 
     check_counts(steps=steps)
     running, happened = scan(step, running, length=steps)
     return running, tree_map(lambda leaf: leaf.transpose(0, 1).contiguous(), happened)
 
 
-def remembered(outcome: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What happened in a step, with what the policy returned to remember."""
+def acted(policy: Policy, state: Any, running: Running, move: Callable[..., Any]) -> tuple[Running, dict[str, Tensor]]:
+    """What :func:`advance`, or its like, gives after an action, with what the policy has seen, done and remembers."""
+    observation = running.observation
+    action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
+    running, outcome = move(running, action)
+    outcome = {"observation": observation, "action": action, **outcome}
     if hidden := outcome.keys() & more.keys():
         raise StateError(f"the policy remembers '{min(hidden)}', which a step has already; give it another name")
-    return outcome | more
+    return running, outcome | more
 
 
 def gae(
@@ -156,9 +157,7 @@ def gae(
     """
     terminated, done = steps["terminated"], ended(steps, value, next_value)
     # Discounts have more digits than values of few bits.
-    value, next_value = (
-        leaf.to(torch.promote_types(leaf.dtype, steps["reward"].dtype)) for leaf in (value, next_value)
-    )
+    value, next_value = (x.to(torch.promote_types(x.dtype, steps["reward"].dtype)) for x in (value, next_value))
     rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
@@ -275,8 +274,7 @@ def observed(past: Moments, values: Tensor) -> Moments:
     rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:]).to(past.mean.dtype)
     n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
     count = past.size + n
-    share, old = per_model(n / count, mean), per_model(past.size / count, mean)
-    offset = mean - past.mean
+    share, old, offset = per_model(n / count, mean), per_model(past.size / count, mean), mean - past.mean
     combined = past.variance * old + variance * share + offset.square() * share * old
     return Moments(count, past.mean + offset * share, combined)
 
@@ -324,6 +322,5 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
         total = past * per_member(discount, past) + given[0]
         return torch.where(given[1], 0, total), total
 
-    done = ended(steps)
-    last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
+    last, totals = scan(body, past, (steps["reward"].transpose(0, 1), ended(steps).transpose(0, 1)))
     return last, totals.transpose(0, 1)

@@ -168,12 +168,10 @@ def choose(case: Case) -> Choice:
     if forced not in (None, "table"):
         chosen = forced, "overridden"
     else:
-        row, measured = _row(case), None if forced else _measured.chosen(case)
+        chosen = None if forced else _measured.chosen(case)
         # A graph takes long to compile a loop.
-        if measured is None or (case.compiling and measured.lowering == "loop"):
-            chosen = row[1:]
-        else:
-            chosen = measured[:2]
+        if chosen is None or (case.compiling and chosen.lowering == "loop"):
+            chosen = _row(case)[1:]
     choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
     if _recorded is not None and FAMILIES[case.op] != "shape":
         _recorded.append(choice)

@@ -7,7 +7,6 @@ consist of. Dimension letters as in :mod:`hfta_func.rules.conv`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from hfta_func._kernels import convolution
 from hfta_func._kernels.convolution import program
-from hfta_func._kernels.operators import members_in_front
 from hfta_func.rules._lowering import Case
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Program
 from hfta_func.rules._products import Geometry, transposed_space
 
 
@@ -37,25 +35,13 @@ def is_possible(case: Case, geometry: Geometry) -> bool:
     return all(size + 2 * pad > dilation * (taps - 1) for size, taps, pad, dilation in axes)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
-    if geometry.transposed:
-        return scatter(x, weight, geometry, transposed_space(x.shape[3:], weight.shape[3:], geometry), bias)
-    return gather(x, weight, geometry, bias)
-
-
-def gather(image: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None = None) -> Tensor:
-    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
-    sizes = zip(image.shape[3:], weight.shape[3:], *geometry[:3], strict=True)
-    space = [(size + 2 * pad - dilation * (taps - 1) - 1) // stride + 1 for size, taps, stride, pad, dilation in sizes]
-    return _sums(image, weight, bias, space, *geometry[:3], geometry.groups, False)
-
-
-def scatter(
-    channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int], bias: Tensor | None = None
-) -> Tensor:
-    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
-    return _sums(channels, weight, bias, [*space], *geometry[:3], geometry.groups, True)
+def convolve(x: Tensor, weight: Tensor, geometry: Geometry, onto: Any, bias: Tensor | None = None) -> Tensor:
+    """As :func:`hfta_func.rules._products.convolve`, and with a bias ``[M,GO]`` or, onto a space, ``[M,GI]``."""
+    space = onto
+    if space is None:
+        axes = zip(x.shape[3:], weight.shape[3:], *geometry[:3], strict=True)
+        space = [(size + 2 * pad - far * (taps - 1) - 1) // step + 1 for size, taps, step, pad, far in axes]
+    return _sums(x, weight, bias, [*space], *geometry[:3], geometry.groups, onto is not None)
 
 
 def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -64,8 +50,7 @@ def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometr
 
 
 def _sum(x: Tensor, weight: Tensor, bias: Tensor | None, space: Any, *options: Any) -> Tensor:
-    *window, groups, scatters = options
-    return convolution.convolve(x, weight, bias, space, window, groups, scatters)
+    return convolution.convolve(x, weight, bias, space, options[:3], *options[3:])
 
 
 def _fake_sum(x: Tensor, weight: Tensor, bias: Tensor | None, space: Any, *options: Any) -> Tensor:
@@ -101,8 +86,7 @@ def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> tuple[Tensor, Tensor]:
-    *window, groups = options
-    return convolution.correlate(channels, image, taps, window, groups)
+    return convolution.correlate(channels, image, taps, options[:3], options[3])
 
 
 def _fake_product(channels: Tensor, image: Tensor, taps: Any, *options: Any) -> tuple[Tensor, Tensor]:
@@ -132,17 +116,15 @@ def _backward_of_product(ctx: Any, grad: Tensor, of_bias: Tensor) -> tuple[Tenso
 
 
 _WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
-_sums = Operator(
+_sums = Program(
     f"direct_sums(Tensor x, Tensor weight, Tensor? bias, SymInt[] space, {_WINDOW}, bool scatters) -> Tensor",
     *(_sum, _keep_sum, _backward_of_sum, _fake_sum),
-    batched=members_in_front(lambda *args: _sums(*args)),
     flops=_flops_of_sum,
     opaque=True,
 )
-_products = Operator(
+_products = Program(
     f"direct_products(Tensor channels, Tensor image, SymInt[] taps, {_WINDOW}) -> (Tensor, Tensor)",
     *(_product, _keep_product, _backward_of_product, _fake_product),
-    batched=members_in_front(lambda *args: _products(*args)),
     flops=_flops_of_product,
     opaque=True,
 )

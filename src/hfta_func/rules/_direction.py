@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._kernels import recurrent
-from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import expand, models_first
-from hfta_func.rules._operator import Operator, runs_programs
+from hfta_func.rules._operator import Program, runs_programs
 
 
 class Value(NamedTuple):
@@ -52,17 +51,14 @@ def gates_of_inputs(kind: str, x: Value, weights: Weights, num_models: int) -> T
         return _product(x, weights.inputs, bias, per_member, num_models)
     # The reset gate multiplies the state's bias of n, so it is kept apart.
     size = weights.state.tensor.shape[-1]
-    inner = None
+    inner = x.tensor.new_zeros(1)
     if state_bias is not None:
         outer, inner = state_bias.split((2 * size, size), -1)
         outer = F.pad(outer, (0, size))
         input_bias = outer if input_bias is None else input_bias + outer
     base = _product(x, weights.inputs, input_bias, per_member, num_models)
     gates, new = base.split((2 * size, size), -1)
-    if inner is None:
-        inner = torch.zeros_like(new)
-    else:
-        inner = (inner[:, None, None] if per_member else inner).to(new.dtype).expand_as(new)
+    inner = (inner[:, None, None] if per_member else inner).to(new.dtype).expand_as(new)
     return torch.cat((gates, inner, new), -1)
 
 
@@ -83,28 +79,20 @@ def _product(x: Value, weight: Value, bias: Tensor | None, per_member: bool, num
 
 
 def through_time(
-    kind: str,
-    bases: list[Tensor],
-    states: list[Tensor],
-    weights: list[Weights],
-    mask: Tensor | None,
-    num_models: int,
-    is_fused: bool,
+    kind: str, bases: list[Tensor], states: list[Tensor], weights: list[Weights], mask: Tensor | None, is_fused: bool
 ) -> tuple[Tensor, ...]:
     """One layer: bases ``[M,T,N,GH]`` and weights of each direction -> states ``[DM,T,N,H]``, and cells of an LSTM.
 
     The direction that runs backward takes and returns its steps in reverse order, next to the other direction.
     """
-    base = bases[0]
+    base, num_models = bases[0], bases[0].shape[0]
     if len(bases) == 2:
         base = torch.cat((base, bases[1].flip(1)))
         if mask is not None:
             mask = torch.cat([one.expand(num_models, -1, -1, -1) for one in (mask, mask.flip(1))])
     weight = _side_by_side([one.state for one in weights], num_models)
-    project = None
+    project = None if weights[0].project is None else _side_by_side([one.project for one in weights], num_models)
     if kind == "lstm":
-        if weights[0].project is not None:
-            project = _side_by_side([one.project for one in weights], num_models)
         after = _recurrence.lowered(_recurrence.lstm, base, weight, states[0], states[1], project, mask)[:2]
     elif kind == "gru":
         after = _recurrence.lowered(_recurrence.gru, base, weight, states[0], mask)[:1]
@@ -128,16 +116,11 @@ def is_native(kind: str, x: Value, weights: list[Weights], directions: int, stat
 
     What does not fit together is left to PyTorch, which says so.
     """
-    size, dtype = states[0].shape[-1], x.tensor.dtype
+    size, width, dtype = states[0].shape[-1], x.tensor.shape[-1], x.tensor.dtype
     gates = {"lstm": 4, "gru": 3}.get(kind, 1) * size
     given = [(state, (x.tensor.shape[-2], size)) for state in states]
     for index, one in enumerate(weights):
-        shapes = (
-            (gates, x.tensor.shape[-1] if index < directions else directions * size),
-            (gates, size),
-            (gates,),
-            (gates,),
-        )
+        shapes = (gates, width if index < directions else directions * size), (gates, size), (gates,), (gates,)
         given += [(part.tensor, shape) for part, shape in zip(one[:4], shapes, strict=True) if part is not None]
         if one.project is not None or any(part is not None and part.dim is None for part in one):
             return False
@@ -175,7 +158,7 @@ def _composed(kind: str, reverse: bool, *given: Tensor | None) -> tuple[Tensor, 
     weights = Weights(*parameters)  # pyright: ignore[reportArgumentType]
     base = gates_of_inputs(kind, x, weights, lead.numel())
     states: Any = [one for one in flat[5:] if one is not None]
-    after = through_time(kind, [base], states, [weights], None, lead.numel(), True)
+    after = through_time(kind, [base], states, [weights], None, True)
     results = after[0].flip(1) if reverse else after[0], *(one[:, -1] for one in after)
     return tuple(one.reshape(*lead, *one.shape[1:]) for one in results)
 
@@ -190,11 +173,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, states, kept = ctx.saved_tensors
     x, wx, wh, bx, _, h, c = inputs
-    options = ctx.kind, ctx.reverse
     if not torch.is_grad_enabled() and not has_tangents():
-        results = _backward(
-            x, wx, wh, h, c, states, kept, *grads[:3], *options, ctx.needs_input_grad[0], bx is not None
-        )
+        tensors = x, wx, wh, h, c, states, kept, *grads[:3]
+        results = _backward(*tensors, ctx.kind, ctx.reverse, ctx.needs_input_grad[0], bx is not None)
         return *(None if one is None else grad for one, grad in zip(inputs, results, strict=True)), None, None
     given = [one for one in inputs if one is not None]
 
@@ -212,21 +193,19 @@ def _flops(x: Tensor, wx: Tensor, wh: Tensor, *_: Any, out_val: Any = None) -> i
     return 2 * x.shape[-3:-1].numel() * (wx.numel() + wh.numel())
 
 
-_operator = Operator(
+_operator = Program(
     "recurrent(Tensor x, Tensor wx, Tensor wh, Tensor? bx, Tensor? bh, Tensor h, Tensor? c, int kind, bool reverse) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     *(recurrent.forward, _keep, _gradients),
     fake=lambda x, wx, wh, bx, bh, h, c, kind, _: recurrent.made(x, h, c, kind),
-    batched=members_in_front(lambda *args: _operator(*args)),
     flops=_flops,
 )
-_backward = Operator(
+_backward = Program(
     "recurrent_backward(Tensor x, Tensor wx, Tensor wh, Tensor h, Tensor? c, Tensor states, Tensor kept, Tensor? grad, "
     "Tensor? of_h, Tensor? of_c, int kind, bool reverse, bool needs_x, bool has_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     # Whoever needs its derivative does not call it.
     *(recurrent.backward, lambda *_: None, lambda *_: None),
     fake=lambda x, wx, wh, h, c, *rest: recurrent.gradients(x, wx, wh, h, c, *rest[-2:]),
-    batched=members_in_front(lambda *args: _backward(*args)),
     flops=lambda x, wx, wh, *_, out_val: _flops(x, wx, wh) + _flops(x, wx if out_val[0].numel() else wx[:0], wh),
 )

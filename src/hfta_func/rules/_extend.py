@@ -45,8 +45,10 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
                 [2., 2., 2.]])
     """
     name = op.removeprefix("aten::")
-    if not _exists(name):
-        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule")
+    try:
+        operator(name)
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule") from error
     if name in RULES and name not in OUTSIDE:
         raise ValueError(f"{op} has a rule in this package; choose among its lowerings with hfta_func.rules.override")
 
@@ -59,13 +61,6 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
         return rule
 
     return add
-
-
-def _exists(name: str) -> bool:
-    try:
-        return operator(name) is not None
-    except (ImportError, RuntimeError):
-        return False
 
 
 def outside_rules() -> dict[str, tuple[str, str, bytes]]:

@@ -25,18 +25,17 @@ from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE,
 _lock = threading.RLock()
 # The libraries that register the rules and the loops of operators without one, by namespace.
 _libraries: dict[str, torch.library.Library] = {}
-_installed = False
 # How PyTorch differs, besides its rules, while they are installed.
 _changes = contextlib.ExitStack()
 # The names of operators without a rule.
 _unruled: set[str] = set()
-# :func:`_torch.num_libraries` when operators without a rule were last looked for.
+# :func:`_torch.num_libraries` when operators without a rule were last looked for; empty while no rules are installed.
 _counts: tuple[int, ...] = ()
 
 
 def is_installed() -> bool:
     """Whether the rules are installed."""
-    return _installed
+    return bool(_counts)
 
 
 # In a compiled function, install and uninstall run between graphs, which keep the rules that they were compiled with.
@@ -46,37 +45,42 @@ _between_graphs = _torch.untraced("rules cannot change inside a graph")
 @_between_graphs
 def install() -> None:
     """Install the rules for every ``vmap`` of this process. First use does so by itself; repeated calls do nothing."""
-    global _installed
-    if _installed:
-        if _counts != _torch.num_libraries():
-            _loop_the_rest()
+    global _counts
+    if _counts == _torch.num_libraries():
         return
     with _lock:
-        if _installed:
-            return
-        # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
-        _torch.load_decompositions()
-        for op, entry in RULES.items():
-            _replace(op, _kernel(op, entry), entry.key, with_keyset=True)
-        for op in DECOMPOSED:
-            _replace(op, _torch.operator(op).decompose, BATCHED)
-        _loop_the_rest()
-        _installed = True
-        early = {op: _kernel(op, entry) for op, entry in RULES.items() if entry.key != BATCHED}
-        # Distributions check values, which differ between members; operators of functions would compile these.
-        for change in (
-            _torch.leaving_out_validation(_functions.inside_array),
-            _torch.run_operators_eagerly(_functions.inside_array),
-            _functions.applied(),
-            _autocast.casting(_replace, early),
-        ):
-            _changes.enter_context(change)
+        if not _counts:
+            _install_rules()
+        # Operators without a rule run as a loop, other libraries' operators included.
+        counts = _torch.num_libraries()
+        for name in _torch.operators_without(BATCHED):
+            _unruled.add(name)
+            _torch.implement(*_library_of(name), BATCHED, functools.partial(_looped, name))
+        _counts = counts
+
+
+def _install_rules() -> None:
+    # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
+    _torch.load_decompositions()
+    for op, entry in RULES.items():
+        _replace(op, _kernel(op, entry), entry.key, with_keyset=True)
+    for op in DECOMPOSED:
+        _replace(op, _torch.operator(op).decompose, BATCHED)
+    early = {op: _kernel(op, entry) for op, entry in RULES.items() if entry.key != BATCHED}
+    # Distributions check values, which differ between members; operators of functions would compile these.
+    for change in (
+        _torch.leaving_out_validation(_functions.inside_array),
+        _torch.run_operators_eagerly(_functions.inside_array),
+        _functions.applied(),
+        _autocast.casting(_replace, early),
+    ):
+        _changes.enter_context(change)
 
 
 def put(op: str) -> None:
     """Register a rule that was added later, if rules are installed."""
     with _lock:
-        if _installed:
+        if _counts:
             _unruled.discard(op if "::" in op else f"aten::{op}")
             _replace(op, _kernel(op, RULES[op]), BATCHED, with_keyset=True)
 
@@ -114,16 +118,6 @@ def _withdraw() -> None:
             if operator in _torch.decompositions:
                 library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
     _torch.destroy(library)
-
-
-def _loop_the_rest() -> None:
-    """Register the loop for every operator without a rule, other libraries' operators included."""
-    global _counts
-    with _lock:
-        _counts = _torch.num_libraries()
-        for name in _torch.operators_without(BATCHED):
-            _unruled.add(name)
-            _torch.implement(*_library_of(name), BATCHED, functools.partial(_looped, name))
 
 
 def _looped(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -195,12 +189,12 @@ def _set_up_until_compiled() -> None:
 @_between_graphs
 def uninstall() -> None:
     """Restore PyTorch's own batching rules."""
-    global _installed
+    global _counts
     with _lock:
-        if _installed:
+        if _counts:
             _changes.close()
             _withdraw()
-            _installed = False
+            _counts = ()
         _torch.mark_graphs(None)
 
 
@@ -218,41 +212,31 @@ def _kernel(op: str, entry: Entry) -> Callable[..., Any]:
             raise RuntimeError(f"a tensor of {op} may have escaped from vmap")
         if otherwise is not None and interpreter.key() != _torch.TransformType.Vmap:
             return otherwise(*args, **kwargs)
-        level = interpreter.level()
-        named, arguments = kwargs, (*args, *kwargs.values())
-        plain, dims = _unwrap(args, level)
-        if kwargs:
-            values, axes = _unwrap(kwargs.values(), level)
-            kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, axes, strict=True))
-        else:
-            named_dims = {}
+        level, count, arguments = interpreter.level(), len(args), (*args, *kwargs.values())
+        values, axes = _unwrap(arguments, level)
+        plain, dims = values[:count], axes[:count]
+        named = dict(zip(kwargs, values[count:], strict=True)) if kwargs else kwargs
+        named_dims = dict(zip(kwargs, axes[count:], strict=True)) if kwargs else {}
         lower = _torch.current_interpreter().lower if key == FRONT else _torch.below_batching
         with lower():
-            if key != MODE and _are_shared(dims) and _are_shared(named_dims.values()):
-                return operator(*plain, **kwargs)
+            if key != MODE and _are_shared(axes):
+                return operator(*plain, **named)
             vmap = _torch.VmapInterpreter(interpreter)
             num_models = vmap.batchSize()
             lowering = only
             if not (op in LOWERINGS or _choice.is_simple(op)):
-                values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if rule is None or lowering == "loop":
                 if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:
                     raise RuntimeError(f"vmap: called random operation while in randomness error mode: {op}")
-                result = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
+                result = one_by_one(operator, num_models, plain, dims, named, named_dims)
             else:
-                result = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
+                result = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **named)
         if result is NotImplemented:
-            return replaced.call_boxed(keyset, *args, **named)
-        outputs, out_dims = result
-        if makes_new and torch.compiler.is_exporting():
-            # PyTorch cannot export moving the model axis of results to the front.
-            outputs, out_dims = _with_models_first(outputs, out_dims)
-        if rule is None and written:
-            # An argument that was written in place is returned itself.
-            given = {id(one): whole for one, whole in zip((*plain, *kwargs.values()), arguments, strict=True)}
-            return _wrap(outputs, out_dims, level, given)
-        return _wrap(outputs, out_dims, level)
+            return replaced.call_boxed(keyset, *args, **kwargs)
+        # An argument that was written in place is returned itself.
+        given = dict(zip(map(id, values), arguments, strict=True)) if rule is None and written else {}
+        return _wrap(*result, level, given, makes_new and torch.compiler.is_exporting())
 
     return kernel
 
@@ -278,20 +262,15 @@ def _are_shared(dims: Iterable[Any]) -> bool:
     return True
 
 
-def _wrap(output: Any, dim: Any, level: int, given: dict[int, Any] | None = None) -> Any:
+def _wrap(output: Any, dim: Any, level: int, given: dict[int, Any], exporting: bool) -> Any:
     if isinstance(output, (tuple, list)):
-        return tuple(_wrap(one, axis, level, given) for one, axis in zip(output, dim, strict=True))
+        return tuple(_wrap(one, axis, level, given, exporting) for one, axis in zip(output, dim, strict=True))
+    # A gradient that is not needed is None, although it has an axis.
     if not isinstance(output, Tensor):
         return output
-    if given and id(output) in given:
+    if id(output) in given:
         return given[id(output)]
+    if exporting and dim is not None:
+        # PyTorch cannot export moving the model axis of results to the front, so it comes first in memory, too.
+        output, dim = models_first(output, dim).contiguous(), 0
     return output if dim is None else _torch.add_batch_dim(output, dim, level)
-
-
-def _with_models_first(outputs: Any, dims: Any) -> tuple[Any, Any]:
-    """Results whose model axis comes first, in memory too."""
-    if isinstance(dims, tuple):
-        pairs = [_with_models_first(output, dim) for output, dim in zip(outputs, dims, strict=True)]
-        return tuple(output for output, _ in pairs), tuple(dim for _, dim in pairs)
-    # A gradient that is not needed is None, although it has an axis.
-    return (outputs, dims) if dims is None or outputs is None else (models_first(outputs, dims).contiguous(), 0)

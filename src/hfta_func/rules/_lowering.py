@@ -192,12 +192,10 @@ def _is_fused_lstm(case: Case) -> bool:
     _, h, c, _, weight, *_ = case.shapes
     if case.device != "cpu" or case.dtype is torch.float64 or h is None or h != c or case.shared[4]:
         return False
-    if not case.compiling and recurrent.program(case.dtype) is not None:
-        return False
     if case.compiling:
         # A loop takes long to compile; it pays if the cache does not hold the weights of all members.
         return case.num_models * math.prod(weight or ()) > 2**16
-    return math.prod(h[-2:]) >= min(2**8, 4 * case.num_models**2)
+    return recurrent.program(case.dtype) is None and math.prod(h[-2:]) >= min(2**8, 4 * case.num_models**2)
 
 
 _BATCHED = Row(always, "batched", "one batched product a time step")

@@ -198,14 +198,11 @@ def adopt(given: Mapping[str, Any], as_worker: bool = True) -> None:
     Both then choose alike, whatever number of threads each has.
     """
     global pinned, version, _lent
-    rows = {text: Measured(str(row[0]), str(row[1])) for text, row in given["rows"].items()}
     if as_worker:
         pinned, _lent = given["pinned"], given["threads"]
-    _settled.update({(threads(), text): row for text, row in rows.items()})
+    _settled.update({(threads(), text): Measured(str(row[0]), str(row[1])) for text, row in given["rows"].items()})
     if not as_worker:
-        others = [
-            (key, row[0]) for key, row in sorted(_settled.items()) if row[0] != _kept(key[0]).get(key[1], TABLE)[0]
-        ]
+        others = [(k, row[0]) for k, row in sorted(_settled.items()) if row[0] != _kept(k[0]).get(k[1], TABLE)[0]]
         pinned = hashlib.sha256(repr(others).encode()).hexdigest()[:16] if others else ""
     version += 1
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hfta_func._kernels.operators import DEFINITIONS, define_operator, directly, is_plain, with_backward
+from hfta_func._kernels import operators
 from hfta_func._torch import has_tangents, num_dispatch_modes, num_recorders
 from hfta_func.rules._measured import fingerprint
 
@@ -40,19 +40,19 @@ class Operator:
     # Computes outputs of the right shapes and strides. With it graphs hold the operator as a whole; without it they hold the
     # operations of its forward pass.
     fake: Callable[..., Any] | None = None
-    # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
-    batched: Callable[..., Any] | None = None
+    # Tensors may have any number of leading axes, as in programs in C: an outer vmap puts its members there.
+    leads: bool = False
     # The forward pass is a program in C alone, which an export meets only in what a tape has recorded.
     opaque: bool = False
     # Floating-point operations of a call, ``flops(*args, out_val=output)``, for PyTorch's counter.
     flops: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
-        DEFINITIONS.append((f"{self.schema.partition('(')[0]}_", lambda: self._op))
+        operators.DEFINITIONS.append((f"{self.schema.partition('(')[0]}_", lambda: self._op))
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""
-        if is_plain(args):
+        if operators.is_plain(args):
             return self._directly(*args)
         # An exported program runs without this package.
         return (self.forward if torch.compiler.is_exporting() and not self.opaque else self._op)(*args)
@@ -60,14 +60,14 @@ class Operator:
     @functools.cached_property
     def _directly(self) -> Any:
         _ = self._op  # Code that a compiler keeps on disk calls operators that this process has defined.
-        return directly(self.schema.partition("(")[0], self.forward, self.setup_context, self.backward)
+        return operators.directly(self.schema.partition("(")[0], self.forward, self.setup_context, self.backward)
 
     @functools.cached_property
     def _op(self) -> Any:
         title, _, signature = self.schema.partition("(")
         forward = self.forward
 
-        differentiated = with_backward(title, lambda *args: op(*args), self.setup_context, self.backward)
+        differentiated = operators.with_backward(title, lambda *args: op(*args), self.setup_context, self.backward)
 
         def autograd(*args: Any) -> Any:
             # Forward mode differentiates the operations inside.
@@ -76,7 +76,7 @@ class Operator:
         kernels = {
             "CompositeExplicitAutograd": forward,
             "Autograd": autograd,
-            "FuncTorchBatched": self.batched or forward,
+            "FuncTorchBatched": operators.members_in_front(self) if self.leads else forward,
         }
         if self.fake is None:
             # XLA tracks views above its kernels, so it must see the operations inside.
@@ -84,7 +84,11 @@ class Operator:
         # The fingerprint tells versions of this package in one process apart; copies of one version share the operator.
         schema = f"{title}_{fingerprint()[:8]}({signature}"
         decomposition = forward if self.fake is None else None
-        op = define_operator(schema, kernels, fake=self.fake, decomposition=decomposition)
+        op = operators.define_operator(schema, kernels, fake=self.fake, decomposition=decomposition)
         if self.flops is not None:
             flop_registry[op.overloadpacket] = self.flops
         return op
+
+
+Program = functools.partial(Operator, leads=True)
+"""An operator whose forward pass is a program in C, or may be one."""

@@ -39,14 +39,6 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(F.pad(a, (0, 0, 0, rows == 1)), F.pad(b, (0, columns == 1)))[:, :rows, :columns]
 
 
-def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
-    columns, space = _columns(image, weight, geometry)
-    # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = bmm(columns, _matrix(weight, geometry).transpose(1, 2))
-    return _channels_first(products, image.shape[:2], space, geometry)
-
-
 def transposed_space(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
     """The output space of a transposed convolution of an input with space ``L``."""
     sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
@@ -56,14 +48,23 @@ def transposed_space(small: Sequence[int], kernel: Sequence[int], geometry: Geom
     ]
 
 
-def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int]) -> Tensor:
-    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
-    num_models, batch, _, *small = channels.shape
+def convolve(image: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int] | None) -> Tensor:
+    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``.
+
+    With a ``space`` of the output, each input pixel onto the output pixels under the filter:
+    ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``.
+    """
+    if space is None:
+        columns, space = _columns(image, weight, geometry)
+        # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
+        products = bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+        return _channels_first(products, image.shape[:2], space, geometry)
+    num_models, batch, _, *small = image.shape
     kernel = weight.shape[3:]
     # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    columns = bmm(_rows(image, geometry), _matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
-        return _channels_first(columns, channels.shape[:2], small, geometry)
+        return _channels_first(columns, image.shape[:2], small, geometry)
     if math.prod(small) == 1 and list(space) == list(kernel) and not any(geometry.padding):
         # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
         columns = columns.reshape(num_models, geometry.groups, batch, weight.shape[2], *space)
@@ -72,35 +73,30 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequenc
     columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), columns.shape[2])
     columns = columns.permute(0, 2, 1, 4, 3).flatten(2, 3).flatten(0, 1)
     window = (_two(kernel, 1), _two(geometry.dilation, 1), _two(geometry.padding, 0), _two(geometry.stride, 1))
-    image = F.fold(columns, _two(space, 1), *window)
-    return image.reshape(num_models, batch, image.shape[1], *space)
+    y = F.fold(columns, _two(space, 1), *window)
+    return y.reshape(num_models, batch, y.shape[1], *space)
 
 
-def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, None]:
+    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``, and none of a bias."""
     # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
     columns, _ = _columns(image, weight, geometry)
-    return bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+    return bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape), None
 
 
-def matrices(weight: Tensor, transposed: bool) -> Tensor:
-    """1x1 filters as matrices: ``[M,O,I,1] -> [M,O,I]`` or, transposed, ``[M,I,O]``."""
-    matrices = weight.flatten(2)
-    return matrices.transpose(1, 2) if transposed else matrices
-
-
-def per_sample(matrices: Tensor, image: Tensor) -> Tensor:
-    """``[M,O,I] @ [M,N,I,S] -> [M,N,O,S]``."""
+def convolve_samples(image: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int] | None) -> Tensor:
+    """:func:`convolve` of 1x1 filters, one product per sample: ``[M,O,I] @ [M,N,I,S]``, or ``[M,I,O] @ [M,N,O,S]``."""
+    matrices = weight.flatten(2) if space is None else weight.flatten(2).transpose(1, 2)
     # Samples come before members in memory: [N,M,O,I] @ [N,M,I,S]; the matrices are small and repeated.
     pixels = image.transpose(0, 1).flatten(3)
     y = torch.matmul(matrices.expand(pixels.shape[0], *matrices.shape), pixels)
     return y.reshape(*y.shape[:3], *image.shape[3:]).transpose(0, 1)
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """``[M,N,O,S], [M,N,I,S] -> [M,O,I]``, summed over samples and pixels."""
-    left, right = (image.transpose(0, 1).flatten(3) for image in (left, right))
-    return torch.matmul(left, right.transpose(2, 3)).sum(0)
+def correlate_samples(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, None]:
+    """:func:`correlate` of 1x1 filters: ``[M,N,O,S], [M,N,I,S] -> [M,O,I,1]``, summed over samples and pixels."""
+    left, right = (one.transpose(0, 1).flatten(3) for one in (channels, image))
+    return torch.matmul(left, right.transpose(2, 3)).sum(0).reshape(weight.shape), None
 
 
 def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:

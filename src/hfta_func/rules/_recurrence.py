@@ -140,14 +140,7 @@ def _rnn_backward(ctx: Any, grad_h: Tensor) -> Any:
 
 
 def _back(
-    weight: Tensor,
-    by_h: Tensor,
-    grad_h: Tensor,
-    grad_z: Tensor | None,
-    stays: Tensor | None,
-    by_c: Tensor | None = None,
-    grad_c: Tensor | None = None,
-    project: Tensor | None = None,
+    weight: Tensor, by_h: Tensor, grad_h: Tensor, grad_z: Tensor | None, stays: Tensor | None, *cell: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Backpropagation through time, where each step is linear in the gradients of state and cell.
 
@@ -158,14 +151,13 @@ def _back(
         grad_h: Gradients of the states from outside, ``[B,T,N,P]``.
         grad_z: Gradients of the gates before their activations from outside, ``[B,T,N,GH]``.
         stays: The share of a state that passes unchanged into the next, ``[B,T,N,P]``.
-        by_c: As ``by_h``, per unit of gradient of the cell.
-        grad_c: Gradients of the cells from outside, ``[B,T,N,H]``.
-        project: Weights from the cell's output to the state.
+        cell: Of an LSTM, as ``by_h``, per unit of gradient of the cell; gradients of the cells from outside, ``[B,T,N,H]``;
+            and weights from the cell's output to the state.
 
     Returns:
         Gradients of the base ``[B,T,N,(K or K-1)H]``, of the projected states, of the first state, and of the first cell.
     """
-    count, size = by_h.shape[1], by_h.shape[-1]
+    (by_c, grad_c, project), count, size = cell or (None, None, None), by_h.shape[1], by_h.shape[-1]
     width = size * (by_h.shape[-2] - (by_c is not None))
     if grad_z is not None:
         grad_z = F.pad(grad_z, (0, by_h.shape[-2] * size - grad_z.shape[-1]))

@@ -7,7 +7,7 @@ and backward passes, forward mode, eager execution and graph capture, on every d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hfta_func._torch import operator
@@ -65,6 +65,11 @@ class Entry(NamedTuple):
     rule: Rule | None  # None runs one member after another
     key: str = BATCHED
     otherwise: Callable[..., Any] | None = None
+
+
+def filled(given: Sequence[Any], *defaults: Any) -> tuple[Any, ...]:
+    """The last arguments of a call, with their default values where PyTorch has left these out."""
+    return (*given, *defaults[len(given) :])
 
 
 RULES: dict[str, Entry] = {}

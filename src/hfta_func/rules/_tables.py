@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import programs
-from hfta_func._kernels.operators import members_in_front
 from hfta_func.rules._layout import rows_of
-from hfta_func.rules._operator import Operator, runs_programs
+from hfta_func.rules._operator import Program, runs_programs
 
 _NOWHERE = -(2**62)
 """The row of padding where there is none; any other that is missing is refused."""
@@ -72,8 +71,7 @@ def _fake(x: Tensor, start: Any, source: Any, target: Any, weight: Any, rows: in
     return x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
 
 
-_move = Operator(
+_move = Program(
     "move_rows(Tensor x, Tensor? start, Tensor? source, Tensor? target, Tensor? weight, SymInt rows, int padding) -> Tensor",
     *(_forward, _keep, _backward, _fake),
-    batched=members_in_front(lambda *args: _move(*args)),
 )

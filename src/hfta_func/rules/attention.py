@@ -15,24 +15,13 @@ from hfta_func._torch import current_interpreter, has_tangents
 from hfta_func.errors import RandomnessError
 from hfta_func.rules._layout import align, each
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import MODE, Call, Result, register, register_each
+from hfta_func.rules._registry import MODE, Call, Result, filled, register, register_each
 
 
 @register("scaled_dot_product_attention", "attention", key=MODE)
-def attention(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Result:
+def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Result:
     """Members join the batch, which kernels run in parallel."""
-    dims, options = call.first_dims(4), {"scale": scale, "enable_gqa": enable_gqa}
+    dims, (attn_mask, dropout_p, is_causal) = call.first_dims(4), filled(args, None, 0.0, False)
     if dropout_p > 0 and current_interpreter().randomness() != "different":
         raise RandomnessError(
             "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members; call it "
@@ -46,7 +35,7 @@ def attention(
     ranks = [x.dim() - (dim is not None) for x, dim in zip((query, key, value), dims, strict=False)]
     rank = max(3, *ranks)
     *tensors, mask = each(align, (query, key, value, attn_mask), dims, rank)
-    kept = 3 if enable_gqa else 2
+    kept = 3 if options.get("enable_gqa") else 2
     common = (call.num_models, *torch.broadcast_shapes(*(x.shape[1:-kept] for x in tensors)))
     # [M,*B,H,L,D] -> [M*B,H,L,D]
     folded = [x.expand(*common, *x.shape[-kept:]).flatten(0, -4) for x in tensors]

@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +39,6 @@ from hfta_func.rules._registry import Call, Result, register
 CONVOLUTION_GRADS = "convolution_input_grad", "convolution_weight_grad"
 _plain: Any = torch.convolution
 _convolution_backward = _torch.operator("convolution_backward")
-
-
-class Plan(NamedTuple):
-    """How a convolution runs."""
-
-    crop: list[int] | None  # negative padding of the filters
-    geometry: Geometry  # of the cropped filters
-    # Of the forward pass and, if filters are per member, of the gradients of input and filters.
-    lowerings: tuple[str, ...]
 
 
 @register("convolution", "conv")
@@ -74,11 +65,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     elif x_dim is None and lowerings[0] == "wide":
         y, dim = _wide(num_models, x, weight, inner, geometry), 1
     elif lowerings == _ALL_GROUPED:
-        # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
-        inner = None if inner is None else inner.flatten()
-        x, weight = fold(x, x_dim, 1, num_models), weight.flatten(0, 1)
-        y = _convolution(x, weight, inner, *geometry[:-1], geometry.groups * num_models)
-        y, dim = split(y, 1, num_models), 1
+        y, dim = _in_groups(x, x_dim, weight, inner, geometry), 1
     else:
         y, dim = _stacked(expand(x, x_dim, num_models), weight, inner, *geometry, list(lowerings)), 0
     if separate and bias is not None:
@@ -113,7 +100,12 @@ for _axes, _prefix in itertools.product((1, 2, 3), ("conv", "conv_transpose")):
     LOWERED[_func] = functools.partial(_of_one_model, _func, _prefix != "conv")
 
 _ALL_GROUPED = ("grouped",) * 3
-_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "direct": _direct}
+_KERNELS: dict[str, Any] = {
+    "matmul": (_products.convolve, _products.correlate),
+    "sample_matmul": (_products.convolve_samples, _products.correlate_samples),
+    "direct": (_direct.convolve, _direct.correlate),
+}
+"""What computes outputs and gradients of inputs, and the gradients of filters."""
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -124,7 +116,7 @@ def _contiguous(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -
     return _plain(x, weight, bias, *options).contiguous()
 
 
-def _contiguous_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.options = inputs
     ctx.save_for_backward(x, weight)
     ctx.bias_sizes = None if bias is None else bias.shape
@@ -141,7 +133,7 @@ def _contiguous_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _opaque = Operator(
     "contiguous_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
     "bool transposed, int[] output_padding, int groups) -> Tensor",
-    *(_contiguous, _contiguous_setup, _contiguous_backward, _contiguous),
+    *(_contiguous, _setup_context, _contiguous_backward, _contiguous),
 )
 
 
@@ -196,18 +188,22 @@ def _cropped(case: Case) -> tuple[Case, list[int] | None, Geometry]:
 
 
 @remembered
-def _plan(case: Case) -> Plan:
+def _plan(case: Case) -> tuple[list[int] | None, Geometry, tuple[str, ...]]:
+    """How a convolution runs: negative padding of the filters, the geometry of the cropped filters, and lowerings.
+
+    These are of the forward pass and, if filters are per member, of the gradients of input and filters.
+    """
     x_is_shared, weight_is_shared = case.shared
     case, crop, geometry = _cropped(case)
     forward = choose(case).lowering
     if weight_is_shared or (x_is_shared and forward == "wide"):
-        return Plan(crop, geometry, (forward,))
+        return crop, geometry, (forward,)
     if forward == "wide":
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=op)).lowering for op in CONVOLUTION_GRADS)
     impossible = _impossible(case, geometry)
-    return Plan(crop, geometry, tuple("grouped" if name in impossible else name for name in lowerings))
+    return crop, geometry, tuple("grouped" if name in impossible else name for name in lowerings)
 
 
 def _impossible(case: Case, geometry: Geometry) -> set[str]:
@@ -244,23 +240,25 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
     """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
     lowering = _differentiable(lowering)
-    if lowering == "direct":
-        return _direct.forward(x, weight, bias, geometry)
-    if lowering in _PRODUCTS:
-        if lowering == "sample_matmul":
-            y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
-        elif geometry.transposed:
-            space = _products.transposed_space(x.shape[3:], weight.shape[3:], geometry)
-            y = _PRODUCTS[lowering].scatter(x, weight, geometry, space)
-        else:
-            y = _PRODUCTS[lowering].gather(x, weight, geometry)
+    if lowering in _KERNELS:
+        convolve, _ = _KERNELS[lowering]
+        space = _products.transposed_space(x.shape[3:], weight.shape[3:], geometry) if geometry.transposed else None
+        if lowering == "direct":
+            return convolve(x, weight, geometry, space, bias)
+        y = convolve(x, weight, geometry, space)
         return y if bias is None else y + align(bias, 0, y.dim() - 1, len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
         members = zip(x.unbind(), weight.unbind(), biases, strict=True)
         return torch.stack([_convolution(*member, *geometry) for member in members])
-    bias = None if bias is None else bias.flatten()
-    return _unfold_members(_convolution(*_fold_members(x, weight), bias, *_grouped(geometry, x)), x)
+    return _in_groups(x, 0, weight, bias, geometry).movedim(1, 0)
+
+
+def _in_groups(x: Tensor, x_dim: int | None, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
+    num_models, bias = weight.shape[0], None if bias is None else bias.flatten()
+    options = *geometry[:-1], geometry.groups * num_models
+    return split(_convolution(fold(x, x_dim, 1, num_models), weight.flatten(0, 1), bias, *options), 1, num_models)
 
 
 def _differentiable(lowering: str) -> str:
@@ -268,24 +266,18 @@ def _differentiable(lowering: str) -> str:
     return "grouped" if lowering == "direct" and has_tangents() else lowering
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, *geometry, lowerings = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.geometry, ctx.lowerings = Geometry(*geometry), lowerings
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    _, for_x, for_weight = ctx.lowerings
+    geometry, (_, for_x, for_weight) = Geometry(*ctx.options[:-1]), ctx.options[-1]
     # Kernels that compute both gradients do so in one call.
     both = needs_x and needs_weight and for_x == for_weight
-    dx, dweight, dbias = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
+    dx, dweight, dbias = _gradients(for_x, grad, x, weight, geometry, needs_x, both)
     if needs_weight and not both:
-        _, dweight, dbias = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
+        _, dweight, dbias = _gradients(for_weight, grad, x, weight, geometry, False, True)
     if needs_bias and dbias is None:
         dbias = grad.flatten(3).sum((1, 3))
-    return dx, dweight, dbias if needs_bias else None, *(None,) * (len(Geometry._fields) + 1)
+    return dx, dweight, dbias if needs_bias else None, *(None,) * len(ctx.options)
 
 
 def _gradients(
@@ -295,24 +287,13 @@ def _gradients(
 
     The third is the bias's, where the filters' comes with it.
     """
-    dx = dweight = dbias = None
     lowering = _differentiable(lowering)
-    if lowering in _PRODUCTS:
+    if lowering in _KERNELS:
+        convolve, correlate = _KERNELS[lowering]
         big, small = (x, grad) if geometry.transposed else (grad, x)
-        if lowering == "sample_matmul":
-            dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
-            dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
-            return dx, dweight, None
-        if for_x and geometry.transposed:
-            dx = _PRODUCTS[lowering].gather(grad, weight, geometry)
-        elif for_x:
-            dx = _PRODUCTS[lowering].scatter(grad, weight, geometry, x.shape[3:])
-        if for_weight:
-            dweight = _PRODUCTS[lowering].correlate(big, small, weight, geometry)
-        if for_weight and lowering == "direct":
-            dweight, of_small = cast(Any, dweight)
-            dbias = None if geometry.transposed else of_small
-        return dx, dweight, dbias
+        dx = convolve(grad, weight, geometry, None if geometry.transposed else x.shape[3:]) if for_x else None
+        dweight, of_big = correlate(big, small, weight, geometry) if for_weight else (None, None)
+        return dx, dweight, None if geometry.transposed else of_big
     mask = [for_x, for_weight, False]
     if not any(mask):
         return None, None, None
@@ -321,24 +302,12 @@ def _gradients(
         pairs = [_convolution_backward(*member, None, *geometry, mask)[:2] for member in members]
         of_x, of_weight = zip(*pairs, strict=True)
         return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None, None
-    folded = _fold_members(grad, weight, x)
-    dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
+    # [M,N,C,S], [M,GO,I,K] -> [N,MC,S], [MGO,I,K] -> [N,MC,S], [MGO,I,K] -> [M,N,C,S], [M,GO,I,K]
+    num_models = x.shape[0]
+    images, options = (fold(one, 0, 1, num_models) for one in (grad, x)), (*geometry[:-1], geometry.groups * num_models)
+    dx, dweight, _ = _convolution_backward(*images, weight.flatten(0, 1), None, *options, mask)
     dweight = dweight.unflatten(0, weight.shape[:2]) if for_weight else None
-    return _unfold_members(dx, x) if for_x else None, dweight, None
-
-
-def _fold_members(image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
-    # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K]
-    return fold(image, 0, 1, image.shape[0]), weight.flatten(0, 1), *(fold(x, 0, 1, x.shape[0]) for x in images)
-
-
-def _unfold_members(image: Tensor, like: Tensor) -> Tensor:
-    # [N,MC,S] -> [M,N,C,S]
-    return split(image, 1, like.shape[0]).movedim(1, 0)
-
-
-def _grouped(geometry: Geometry, x: Tensor) -> Geometry:
-    return geometry._replace(groups=geometry.groups * x.shape[0])
+    return split(dx, 1, num_models).movedim(1, 0) if for_x else None, dweight, None
 
 
 _stacked = Operator(

@@ -5,6 +5,8 @@ Dimension letters: M models, N any batch, V rows of a table, D features, B bags,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from hfta_func._torch import has_tangents
 from hfta_func.rules import _tables
 from hfta_func.rules._layout import each, expand, fold, models_first, rows_of, split
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import Call, Result, register, register_looped
+from hfta_func.rules._registry import Call, Result, filled, register, register_looped
 
 
 @register("embedding", "embedding")
@@ -57,30 +59,19 @@ def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: flo
 
 
 @register("embedding_bag", "embedding")
-def embedding_bag(
-    call: Call,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Result:
+def embedding_bag(call: Call, weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> Result:
     """Sums, means or maxima ``[M,B,D]`` over bags of rows of tables ``[M,V,D]``; bags start at the offsets ``[M,B]``."""
     num_models, weight_dim = call.num_models, call.dims[0]
-    if scale_grad_by_freq:
+    by_freq, mode, _, scale, includes_end, padding_idx = filled(options, False, 0, False, None, False, None)
+    if by_freq:
         # The CPU kernel counts frequencies in the order of all indices, so it needs the indices of each member alone.
-        options = mode, False, per_sample_weights, include_last_offset, padding_idx
-        args = weight, indices, offsets, scale_grad_by_freq, *options
+        args = weight, indices, offsets, by_freq, mode, False, scale, includes_end, padding_idx
         return one_by_one(_embedding_bag, num_models, args, call.first_dims(9), {}, {})
     indices, offsets = each(expand, (indices, offsets), call.dims[1:], num_models)
-    if include_last_offset:
+    if includes_end:
         # The last bag ends where the indices end.
         offsets = offsets[:, :-1]
-    is_sum = mode < 2 and per_sample_weights is None and padding_idx is None
+    is_sum = mode < 2 and scale is None and padding_idx is None
     if is_sum and weight_dim is not None and _tables.is_fast(weight):
         nothing = indices.new_empty(0)
         starts = offsets[:1] if call.dims[2] is None else offsets
@@ -97,12 +88,11 @@ def embedding_bag(
             # Bags leave padding out, so one row can be the padding of every member.
             rows = torch.where(indices == padding_idx, padding_idx, rows)
     starts = torch.arange(num_models, dtype=offsets.dtype, device=offsets.device) * indices.shape[1]
-    if per_sample_weights is not None:
-        per_sample_weights = fold(per_sample_weights, call.dims[6], 0, num_models)
+    if scale is not None:
+        scale = fold(scale, call.dims[6], 0, num_models)
     # PyTorch's decomposable operator, because it sees from the folded table whether there will be a gradient.
     bags, *notes = _embedding_bag(
-        *(table, rows.flatten(), (offsets + starts.unsqueeze(1)).flatten(), False, mode, False, per_sample_weights),
-        *(False, padding_idx),
+        table, rows.flatten(), (offsets + starts.unsqueeze(1)).flatten(), False, mode, False, scale, False, padding_idx
     )
     # The other outputs, about all members together, are read by the gradient of this kernel only.
     return (split(bags, 0, num_models), *notes), (0, *(None,) * len(notes))
@@ -123,11 +113,7 @@ def _sums(table: Tensor, indices: Tensor, offsets: Tensor, is_mean: bool) -> Ten
 register("embedding_bag.padding_idx", "embedding")(embedding_bag)
 
 
-register_looped(
-    "embedding",
-    *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    "_embedding_bag_per_sample_weights_backward",
-)
-
+for _suffix in ("", "_forward_only", "_backward", "_dense_backward", "_per_sample_weights_backward"):
+    register_looped("embedding", f"_embedding_bag{_suffix}")
 
 _embedding_bag = _torch.operator("embedding_bag.padding_idx")

@@ -132,9 +132,7 @@ def _row_numbers(shapes: tuple[Any, ...], axis: int, index: Tensor, index_dim: i
     repeats = len(sizes) and axis == 0 and not any(stride for stride, n in zip(strides, sizes, strict=True) if n > 1)
     if not repeats or any(shape[1:] != sizes for shape in shapes):
         return None
-    for _ in sizes:
-        index = index.select(-1, 0)
-    return index
+    return index[(..., *(0 for _ in sizes))]
 
 
 @register_each("indexing", "scatter_add", "scatter_add_", "scatter_reduce.two", "scatter_reduce_.two")

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._kernels import programs
-from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.calls.recompute import WRITTEN, recalls
 from hfta_func.errors import StateError
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import member_shape
-from hfta_func.rules._operator import Operator, runs_programs
-from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
+from hfta_func.rules._operator import Program, runs_programs
+from hfta_func.rules._registry import Call, Result, filled, register_each, register_looped
 
 aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
@@ -60,53 +59,48 @@ def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 # Whoever needs the derivative of a gradient does not call it.
-_of_rows = Operator(
+_of_rows = Program(
     "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
     *(programs.cross_entropy, _keep, _gradient),
     fake=lambda x, *_: (x.new_empty(x.shape[:-1]), x.new_empty((*x.shape[:-1], 2))),
-    batched=members_in_front(lambda *args: _of_rows(*args)),
 )
-_gradient_of_logits = Operator(
+_gradient_of_logits = Program(
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int ignore_index, Tensor(a!) into)"
     " -> Tensor(a!)",
     *(programs.cross_entropy_backward, lambda *_: None, lambda *_: None),
     fake=lambda *args: args[-1],
-    batched=members_in_front(lambda *args: _gradient_of_logits(*args)),
 )
 
 
-@register("cross_entropy_loss", "loss")
-def cross_entropy_loss(
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+@register_each("loss", "cross_entropy_loss", "nll_loss_nd")
+def loss_of_classes(
+    operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None = None, *options: Any
 ) -> Result:
-    """Cross entropy ``[M,N,C,S]`` with classes ``[M,N,S]`` or probabilities ``[M,N,C,S]``, to ``[M]`` or ``[M,N,S]``."""
+    """Cross entropy ``[M,N,C,S]`` with classes ``[M,N,S]`` or probabilities ``[M,N,C,S]``, to ``[M]`` or ``[M,N,S]``.
+
+    The negative log likelihood knows classes alone, and no smoothing.
+    """
     # PyTorch's own operator makes one log_softmax and one nll_loss, so that autocast treats them as in a solo run.
     input_dim, target_dim, weight_dim = call.first_dims(3)
+    reduction, ignore_index, *smoothing = filled(options, _MEAN, -100)
     has_probabilities = member_shape(input, input_dim) == member_shape(target, target_dim)
-    if weight_dim is not None and (has_probabilities or label_smoothing):
-        args = input, target, weight, reduction, ignore_index, label_smoothing
-        return one_by_one(_cross_entropy, call.num_models, args, call.first_dims(6), {}, {})
+    if weight_dim is not None and (has_probabilities or any(smoothing)):
+        args = input, target, weight, reduction, ignore_index, *smoothing
+        return one_by_one(operator, call.num_models, args, call.first_dims(len(args)), {}, {})
     rows, target = _Rows(call, input), expand(target, target_dim, call.num_models)
-    options = weight if weight_dim is None else None, _NONE, ignore_index, label_smoothing
+    given = weight if weight_dim is None else None, _NONE, ignore_index, *smoothing
     if has_probabilities:
-        losses = _cross_entropy(rows.input, rows.of(target), *options)
-        return _reduce(rows.split(losses), reduction), 0
-    counted = target != ignore_index
-    is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
+        return _reduce(rows.split(operator(rows.input, rows.of(target), *given)), reduction), 0
+    counted, on_cpu = target != ignore_index, rows.members.device.type == "cpu"
+    is_plain = operator is _cross_entropy and weight is None and not any(smoothing)
     is_table = rows.input.dim() == 2 and rows.input.numel() > 0 and target.dtype == torch.int64
-    many = rows.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
+    many = rows.members.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
     if is_plain and many and on_cpu and torch.compiler.is_compiling():
         losses = _of_many_classes(rows, target, counted, ignore_index)
     elif is_plain and is_table and runs_programs(rows.input, programs.losses):
         losses = rows.split(_of_rows(rows.input.contiguous(), rows.of(target), ignore_index)[0])
     else:
-        losses = rows.split(_cross_entropy(rows.input, rows.of(target), *options))
+        losses = rows.split(operator(rows.input, rows.of(target), *given))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
     return _weighted(losses if weight_dim is None else losses * weights, weights, reduction), 0
 
@@ -120,25 +114,6 @@ def _of_many_classes(rows: _Rows, target: Tensor, counted: Tensor, ignore_index:
     shifted = rows.members - rows.members.detach().amax(rows.axis, keepdim=True)
     lost = rows.split(aten.nll_loss_nd.default(rows.of(shifted), rows.of(target), None, _NONE, ignore_index))
     return lost + torch.where(counted, shifted.logsumexp(rows.axis), 0)
-
-
-@register("nll_loss_nd", "loss")
-def nll_loss(
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-) -> Result:
-    """Negative log likelihood ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
-    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    losses = rows.split(aten.nll_loss_nd.default(rows.input, rows.of(target), None, _NONE, ignore_index))
-    weights = target != ignore_index
-    if weight is not None:
-        weights = _weights(weight, call.dims[2], target, weights)
-        losses = losses * weights
-    return _weighted(losses, weights, reduction), 0
 
 
 # What a gradient inside ``vmap`` calls, for rows or for images.
@@ -159,11 +134,8 @@ def nll_loss_backward(operator: Any, call: Call, grad: Tensor, input: Tensor, *a
     return rows.split(grad), 0
 
 
-register_looped(
-    "loss",
-    *("multi_margin_loss", "multilabel_margin_loss", "multi_margin_loss_backward", "soft_margin_loss_backward"),
-    *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
-)
+register_looped("loss", "multi_margin_loss", "multi_margin_loss_backward", "soft_margin_loss_backward")
+register_looped("loss", *(f"multilabel_margin_loss{suffix}" for suffix in ("", "_forward", "_backward")))
 
 
 @register_each(
@@ -197,38 +169,26 @@ def _arguments(operator: Any) -> list[str]:
 # PyTorch's decomposable operator, so that PyTorch chooses between its kernel and cuDNN's.
 @register_each("loss", "ctc_loss.IntList", "ctc_loss.Tensor")
 def ctc_loss(
-    operator: Any,
-    call: Call,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: int = _MEAN,
-    zero_infinity: bool = False,
+    operator: Any, call: Call, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any
 ) -> Result:
     """Losses ``[M,T,N,C] -> [M]`` or ``[M,N]`` with lengths ``[M,N]``, or lists that all members share."""
+    blank, reduction, zero_infinity = filled(rest, 0, _MEAN, False)
     single = log_probs.dim() - (call.dims[0] is not None) == 2
     log_probs = log_probs.unsqueeze(-2) if single else log_probs
     # [T,N,C], [N,K] or concatenated [K], and lengths [N], all with MN for N
-    num_models, dims, lengths = call.num_models, call.dims, []
-    for x, dim in zip((input_lengths, target_lengths), dims[2:4], strict=True):
-        if not isinstance(x, Tensor):
-            lengths.append([*x] * num_models)
-        elif dim is None:
-            lengths.append(x.reshape(-1).repeat(num_models))
-        else:
-            # The length of a single sample may have no axis.
-            lengths.append(models_first(x, dim).flatten())
+    num_models, dims = call.num_models, call.dims
+    lengths: Any = [
+        # The length of a single sample may have no axis.
+        expand(x, dim, num_models).flatten() if isinstance(x, Tensor) else [*x] * num_models
+        for x, dim in zip((input_lengths, target_lengths), dims[2:4], strict=True)
+    ]
     folded = fold(log_probs, dims[0], 1, num_models), fold(targets, dims[1], 0, num_models)
     losses = split(operator(*folded, *lengths, blank, _NONE, zero_infinity), 0, num_models)
     if reduction == _MEAN:
         # Each loss is divided by the length of its target before the mean is taken.
         lengths = torch.as_tensor(lengths[1], device=losses.device).reshape(losses.shape)
         losses = losses / lengths.clamp(min=1)
-    if reduction == _NONE:
-        return losses.squeeze(1) if single else losses, 0
-    return losses.mean(1) if reduction == _MEAN else losses.sum(1), 0
+    return _reduce(losses.squeeze(1) if single else losses, reduction), 0
 
 
 # What a gradient inside ``vmap`` decomposes the loss into.
@@ -245,7 +205,6 @@ class _Rows:
     def __init__(self, call: Call, input: Tensor):
         self.num_models, dim = call.num_models, call.dims[0]
         self.members = expand(input, dim, call.num_models)
-        self.shape = self.members.shape
         self.has_batch = self.members.dim() > 2
         self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._kernels import programs
-from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.calls.recompute import cheap, recalls
 from hfta_func.errors import TraceError
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
-from hfta_func.rules._operator import Operator, runs_programs
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._operator import Program, runs_programs
+from hfta_func.rules._registry import Call, Result, filled, register
 
 Vectors = tuple[Tensor | None, Tensor | None]
 """Weight and bias, or running mean and variance."""
@@ -49,33 +48,23 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return dx, *(one.sum([*space]) if space else one for one in products), None, None
 
 
-_with_scale = Operator(
+_with_scale = Program(
     "layer_norm(Tensor x, Tensor scale, Tensor shift, int axes, float eps) -> (Tensor, Tensor)",
     *(programs.layer_norm, _keep, _gradients),
     fake=lambda x, scale, shift, axes, eps: (x.new_empty(x.shape), x.new_empty((*x.shape[:-axes], 2))),
-    batched=members_in_front(lambda *args: _with_scale(*args)),
 )
-_with_scale_backward = Operator(
+_with_scale_backward = Program(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor scale, Tensor stats, int axes) -> (Tensor, Tensor, Tensor)",
     # Whoever needs its derivative does not call it.
     *(programs.layer_norm_backward, lambda *_: None, lambda *_: None),
     fake=lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)),
-    batched=members_in_front(lambda *args: _with_scale_backward(*args)),
 )
 
 
 @register("layer_norm", "norm")
-def layer_norm(
-    call: Call,
-    x: Tensor,
-    shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *options: bool,
-) -> Result:
+def layer_norm(call: Call, x: Tensor, shape: list[int], *options: Any) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
-    x_dim, _, *dims = call.first_dims(4)
+    (x_dim, _, *dims), (weight, bias, eps, _) = call.first_dims(4), filled(options, None, None, 1e-5, True)
     x = models_first(x, x_dim)
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
         if torch.get_num_threads() <= len(x) and runs_programs(x, programs.norm):
@@ -87,7 +76,7 @@ def layer_norm(
     # [M,N,D] -> [M,N,D]; [M,N,D] or [N,D], [M,D] -> [M,1,D] -> [M,N,D]
     inner, outer = parted((weight, bias), dims, x, shape)
     y = torch.layer_norm(x, shape, *inner, eps)
-    return affine(y, *each(align, outer, dims, _rank(x, x_dim))), 0
+    return affine(y, *each(align, outer, dims, x.dim() - (x_dim is not None))), 0
 
 
 @register("rms_norm", "norm")
@@ -97,7 +86,7 @@ def rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | None = No
     x_dim, _, weight_dim = call.first_dims(3)
     inner, outer = (weight, None) if weight_dim is None else (None, weight)
     y = torch.rms_norm(models_first(x, x_dim), shape, inner, eps)
-    return affine(y, *each(align, (outer,), (weight_dim,), _rank(x, x_dim))), 0
+    return affine(y, *each(align, (outer,), (weight_dim,), x.dim() - (x_dim is not None))), 0
 
 
 @register("group_norm", "norm")
@@ -144,23 +133,17 @@ def weight_norm_backward(call: Call, grad: Tensor, v: Tensor, g: Tensor, norms: 
     return (grad_v.to(v.dtype), radial.to(g.dtype)), (0, 0)
 
 
-def _rank(x: Tensor, dim: int | None) -> int:
-    """The number of axes of one member's tensor."""
-    return x.dim() - (dim is not None)
-
-
 @register("batch_norm", "norm")
 def batch_norm(call: Call, *args: Any) -> Result:
     """Batch normalisation with M times the channels; updates the running statistics of each member in place."""
-    outputs, dims = _normalise(call, _batch_norm, *args)
-    return outputs[0], dims[0]
+    return _normalise(call, _batch_norm, *args)
 
 
-def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
+def _batch_norm(x: Tensor, *args: Any) -> Tensor:
     """PyTorch's operator, whose output the backward pass may compute again."""
     weight, bias, _, _, training, _, eps, cudnn = args
     if not training or (running := recalls()) is None:
-        return (torch.batch_norm(x, *args),)
+        return torch.batch_norm(x, *args)
     y = torch.batch_norm(x, *args)
 
     # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
@@ -168,18 +151,16 @@ def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
         return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
 
     running.note(again, [x, weight, bias], y)
-    return (y,)
+    return y
 
 
 @register("instance_norm", "norm")
 def instance_norm(call: Call, *args: Any) -> Result:
     """Instance normalisation with M times the channels; updates the running statistics of each member in place."""
-    outputs, dims = _normalise(call, lambda *args: (torch.instance_norm(*args),), *args)
-    return outputs[0], dims[0]
+    return _normalise(call, torch.instance_norm, *args)
 
 
-def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) -> Result:
-    """The output and, if the kernel returns them, the statistics of the batch."""
+def _normalise(call: Call, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Result:
     num_models, (x_dim, *dims), stat_dims = call.num_models, call.dims[:3], call.dims[3:5]
     # Weight and bias; running mean and variance; all else.
     vectors, stats, options = args[:2], args[2:4], args[4:]
@@ -192,43 +173,33 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
     if x_dim is None and (training or stat_dims == (None, None)):
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
         inner, outer = parted(vectors, dims, x, (x.shape[1],))
-        y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, options)
+        # Running statistics of all members move towards the same values.
+        towards = [one if dim is None else one.new_zeros(x.shape[1]) for one, dim in zip(stats, stat_dims, strict=True)]
+        y = kernel(x, *inner, *towards, *options)
+        for stat, dim, part in zip(stats, stat_dims, towards, strict=True):
+            # An empty batch leaves them unchanged.
+            if dim is not None and x.numel() > 0:
+                models_first(stat, dim).mul_(1 - options[1]).add_(part)
         y = affine(y, *each(align, outer, dims, x.dim(), x.dim() - 2))
-        return (y, *saved), (None if dims == [None, None] else 0, *(None for _ in saved))
+        return y, None if dims == [None, None] else 0
     if x_dim is None:
         x, x_dim = expand(x, None, num_models), 0
     if x_dim == 0 and not training and all(dim is None for dim in (*dims, *stat_dims)):
         # [M,N,C,S], [C] -> [MN,C,S], [C] -> [M,N,C,S]
-        y, *saved = kernel(fold(x, 0, 0, num_models), *vectors, *stats, *options)
-        return (split(y, 0, num_models), *saved), (0, *(None for _ in saved))
+        return split(kernel(fold(x, 0, 0, num_models), *vectors, *stats, *options), 0, num_models), 0
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
     folded_stats = each(fold, stats, stat_dims, 0, num_models)
     # On XLA an in-place update of a view does not reach its base.
     if cloned := training and x.device.type == "xla":
         folded_stats: list[Any] = [stat if stat is None else stat.clone() for stat in folded_stats]
     folded_vectors = each(fold, vectors, dims, 0, num_models)
-    y, *saved = kernel(fold(x, x_dim, 1, num_models), *folded_vectors, *folded_stats, *options)
+    y = kernel(fold(x, x_dim, 1, num_models), *folded_vectors, *folded_stats, *options)
     if training:
         for updated, stat, dim in zip(folded_stats, stats, stat_dims, strict=True):
             # If folding had to copy, the kernel updated the copy.
             if stat is not None and dim is not None and (cloned or not models_first(stat, dim).is_contiguous()):
                 models_first(stat, dim).copy_(split(updated, 0, num_models))
-    return (split(y, 1, num_models), *(split(vector, 0, num_models) for vector in saved)), (1, *(0 for _ in saved))
-
-
-def _normalise_once(
-    kernel: Callable[..., Any], x: Tensor, inner: Vectors, stats: Any, stat_dims: Any, options: Any
-) -> Any:
-    """Normalise an input that all members share; the running statistics of all members move towards the same values."""
-    if stat_dims == (None, None):
-        return kernel(x, *inner, *stats, *options)
-    towards = [stat.new_zeros(x.shape[1]) for stat in stats]
-    outputs = kernel(x, *inner, *towards, *options)
-    # An empty batch leaves running statistics unchanged.
-    if x.numel() > 0:
-        for stat, dim, part in zip(stats, stat_dims, towards, strict=True):
-            models_first(stat, dim).mul_(1 - options[1]).add_(part)
-    return outputs
+    return split(y, 1, num_models), 1
 
 
 def parted(vectors: Vectors, dims: Any, x: Tensor, shape: Any) -> tuple[Vectors, Vectors]:
@@ -238,13 +209,9 @@ def parted(vectors: Vectors, dims: Any, x: Tensor, shape: Any) -> tuple[Vectors,
         return vectors, (None, None)
     if weight is not None and dims[0] is None:
         return (weight, None), (None, bias)
-    return (unit(x, shape, weight, bias), None), vectors
-
-
-def unit(x: Tensor, shape: Any, *vectors: Tensor | None) -> Tensor | None:
-    """Ones for the kernel if the vectors have a wider dtype than ``x``, so that it keeps statistics in that dtype."""
+    # Ones for the kernel if the vectors have a wider dtype than the input, so that it keeps statistics in that dtype.
     wide = next((vector for vector in vectors if vector is not None and vector.dtype != x.dtype), None)
-    return None if wide is None else wide.new_ones(shape)
+    return (None if wide is None else wide.new_ones(shape), None), vectors
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._kernels import programs
-from hfta_func._kernels.operators import members_in_front
 from hfta_func._torch import has_tangents
 from hfta_func.rules._layout import each, fold, split
-from hfta_func.rules._operator import Operator, runs_programs
-from hfta_func.rules._registry import Call, Result, register_each, register_looped
+from hfta_func.rules._operator import Program, runs_programs
+from hfta_func.rules._registry import Call, Result, filled, register_each, register_looped
 
 
 @register_each(
@@ -39,8 +38,7 @@ def _fast_windows(operator: Any, x: Tensor, options: Any) -> list[list[int]] | N
     is_plain = x.is_contiguous() and 0 < x.numel() < 2**31
     if "max_pool2d_with" not in operator.name() or not is_plain or not runs_programs(x, programs.pooling):
         return None
-    defaults: tuple[Any, ...] = ([], [0], [1], False)
-    taps, stride, pad, dilation, ceil_mode = (*options, *defaults[len(options) - 1 :])
+    taps, stride, pad, dilation, ceil_mode = filled(options, None, [], [0], [1], False)
     if ceil_mode:
         return None
     windows = [[*option] * (2 // len(option)) for option in (taps, stride or taps, pad, dilation)]
@@ -71,19 +69,17 @@ def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad.flatten(-2).gather(-1, places.flatten(-2)).view_as(places), None, None
 
 
-_max_pool = Operator(
+_max_pool = Program(
     "max_pool2d(Tensor x, int[] taps, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)",
     *(programs.max_pool, _keep, _backward),
     fake=lambda x, *windows: torch.ops.aten.max_pool2d_with_indices(x, *windows),
-    batched=members_in_front(lambda *args: _max_pool(*args)),
 )
-_max_pool_backward = Operator(
+_max_pool_backward = Program(
     "max_pool2d_backward(Tensor grad, Tensor places, int[] space) -> Tensor",
     programs.max_pool_backward,
     lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
     _backward_of_backward,
     fake=lambda grad, places, space: grad.new_empty((*grad.shape[:-2], *space)),
-    batched=members_in_front(lambda *args: _max_pool_backward(*args)),
 )
 
 
@@ -94,11 +90,8 @@ def unpool(operator: Any, call: Call, *args: Any) -> Result:
     return _split(operator(*each(fold, args, call.dims, 0, call.num_models)), 0, call.num_models)
 
 
-register_looped(
-    "pooling",
-    *("fractional_max_pool2d", "fractional_max_pool3d"),
-    *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
-)
+for _name in ("fractional_max_pool2d", "fractional_max_pool3d"):
+    register_looped("pooling", _name, f"{_name}_backward")
 
 
 def _split(outputs: Any, axis: int, num_models: int) -> Result:

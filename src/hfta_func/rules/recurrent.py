@@ -162,7 +162,7 @@ def _layers(
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         # [M,D,N,H] -> [DM,N,H]
         first = [state.transpose(0, 1).flatten(0, 1) for state in first]
-        after = _direction.through_time(kind, bases, first, weights[span], mask, num_models, is_fused)
+        after = _direction.through_time(kind, bases, first, weights[span], mask, is_fused)
         # [DM,T,N,H] -> [DM,N,H] -> D times [M,N,H]
         finals += zip(*(one[:, -1].unflatten(0, (directions, num_models)) for one in after), strict=True)
         output = after[0]
@@ -212,12 +212,11 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     states = each(expand, *_states(hx, hx_dims), num_models)
     if _direction.is_native(kind, inputs, [weights], 1, states):
         # [M,N,H] -> [M,1,N,H]
-        ((*results,),) = _direction.run(kind, inputs, [weights], [state.unsqueeze(1) for state in states], num_models)[
-            1
-        ]
+        first = [state.unsqueeze(1) for state in states]
+        _, (results,) = _direction.run(kind, inputs, [weights], first, num_models)
     else:
         base = _direction.gates_of_inputs(kind, inputs, weights, num_models)
-        after = _direction.through_time(kind, [base], states, [weights], None, num_models, False)
+        after = _direction.through_time(kind, [base], states, [weights], None, False)
         results = [y.squeeze(1).clone() for y in after]
     return (tuple(results), (0, 0)) if kind == "lstm" else (results[0], 0)
 

@@ -58,7 +58,7 @@ def vmap(
 
     if not torch.compiler.is_compiling():
         functools.update_wrapper(member, func, updated=())
-    return _vmap(member, in_dims, out_dims, randomness, chunk_size, MadeCalls(), routed=False)
+    return _vmap(member, in_dims, out_dims, randomness, chunk_size, None)
 
 
 def vmap_routed(func: Callable[..., Any], in_dims: Any, made: MadeCalls) -> Callable[..., Any]:
@@ -67,24 +67,19 @@ def vmap_routed(func: Callable[..., Any], in_dims: Any, made: MadeCalls) -> Call
     The function must not write its arguments, because it may run a second time. Where members run alone but not as one, it
     raises :class:`Diverged`.
     """
-    return _vmap(func, in_dims, 0, "error", None, made, routed=True)
+    return _vmap(func, in_dims, 0, "error", None, made)
 
 
 def _vmap(
-    func: Callable[..., Any],
-    in_dims: Any,
-    out_dims: Any,
-    randomness: str,
-    chunk_size: int | None,
-    made: MadeCalls,
-    routed: bool,
+    func: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, chunk: int | None, known: MadeCalls | None
 ) -> Callable[..., Any]:
+    routed, made = known is not None, MadeCalls() if known is None else known
     # A vmap that is made while the compiler traces has learned nothing, and is no object that could be asked.
     member = made.within(func, in_dims) if routed or not torch.compiler.is_compiling() else func
-    mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk)
 
     def run(args: Any, kwargs: Any) -> Any:
-        if kwargs or out_dims != 0 or chunk_size is not None:
+        if kwargs or out_dims != 0 or chunk is not None:
             return mapped(*args, **kwargs)
         # A function that is sent to another process takes along what it names, but for modules.
         return _mapped(member, args, in_dims, randomness, routed and not autodiff.rehearsing.get())
@@ -127,12 +122,11 @@ def _vmap(
 
 def _error_of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
     """The error of the first member alone, in PyTorch's words; None if it has none."""
-    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
-    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
+    dims = optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True)
     with torch.enable_grad():
-        first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+        first = optree.tree_map(lambda x, dim: x if dim is None else x.select(dim, 0), args, dims, none_is_leaf=True)
     try:
-        func(*optree.tree_unflatten(spec, first))
+        func(*first)
     except (RuntimeError, ValueError) as error:
         return error
     return None

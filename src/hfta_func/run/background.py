@@ -93,7 +93,6 @@ class BackgroundStep:
         self._latest: StepGraph | None = None
         self._calls = 0
         self._reached: Reached | None = None
-        self._keeps: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_step"], name)
@@ -125,9 +124,8 @@ class BackgroundStep:
             self._latest = None
             return self._eager(state, batch)
         batch = batch if iterations is None else iterations
-        if self._keeps is None:
-            self._keeps = kept.can_be_kept(self._step, state)
-            self._reached = reached_by(self._step) if self._keeps else None
+        if not self.shapes and kept.can_be_kept(self._step, state):
+            self._reached = reached_by(self._step)
         # PyTorch's compiler follows Python values that change; a kept graph rests on them.
         if self._reached is not None and not self._reached.holds():
             self._reached = None

@@ -192,12 +192,13 @@ def _of_mapping(runs: Mapping[Any, Any], metric: str | None) -> dict[Any, tuple[
         raise ValueError(f"the configurations have {lengths} values, or epochs of histories; {cure}")
     if metric is None and any(isinstance(run, History) for run in runs.values()):
         raise ValueError("histories have several metrics; pass metric=")
-    return {
-        name: (run.seeds.tolist(), run[str(metric)][-1].tolist())
-        if isinstance(run, History)
-        else (range(len(run)), [*map(float, run)])
-        for name, run in runs.items()
-    }
+
+    def pair(run: Any) -> tuple[Sequence[Any], list[float]]:
+        if isinstance(run, History):
+            return run.seeds.tolist(), run[str(metric)][-1].tolist()
+        return range(len(run)), [*map(float, run)]
+
+    return {name: pair(run) for name, run in runs.items()}
 
 
 def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple[Sequence[Any], list[float]]]:
@@ -210,10 +211,8 @@ def _of_frame(frame: Any, metric: str | None, by: str | None) -> dict[Any, tuple
             text = f"{by} and seed end at different epochs, {ends.min()} to {ends.max()}"
             raise ValueError(f"{text}; pass rows of epochs that compare, such as frame[frame.epoch == {ends.min()}]")
         frame = frame.loc[frame["epoch"] == ends.max()]
-    return {
-        name: (rows["seed"].tolist(), rows[metric].tolist())
-        for name, rows in frame.groupby(by, sort=False, dropna=False)
-    }
+    groups = frame.groupby(by, sort=False, dropna=False)
+    return {name: (rows["seed"].tolist(), rows[metric].tolist()) for name, rows in groups}
 
 
 def _difference(

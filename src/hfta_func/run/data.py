@@ -17,10 +17,10 @@ from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.rules.vmap import vmap
-from hfta_func.run.row_sampling import Rows, at_rows, bags, drawn, folded, given, tensors_of, weighed, weighted
+from hfta_func.run.row_sampling import Rows, at_rows, drawn, folded, given, tensors_of, weighed, weighted
 
 # Negative, to differ from the step numbers that a training step folds in.
-_ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
+_ORDER, _TRANSFORM, _BAG = -(2**61), -(2**61) - 1, -(2**61) - 2
 
 
 class ArrayLoader:
@@ -81,7 +81,7 @@ class ArrayLoader:
         transform: Callable[[Tree], Tree] | None = None,
     ):
         is_list = not (seeds is None or isinstance(seeds, Integral)) and len(seeds) > 0  # pyright: ignore
-        if is_list == shared or (seeds is None and not shared):
+        if is_list == shared:
             cure = "pass seeds=[...], one integer per model, or shared=True for one batch for all, with one integer or none"
             raise HyperparameterError(f"seeds is {seeds!r}; {cure}")
         options = {"rows": rows, "bootstrap": bootstrap or None, "folds": folds, "sampler": sampler, "weights": weights}
@@ -100,10 +100,8 @@ class ArrayLoader:
         self.transform, self.bootstrap, self._sampler = transform, bootstrap, sampler
         self._position = self._next = (0, 0)
         self._ahead: Tensor | int = 0
-        self._rows_of: Rows | None = None
-        if rows is not None:
-            self._rows_of = given(rows, len(self.keys), self.rows, device)
-        elif folds is not None:
+        self._rows_of: Rows | None = None if rows is None else given(rows, len(self.keys), self.rows, device)
+        if folds is not None:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
         self._is_stream = batches_per_epoch is not None or self._rows_of is not None
@@ -290,7 +288,7 @@ class ArrayLoader:
         else:
             order = torch.arange(self.rows, device=self.keys.device).expand(self.keys.shape[0], -1)
         if self.bootstrap:
-            order = bags(self.keys, self.rows).gather(1, order)
+            order = random.randint(random.fold_in(self.keys, _BAG), 0, self.rows, (self.rows,)).gather(1, order)
         noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]

@@ -19,6 +19,7 @@ from hfta_func._torch import seed_cpu
 from hfta_func._tree import leaves, paths, tree_map
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
+from hfta_func.run.row_sampling import moved
 from hfta_func.step.batch import plain, restored
 
 # Negative, to differ from the step numbers that a training step folds in.
@@ -126,15 +127,10 @@ class DatasetLoader(ArrayLoader):
         # Whoever leaves the iteration, such as members that go on as a smaller array, has its processes go on, too.
         with contextlib.suppress(GeneratorExit):
             for batch in loader:
-                if self._device is not None:
-                    batch = restored(tree_map(self._moved, plain(batch)), batch)
-                yield batch
+                yield batch if self._device is None else moved(batch, self._device, non_blocking=True)
         # What is left of it would hold this loader in a circle, and PyTorch ends processes of such by waiting for seconds.
         draws.close()
         self._idle.append(loader)
-
-    def _moved(self, leaf: Any) -> Any:
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hfta_func._types import ROWS, Params
 from hfta_func.errors import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import FailedStep, History, Metrics
-from hfta_func.run.row_sampling import array_of, is_dataset
+from hfta_func.run.row_sampling import array_of, is_dataset, moved
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.commit import Failure
 from hfta_func.step.evaluate import EvalStep
@@ -40,9 +41,7 @@ def make_evaluation(
         return evaluate
     pair: Any = evaluate if isinstance(evaluate, tuple) and len(evaluate) in (2, 3) else [None]
     if not callable(pair[0]) or not isinstance(original(pair[0]), EvalStep) | isinstance(step, TrainStep | JointStep):
-        cure = (
-            "pass (metric, data) or (metric, data, rows), metric(model, batch) of ONE model; or a function of the state"
-        )
+        cure = "pass (metric, data) or (metric, data, rows), metric(model, batch) of ONE model; or a function of states"
         raise ValueError(f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; {cure}")
     metric, data, *rows = pair
     if rows:
@@ -57,15 +56,14 @@ class Evaluation:
         if is_dataset(data):
             cure = "pass a DataLoader of it, such as torch.utils.data.DataLoader(dataset, 256)"
             raise BatchError(f"the data to evaluate on is a data set, {type(data).__qualname__}; {cure}")
-        if is_batch(data):
-            data = restored(tree_map(_tensor_of, plain(data)), data)
-        self._data: Any = data
+        self._is_batch = is_batch(data)
+        # The batches, each time anew; a single one is a list of it.
+        self._data: Any = [restored(tree_map(_tensor_of, plain(data)), data)] if self._is_batch else data
         self._made_from, self._sums = (step, metric), sums
         # The buffers that the latest call has written.
         self.written: Params = {}
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
-        made, dims = original(metric), 0 if self._axis else None
-        trained = None
+        made, dims, trained = original(metric), 0 if self._axis else None, None
         if not isinstance(made, EvalStep):
             made = metric = EvalStep(step.outline, metric, dataclasses.replace(step.options, batch_dims=dims))
             trained = step
@@ -83,12 +81,13 @@ class Evaluation:
         """The metrics of every member; raises a BatchError if one has no rows, or it is not known how many a batch has."""
         state, device, count = state._replace(opt_state=()), state.keys.device, len(state.keys)
         self.written = {}
-        if is_batch(self._data):
+        if self._is_batch:
             # Moved once, not in every epoch.
-            self._data = _moved(self._data, device)
+            self._data = moved(self._data, device)
         running, lengths, is_plain = Running(), None, isinstance(self._step, EvalStep)
-        for members, batch in self._batches():
-            batch = _moved(batch, device)
+        is_dealt = isinstance(self._data, ArrayLoader)
+        for members, batch in self._data.once() if is_dealt else zip(itertools.repeat(None), self._data):
+            batch = moved(batch, device)
             part = state if members is None else take(state, members)
             metrics, new = self._step.with_buffers(part, batch) if is_plain else (self._step(part, batch), {})
             if new:
@@ -102,16 +101,12 @@ class Evaluation:
                 rows, lengths = (sizes[0], lengths) if len(sizes) == 1 else (1, sizes)
             if not isinstance(rows, Tensor) and rows == 0:
                 continue
-            if is_batch(self._data):
+            if self._is_batch:
                 return metrics
-            present = None
+            few = running if members is None else running.part(members)
+            few.accumulate(metrics, rows, summed=self._sums)
             if members is not None:
-                present = torch.zeros(count, dtype=torch.bool, device=device).index_fill(0, members, True)
-                metrics = {
-                    name: value.new_zeros(count, *value.shape[1:]).index_copy(0, members, value)
-                    for name, value in metrics.items()
-                }
-            running.accumulate(metrics, rows, present, self._sums)
+                running.put(few, members, count)
         if lengths is not None and running.batches > 1:
             text = f"the tensors of a batch have lengths {lengths}, so that means over batches have no weights"
             raise BatchError(f"{text}; have the metric return the number of rows as 'rows', a tensor")
@@ -119,12 +114,6 @@ class Evaluation:
             cure = "pass data with rows, or a loader that can be iterated over in every epoch, such as a list"
             raise BatchError(f"there is no row to evaluate; {cure}")
         return running.means(self._sums)
-
-    def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
-        """Batches, and the members that see them, None for all."""
-        if isinstance(self._data, ArrayLoader):
-            return self._data.once()
-        return ((None, batch) for batch in ([self._data] if is_batch(self._data) else self._data))
 
 
 def rows_in(batch: Any, axis: int) -> list[int]:
@@ -141,17 +130,11 @@ def _tensor_of(leaf: Any) -> Any:
     return torch.as_tensor(array) if getattr(getattr(array, "dtype", None), "kind", "") in {*"biufc"} else leaf
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
-    return restored(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain(batch)), batch)
-
-
 def is_batch(data: Any) -> bool:
     """Whether data is one batch, and not an iterable over batches."""
-    listed = isinstance(data, list) and len(data) > 0 and all(isinstance(part, Tensor) for part in data)
-    return (
-        listed or isinstance(data, Tensor | Mapping | tuple) or hasattr(data, "ndim") or not isinstance(data, Iterable)
-    )
+    if isinstance(data, list):
+        return len(data) > 0 and all(isinstance(part, Tensor) for part in data)
+    return isinstance(data, Tensor | Mapping | tuple) or hasattr(data, "ndim") or not isinstance(data, Iterable)
 
 
 class Running:
@@ -175,7 +158,9 @@ class Running:
         failure = metrics.get("failure")
         # A look at the values costs less, where nothing has to wait for them.
         if failure is not None and (not self.failed or failure.device.type != "cpu" or failure.any()):
-            self._fail({"cause": torch.where(active, failure, 0), "step": metrics.get("failed_step", step - 1)})
+            failed = {"cause": torch.where(active, failure, 0), "step": metrics.get("failed_step", step - 1)}
+            # Of members that had none before.
+            self.failed = where(self.failed["cause"] == 0, failed, self.failed) if self.failed else failed
         self.accumulate({k: v for k, v in metrics.items() if k not in ("failure", "failed_step")}, 1, present)
 
     def accumulate(
@@ -227,13 +212,6 @@ class Running:
             self.counts[name] = joined(number.expand(len(members)), before.expand(count).clone())
         self.failed |= {name: joined(value, self.failed.get(name)) for name, value in few.failed.items()}
 
-    def _fail(self, failed: Metrics) -> None:
-        """Record failures of members that had none before."""
-        if self.failed:
-            first = self.failed["cause"] == 0
-            failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
-        self.failed = failed
-
     def means(self, summed: Collection[str] = ()) -> Metrics:
         """The mean of each metric, or the sum of those named, in its own type, float32 at least; sums of integers as such."""
         metrics = {name: value if name in summed else self._mean(name) for name, value in self.sums.items()}
@@ -244,12 +222,10 @@ class Running:
         """The first failure of each member in the epoch that the history has recorded last."""
         if not self.failed:
             return []
-        columns = history.members, history.seeds[history.members], self.failed["step"], self.failed["cause"]
-        return [
-            FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
-            for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
-            if cause
-        ]
+        epoch = torch.full_like(history.members, len(history))
+        columns = history.members, history.seeds[history.members], epoch, self.failed["step"], self.failed["cause"]
+        rows = zip(*map(Tensor.tolist, columns), strict=True)
+        return [FailedStep._make((*row, Failure(cause).name.lower())) for *row, cause in rows if cause]
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
@@ -260,12 +236,10 @@ class Running:
         """Restore the sums of :meth:`state_dict`."""
         # Older files have no counts, and sums in the type of the means.
         state_dict = {"counts": dict.fromkeys(state_dict["sums"], state_dict["batches"]), "dtypes": {}, **state_dict}
-        for name, value in state_dict.items():
-            setattr(self, name, tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value))
+        vars(self).update(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state_dict))
 
     def _mean(self, name: str) -> Tensor:
-        value = self.sums[name]
-        value = value if value.is_floating_point() else value.to(_double(value))
+        value = self.sums[name].to(_double(self.sums[name]))
         # By a tensor, also where all members have as many: GPUs multiply by the inverse of a number, to other bits.
         count = torch.as_tensor(self.counts[name], device=value.device)
         dtype = getattr(torch, self.dtypes.get(name, "float32"))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import indices, take
-from hfta_func._types import Params, Shared
 from hfta_func.errors import HyperparameterError, StackError
 from hfta_func.models.padding import padded
 from hfta_func.models.stack import build, init_params, stack_params, unstack_params
@@ -24,7 +23,7 @@ from hfta_func.run.history import History, Metrics
 from hfta_func.step.ensemble import Ensemble
 from hfta_func.step.members import num_positional
 from hfta_func.step.prediction import Prediction, predict
-from hfta_func.step.state import TrainState, stacked
+from hfta_func.step.state import TrainState, shared_params, stacked
 from hfta_func.step.train import TrainStep, make_train_step
 
 if TYPE_CHECKING:
@@ -107,10 +106,9 @@ class Experiment:
     ):
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
         pairs = {name for name, default in optimizer_takes.items() if isinstance(default, tuple)}
-        hyperparameters = {
-            name: [*value] if isinstance(value, tuple) and name not in factory_takes.keys() | pairs else value
-            for name, value in hyperparameters.items()
-        }
+        for name, value in hyperparameters.items():
+            if isinstance(value, tuple) and name not in factory_takes.keys() | pairs:
+                hyperparameters[name] = [*value]
         numbers, columns = columns_of(seeds, hyperparameters)
         of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
         # The plain number 0 leaves momentum out; a list of zeros does not.
@@ -200,12 +198,12 @@ class Experiment:
 
     def models(self) -> list[nn.Module]:
         """Every member as an ordinary module, see :func:`unstack_params`."""
-        made: Any = {"shared": self._shared(), **self._base}
+        made: Any = {"shared": shared_params(self.state), **self._base}
         return unstack_params(self.model, self.state.params, stacked(self.state).buffers, **made)
 
     def ensemble(self) -> Ensemble:
         """The members as one module, to call, deploy or export."""
-        made: Any = {"shared": self._shared(), "seeds": self.state.keys, **self._base}
+        made: Any = {"shared": shared_params(self.state), "seeds": self.state.keys, **self._base}
         return Ensemble(self.model, self.state.params, stacked(self.state).buffers, **made)
 
     def predict(
@@ -224,9 +222,6 @@ class Experiment:
     def _repr_html_(self) -> str:
         return f"{self!r}<br>{self.history._repr_html_()}"
 
-    def _shared(self) -> Params:
-        return self.state.shared.params if isinstance(self.state.shared, Shared) else {}
-
     def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
 
@@ -238,12 +233,10 @@ def columns_of(
     numbers = random.keys(_seeds(seeds)).tolist()
     if not numbers:
         raise HyperparameterError(f"seeds is {seeds!r}; give a number of models, or a list of one integer per model")
-    # A tuple is one value, such as the size of an image.
-    columns = {
-        name: (() if isinstance(value, tuple) else _column(value)) or [value] * len(numbers)
-        for name, value in values.items()
-    }
-    for name, column in columns.items():
+    columns = dict[str, list[Any]]()
+    for name, value in values.items():
+        # A tuple is one value, such as the size of an image.
+        columns[name] = column = (() if isinstance(value, tuple) else _column(value)) or [value] * len(numbers)
         if len(column) != len(numbers):
             raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
     return numbers, columns

@@ -156,15 +156,14 @@ def fit(
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
                 run.load(resume)
+            # What no file can hold is refused before the first step, when a loader knows its position.
+            run.begin = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
         total, done = epochs * length or None, len(run.history) * length + run.running.batches
         bar = tqdm(total=total, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
-        bar = stack.enter_context(bar)
+        stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, total, executor)
         stack.callback(trainer.close)
         segment = Compact(trainer, step, compile).segment if compact else trainer.segment
-        if resume is not None:
-            # What no file can hold is refused before the first step, when a loader knows its position.
-            run.begin = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
 
         def tick() -> bool:
             bar.update()
@@ -190,7 +189,7 @@ def fit(
     run.history.interrupted, run.history.status = run.history.interrupted or pressed(), trainer.status
     run.history.seconds = time.perf_counter() - begun
     run.history.verified = [*getattr(getattr(original(step), "oracle", None), "verified", ())]
-    return Result(run.result, run.history)
+    return Result(run.state if best is None else best.restored(run.state), run.history)
 
 
 @contextlib.contextmanager
@@ -228,24 +227,19 @@ def check_loader(loader: Any, step: Any, state: Any, is_divided: bool = False) -
     count = len(getattr(state, "keys", ()))
     _warn_of_epochs(getattr(state, "opt_state", ()), operator.length_hint(loader))
     is_known = hasattr(inspect.unwrap(step), "batch_dims") or (isinstance(loader, ArrayLoader) and not loader.shared)
+    divided = "workers and compact=True train parts of the members"
     if is_divided and not is_known:
-        raise BatchError(
-            "workers and compact=True train parts of the members, and a function around a step does not say whether these "
-            "share a batch; set its attribute: function.batch_dims = step.batch_dims"
-        )
+        cure = "set its attribute: function.batch_dims = step.batch_dims"
+        raise BatchError(f"{divided}, and a function around a step does not say whether these share a batch; {cure}")
     if is_divided and isinstance(original(step), IndexedStep):
-        raise BatchError(
-            "workers and compact=True train parts of the members, but by_index has one batch for all; leave them out"
-        )
+        raise BatchError(f"{divided}, but by_index has one batch for all; leave them out")
     # A function of a user's own, also one with the names of a step that it wraps, may make one batch of them.
     dims = getattr(original(step), "batch_dims", 0) if is_compilable(step) else 0
     if isinstance(loader, ArrayLoader) and not loader.shared and dims is None:
         cure = "give the loader shared=True, or leave out batch_dims=None"
         raise BatchError(f"the loader has a batch for each member, but all members of the step share one; {cure}")
     if dims == 0 and isinstance(loader, DataLoader) and loader.batch_size == count > 1:
-        text = (
-            f"the DataLoader has batches of {count} rows, as many as models, so that each model would train on one row"
-        )
+        text = f"the DataLoader has batches of {count} rows, as many as models, so that each would train on one row"
         raise BatchError(f"{text}; make the step with batch_dims=None to share batches, or pass a DatasetLoader")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hfta_func._tree import tree_map
 from hfta_func._types import SIGNS, direction_of, html_table, require, sparkline, text_table
 from hfta_func.errors import StateError
 from hfta_func.step.state import TrainState
@@ -102,26 +103,21 @@ class History:
         if origins is None and not places and {*old} & {*new}:
             text = f"a callback returned other members, and some of seeds {old} are equal, so it is not known which"
             raise StateError(f"{text}; select them by hfta.take, or make them inactive (state.active)")
-        origins = [
-            place if place >= 0 else places.get(seed, -1)
-            for place, seed in zip(origins or [-1] * len(new), new, strict=True)
-        ]
+        known = origins or [-1] * len(new)
+        origins = [places.get(seed, -1) if place < 0 else place for place, seed in zip(known, new, strict=True)]
         # Of several copies of a member, the first one is that member and the others are new.
         before = [-1 if place in origins[:at] else place for at, place in enumerate(origins)]
         if before == [*range(len(old))]:
             return None
         width, added = len(self.seeds), [at for at, place in enumerate(before) if place < 0]
-        members = torch.tensor([*self.members.tolist(), *range(width, width + len(added))], device="cpu")
-        numbers = iter(range(len(old), len(members)))
-        self.members = members[[next(numbers) if place < 0 else place for place in before]]
+        numbers, new_ones = self.members.tolist(), itertools.count(width)
+        members = [next(new_ones) if place < 0 else numbers[place] for place in before]
+        self.members = torch.tensor(members, device="cpu")
         if added:
             self.seeds = torch.cat([self.seeds, keys.cpu()[added]])
             self.since = torch.cat([self.since, torch.full((len(added),), len(self), device="cpu")])
             columns = torch.arange(width, device="cpu")
-            self.epochs = [
-                {name: widened(value, columns, width, len(self.seeds)) for name, value in metrics.items()}
-                for metrics in self.epochs
-            ]
+            self.epochs = tree_map(lambda value: widened(value, columns, width, len(self.seeds)), self.epochs)
         return before
 
     def frame(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
@@ -144,7 +140,7 @@ class History:
         for epoch, metrics in enumerate(self.epochs or [{}], start=1):
             shown = {name: values.tolist() for name, values in metrics.items() if values.shape == (count,)}
             rows = {**fixed, "epoch": epoch}
-            rows |= {_column(name, rows): values for name, values in shown.items()}
+            rows |= {f"{name}_metric" if name in rows else name: values for name, values in shown.items()}
             frames.append(pandas.DataFrame(rows))
         return pandas.concat(frames, ignore_index=True).iloc[: count * len(self)]
 
@@ -159,7 +155,8 @@ class History:
         """
         latest = self.frame(**columns).iloc[::-1]
         is_absent = latest.iloc[:, latest.columns.get_loc("epoch") + 1 :].isna().all(axis=1)
-        return _one_of_each(latest.iloc[is_absent.argsort(kind="stable")])
+        rows = latest.iloc[is_absent.argsort(kind="stable")].drop_duplicates("member")
+        return rows.sort_values("member", ignore_index=True)
 
     def best(self, metric: str, mode: Mode = "min", **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
         """:meth:`frame` with one row per member: its best epoch, or its first one if the metric has only been NaN.
@@ -175,10 +172,8 @@ class History:
             >>> history.best("loss").epoch.tolist()
             [1, 2]
         """
-        present(self, metric)
-        column = _column(metric, ("member", "seed", "epoch", *self.columns, *columns))
-        rows = self.frame(**columns).sort_values(column, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
-        return _one_of_each(rows)
+        rows = self._best(metric, mode) * len(self.seeds) + torch.arange(len(self.seeds), device="cpu")
+        return self.frame(**columns).iloc[rows.tolist()].reset_index(drop=True)
 
     def table(self, metric: str, mode: Mode = "min") -> str:
         """The best epoch of every member as text, without pandas: seed, :attr:`columns`, value and epoch.
@@ -196,16 +191,19 @@ class History:
                  0     7  0.5000           1
                  1     8  0.2500           2
         """
-        present(self, metric)
-        values = self[metric].double()
-        epochs = (values * SIGNS[direction_of(mode)]).nan_to_num(torch.inf, torch.inf, -torch.inf).argmin(0)
-        best = [f"{value:.4f}" for value in values.gather(0, epochs[None])[0].tolist()]
+        epochs = self._best(metric, mode)
+        best = [f"{value:.4f}" for value in self[metric].double().gather(0, epochs[None])[0].tolist()]
         given = {name: column for name, column in self.columns.items() if name not in ("member", "seed", "seeds")}
         columns = {"member": range(len(best)), "seed": self.seeds.tolist(), **given, metric: best}
         columns["best epoch"] = (epochs + 1).tolist()
         texts = [[f"{each:g}" if isinstance(each, float) else str(each) for each in one] for one in columns.values()]
         rows = [[*columns], *map(list, zip(*texts, strict=True))]
         return f"{len(best)} members, {len(self)} epochs, {self.seconds:.1f} s\n{text_table(rows, '>' * len(columns))}"
+
+    def _best(self, metric: str, mode: Mode) -> Tensor:
+        """The number of each member's best epoch, its first one if the metric has only been NaN."""
+        present(self, metric)
+        return (self[metric].double() * SIGNS[direction_of(mode)]).nan_to_num(torch.inf).argmin(0)
 
     def __repr__(self) -> str:
         names = f": {', '.join(self.epochs[-1])}" if self.epochs else ""
@@ -232,24 +230,13 @@ class History:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the epochs and failures of :meth:`state_dict`."""
-        self.epochs = [
-            {name: values[number].cpu() for name, values in block.items()}
-            for length, block in state_dict["epochs"]
-            for number in range(length)
-        ]
+        self.epochs = []
+        for length, block in state_dict["epochs"]:
+            self.epochs += [{name: values[at].cpu() for name, values in block.items()} for at in range(length)]
         self.failures = [FailedStep(*failure) for failure in state_dict["failures"]]
         # Files of earlier versions have no such entries, because members could not change.
-        self.seeds, self.members, self.since = (
-            state_dict.get(name, getattr(self, name)).cpu() for name in ("seeds", "members", "since")
-        )
-
-
-def _column(metric: str, taken: Container[str]) -> str:
-    return f"{metric}_metric" if metric in taken else metric
-
-
-def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
-    return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
+        for name in ("seeds", "members", "since"):
+            setattr(self, name, state_dict.get(name, getattr(self, name)).cpu())
 
 
 def present(history: History, metric: str) -> Tensor:
@@ -260,10 +247,8 @@ def present(history: History, metric: str) -> Tensor:
     """
     values = history[metric]
     if values.shape[1:] != history.seeds.shape:
-        shape, wanted = [*values.shape[1:]], [*history.seeds.shape]
-        raise ValueError(
-            f"metric '{metric}' has shape {shape} per epoch; a callback needs one number per model {wanted}"
-        )
+        text = f"metric '{metric}' has shape {[*values.shape[1:]]} per epoch"
+        raise ValueError(f"{text}; a callback needs one number per model {[*history.seeds.shape]}")
     return (values if values.is_floating_point() else values.double())[:, history.members]
 
 

@@ -20,9 +20,8 @@ _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 # oneDNN also reports errors of memory descriptors, which have nothing to do with the amount of memory.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
-    r"|could not create a memory(?! descriptor)",
-    re.IGNORECASE,
+    r"(?i)out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
+    r"|could not create a memory(?! descriptor)"
 )
 
 

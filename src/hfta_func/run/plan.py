@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import statistics
@@ -130,7 +129,7 @@ def plan(
             is_due = turn >= _LEAST and size == sizes[0] if steps is None else bool(times)
             if size >= failed or (is_due and spent > budget):
                 break
-            measured = arrays.attempt(size, functools.partial(_times, device=arrays.device))
+            measured = arrays.attempt(size, lambda step: _times(step, arrays.device))
             if measured is None:
                 failed = size
             else:
@@ -194,11 +193,6 @@ class _Arrays:
         self.held, self.shared = members // count, whole - members
         self.peaks: dict[int, int] = {}
 
-    def inputs(self, size: int) -> tuple[TrainState, Tree]:
-        """State and batch of ``size`` members."""
-        members = torch.arange(size, device=self.device) % num_models(self._state)
-        return take(self._state, members), take_batch(self._dims, self._batch, members)
-
     def attempt(self, size: int, work: Callable[[Callable[[], None]], T]) -> T | None:
         """The result of ``work`` with the step of ``size`` members, whose peak is noted; None if they do not fit."""
         # A CPU's system would kill the process.
@@ -210,7 +204,8 @@ class _Arrays:
             held[0], _ = self.step(*held)
 
         try:
-            held += self.inputs(size)
+            members = torch.arange(size, device=self.device) % num_models(self._state)
+            held += take(self._state, members), take_batch(self._dims, self._batch, members)
             result = work(step)
             if size not in self.peaks:
                 # Of memory that is freed and that it has not seen allocated, a CPU's profiler would tell the terminal.

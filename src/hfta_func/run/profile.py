@@ -125,8 +125,8 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
         ['folded', 'folded']
     """
     check_counts(steps=1 if steps is None else steps)
-    if getattr(getattr(original(step), "options", None), "donate", False):
-        state = tree_map(torch.clone, state)
+    # A copy, because a step with donate=True writes the state.
+    given, state = state, tree_map(torch.clone, state)
     device, begin, plain, sessions, kind = leaves(state)[0].device, time.perf_counter(), list[float](), list[Any](), ""
 
     def seconds() -> float:
@@ -138,14 +138,11 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
 
     with contextlib.closing(_batches(batch)) as batches:
         first = next(batches)
-        inputs = tree_map(torch.clone, state), first
         state, _ = step(state, first)
-        took, calls = seconds(), 2
+        took = [seconds() for _ in range(1, _WARM)][-1]
         # Until the step runs as it will.
-        while calls < _WARM or (
-            "has not paid" in getattr(step, "status", "") and time.perf_counter() - begin < _PATIENCE
-        ):
-            took, calls = seconds(), calls + 1
+        while "has not paid" in getattr(step, "status", "") and time.perf_counter() - begin < _PATIENCE:
+            took = seconds()
         number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
         number = number if steps is None else math.ceil(steps / _ROUNDS)
         for _ in range(_ROUNDS):
@@ -160,7 +157,7 @@ def profile(step: Callable[..., Any], state: TrainState, batch: Any, *, steps: i
                         with mark(STEP):
                             state, _ = step(state, rows)
             sessions.append(recorded.kineto_results.events())
-    return _summed_up(original(step), *inputs, kind, plain, sessions)
+    return _summed_up(original(step), given, first, kind, plain, sessions)
 
 
 def _batches(batch: Any) -> Generator[Any]:

@@ -112,6 +112,7 @@ class Span:
     def __init__(self, event: Any):
         self.name, self.start, self.sequence = str(event.name()), event.start_ns(), event.sequence_nr()
         self.end, self.id = self.start + event.duration_ns(), event.correlation_id()
+        self.seconds = event.duration_ns() / 1e9
         self.is_node = self.name.startswith("autograd::engine::evaluate_function: ")
         self.is_operator = "::" in self.name and not self.is_node and event.scope() == 0
         self.inside: list[Span] = []
@@ -130,11 +131,6 @@ class Span:
         if not self.is_operator or self.operator in _COPIES:
             return self.is_operator
         return not _CHEAP.match(self.operator) and all(_CHEAP.match(span.operator) for span in [*self][1:])
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return (self.end - self.start) / 1e9
 
 
 def iterations_of(events: Iterable[Any]) -> list[Span]:

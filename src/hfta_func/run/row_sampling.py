@@ -15,7 +15,7 @@ from hfta_func import random
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.errors import BatchError, HyperparameterError
-from hfta_func.step.batch import plain
+from hfta_func.step.batch import plain, restored
 
 
 def at_rows(leaf: Tensor, rows: Tensor) -> Tensor:
@@ -27,6 +27,12 @@ def at_rows(leaf: Tensor, rows: Tensor) -> Tensor:
 def array_of(leaf: Any) -> Any:
     """The array in a column or frame, as of pandas; anything else as it is."""
     return leaf.to_numpy().copy() if hasattr(leaf, "to_numpy") else leaf
+
+
+def moved(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """A batch on a device."""
+    parts = tree_map(lambda x: x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x, plain(batch))
+    return restored(parts, batch)
 
 
 def is_dataset(data: Any) -> bool:
@@ -66,7 +72,7 @@ def drawn(sampler: Callable[[int, int], Sequence[Any]], keys: Tensor, epochs: Te
 
 
 # Negative, to differ from the step numbers that a training step folds in.
-_BAG, _FOLDS = -(2**61) - 2, -(2**61) - 3
+_FOLDS = -(2**61) - 3
 
 
 @dataclass(frozen=True)
@@ -128,11 +134,6 @@ def folded(folds: int, num_models: int, count: int, device: torch.device) -> Row
     # As many of each, since parts differ by a row where the folds do not divide the data.
     held_out = [(part == number).nonzero().flatten()[: count // folds] for number in parts]
     return Rows([(part != number).nonzero().flatten() for number in parts], held_out)
-
-
-def bags(keys: Tensor, count: int) -> Tensor:
-    """``[M, count]`` rows drawn with replacement by each member's key."""
-    return random.randint(random.fold_in(keys, _BAG), 0, count, (count,))
 
 
 def weighed(weights: Any, num_models: int, count: int, device: torch.device, rows: Rows | None) -> Tensor:

@@ -44,9 +44,7 @@ class Run(Members):
         sums: Collection[str] = (),
     ):
         if is_table(loader) or is_dataset(loader):
-            cure = (
-                "pass an iterable over batches, such as an ArrayLoader, or a DatasetLoader or DataLoader of a data set"
-            )
+            cure = "pass an iterable over batches, such as an ArrayLoader, or a DataLoader or DatasetLoader of the data"
             raise BatchError(f"the loader is a {type(loader).__qualname__}, which does not yield batches; {cure}")
         if isinstance(loader, ArrayLoader):
             # Workers go on from its position.
@@ -110,11 +108,6 @@ class Run(Members):
             since = self.history.since[self.history.members].tolist()
             starts = [self.loader.epoch - len(self.history) + epoch for epoch in since]
             self.loader = self.loader.follow(positions, self.state.keys, starts)
-
-    @property
-    def result(self) -> TrainState:
-        """The state, with members as of their best epochs if these are kept."""
-        return self.state if self.best is None else self.best.restored(self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """What a file holds of the run besides the state."""
@@ -220,7 +213,6 @@ class Best:
         if self._state is None:
             # Copies, because a step with donate=True writes the state.
             self._state, self._value = tree_map(torch.clone, state), value
-            return
         better = is_better(value, self._value, self._sign)
         self._state = where(better.to(state.active.device), state, self._state)
         self._value = torch.where(better, value, self._value)

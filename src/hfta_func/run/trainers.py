@@ -162,21 +162,19 @@ class ExecutorTrainer(Trainer):
 
     def _prepared(self, run: Members) -> PartWorker:
         """The function that workers call, made anew for another loader, and where a callback has changed what it holds."""
-        is_dealt = isinstance(run.loader, ArrayLoader)
-        loader = copy.copy(run.loader) if is_dealt else None
-        if loader is not None:
-            loader.load_state_dict({"epoch": 0, "batches": 0})
-        held = _fingerprint((self._step, loader))
+        dealt = run.loader if isinstance(run.loader, ArrayLoader) else None
+        at_start = copy.copy(dealt)
+        if at_start is not None:
+            at_start.load_state_dict({"epoch": 0, "batches": 0})
+        held = _fingerprint((self._step, at_start))
         if run.loader is not self._loader or self._function is None or held[0] != self._sent[0]:
             if run.loader is not self._loader:
                 self._left = None
             old, self._loader, self._sent = self._function, run.loader, held
             if old is not None:
                 self._executor.forget(old)
-            self._function = PartWorker(
-                self._step, run.loader if is_dealt else None, run.state.keys.device.type, self._compile
-            )
-        if not is_dealt and self._left is None:
+            self._function = PartWorker(self._step, dealt, run.state.keys.device.type, self._compile)
+        if dealt is None and self._left is None:
             self._left = [*run.loader]
         return self._function
 
@@ -193,21 +191,18 @@ class ExecutorTrainer(Trainer):
             where = torch.arange(low, high, device=device)
             given = take(run.state, where), [take_batch(dims, batch, where) for batch in left]
             held.append(Shared(given) if executor.shares else dumps(given))
-            order = {
-                "part": getattr(held[-1], "path", held[-1]),
-                "sums": tree_map(cpu, running.part(where).state_dict()),
-            }
-            calls[executor.submit(function, span=(low, high), position=position, until=until, **order)] = part
-        answers: dict[int, Any] = {}
-        while len(answers) < len(parts):
+            sums = tree_map(cpu, running.part(where).state_dict())
+            order = {"part": getattr(held[-1], "path", held[-1]), "sums": sums, "span": (low, high)}
+            calls[executor.submit(function, position=position, until=until, **order)] = part
+        results: list[Any] = [None] * len(parts)
+        for _ in parts:
             call, answer = executor.wait(None)
             low, high = parts[calls[call]]
             if isinstance(answer, WorkerError):
                 raise WorkerError(f"models {low} to {high - 1}: {answer}")
             if isinstance(answer, Exception):
                 raise renumbered(answer, range(low, high))
-            answers[calls[call]] = answer
-        results = [answers[part] for part in range(len(parts))]
+            results[calls[call]] = answer
         self._busy = max(answer["seconds"] for answer in results)
         running.join([answer["running"] for answer in results], device)
         ended = all(answer["ended"] for answer in results)
@@ -275,9 +270,8 @@ class AutoTrainer(Trainer):
             expected = spent if left is None else left * statistics.median(times or [0.0])
             if self._parallel is None and len(times) >= _FIRST:
                 longest = max(longest, expected)
-                self._compared = (
-                    f"no worker processes: they start for {_LEAST:g} s of training, not for {longest:.1f} s"
-                )
+                reason = f"they start for {_LEAST:g} s of training, not for {longest:.1f} s"
+                self._compared = f"no worker processes: {reason}"
                 if expected >= _LEAST:
                     self._parallel, self._compared = self._make(), "worker processes have not started yet"
         # The first steps of a new process do much once.

@@ -56,8 +56,7 @@ def windows(
                 [4., 5., 6., 7.],
                 [6., 7., 8., 9.]])
     """
-    persons = [signals] if isinstance(signals, Signal) else [*signals]
-    events = [events] if isinstance(signals, Signal) else events
+    persons, events = ([signals], [events]) if isinstance(signals, Signal) else ([*signals], events)
     events = [None] * len(persons) if events is None else [*events]
     first = persons[0]
     for person, signal in enumerate(persons):
@@ -110,8 +109,7 @@ def _labelled(signal: Signal, events: Any, begins: Tensor, size: int) -> tuple[T
     outside = ~((at >= signal.start - 1e-3 / signal.rate) & (at < signal.end))
     if bool(outside.any()):
         event = int(outside.nonzero()[0])
-        text = f"event {event} is at {at[event].item():g} s, outside of {signal!r}"
-        raise BatchError(f"{text}; give seconds by the signal's own clock")
+        raise BatchError(f"event {event} is at {at[event]:g} s, outside of {signal!r}; give seconds by its own clock")
     # An event between two samples concerns the later one.
     first = ((at - signal.start) * signal.rate - 1e-3).ceil().long()
     holding, ending = (torch.searchsorted(first, sample, right=True) - 1 for sample in (begins, begins + size - 1))

@@ -107,13 +107,10 @@ def join(first: Any, *others: Any) -> Any:
         spans = ", ".join(f"{each.start:g} to {each.end:g} s" for each in (first, *others))
         raise BatchError(f"signals have no time in common: {spans}; give times by one clock")
     first = first.samples(low, high)
-    held = [_held(other, first) for other in others]
-    missing = first.values.new_zeros(len(first), dtype=torch.bool)
-    for gaps in (first.gaps, *(gaps for _, gaps in held)):
-        missing.index_fill_(0, gaps, True)
+    values, gaps = zip((first.values, first.gaps), *(_held(other, first) for other in others), strict=True)
+    missing = first.values.new_zeros(len(first), dtype=torch.bool).index_fill_(0, torch.cat(gaps), True)
     gaps = numbers(missing)
-    values = torch.cat([first.values, *(values for values, _ in held)])
-    return first.made(values.index_fill_(1, gaps, 0), gaps)
+    return first.made(torch.cat(values).index_fill_(1, gaps, 0), gaps)
 
 
 def _held(signal: Signal, at: Signal) -> tuple[Tensor, Tensor]:

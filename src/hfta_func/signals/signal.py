@@ -169,12 +169,11 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
     zeros = values.values.new_zeros(len(values.values), int(missing.max()))
     first, *stretches = values.values.split(lengths.tolist(), 1)
     pairs = zip((zeros[:, :size] for size in missing.tolist()), stretches, strict=True)
-    grid = torch.cat([first, *itertools.chain.from_iterable(pairs)], 1)
     between = torch.arange(int(missing.sum()), device=times.device) + skips.repeat_interleave(missing)
     if len(values.gaps):
         moved = values.gaps + (at - begins)[torch.searchsorted(skips, values.gaps, right=True)]
         between = torch.cat([between, moved]).sort().values
-    return values.made(grid, between, start=times[0].item())
+    return values.made(torch.cat([first, *itertools.chain.from_iterable(pairs)], 1), between, start=times[0].item())
 
 
 def as_tensor(values: Any, name: str, **options: Any) -> Tensor:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,17 @@ import hfta_func as hfta
 from hfta_func._types import require
 from hfta_func.errors import HyperparameterError
 
-numpy, base, metrics, multiclass, validation = (
-    require(name, "sklearn")
-    for name in ("numpy", "sklearn.base", "sklearn.metrics", "sklearn.utils.multiclass", "sklearn.utils.validation")
-)
+_MODULES = "base", "metrics", "utils.multiclass", "utils.validation"
+numpy = require("numpy", "sklearn")
+base, metrics, multiclass, validation = (require(f"sklearn.{name}", "sklearn") for name in _MODULES)
 
 # Negative, to differ from what a loader draws by the same keys.
 _HOLD_OUT = -(2**61) - 4
 _ROWS = 4096
 
 
-class Fitted(NamedTuple):
-    """Trained members of one array."""
-
-    model: nn.Module
-    params: hfta.models.Stacked
-    history: hfta.run.History
+Fitted = tuple[nn.Module, hfta.models.Stacked, hfta.run.History]
+"""Any module of an array, its trained members, and their history."""
 
 
 def perceptron(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -87,8 +82,7 @@ class ArrayEstimator(base.BaseEstimator):
         names = numpy.zeros(len(inputs)) if groups is None else _column(groups, inputs)
         self.groups_, which = numpy.unique(names, return_inverse=True)
         rows = [torch.tensor(which == group).nonzero().flatten() for group in range(len(self.groups_))]
-        data = (inputs, targets, *weights_of(sample_weight, inputs))
-        ((_, fitted),) = train([self] * len(rows), data, rows)
+        ((_, fitted),) = train([self] * len(rows), (inputs, targets, *weights_of(sample_weight, inputs)), rows)
         self._is_grouped = groups is not None
         self.model_, self.params_, self.history_ = fitted
         return self
@@ -110,8 +104,7 @@ class ArrayEstimator(base.BaseEstimator):
         """What the model of each sample's group makes of it, or the mean over all models, as an array."""
         validation.check_is_fitted(self, "params_")
         X = validation.validate_data(self, X, reset=False, allow_nd=True)
-        dtype = next(self.model_.parameters()).dtype
-        inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
+        inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, next(self.model_.parameters()).dtype)
         if groups is None or not self._is_grouped:
             outputs = hfta.predict(self.model_, self.params_, inputs.split(_ROWS)).outputs
             return finish(outputs).mean(0).cpu().numpy()
@@ -264,13 +257,13 @@ def train(
         params = (estimator.model_params or {}).items()
         settings["model_params"] = {name: "a float" if isinstance(value, float) else value for name, value in params}
         arrays.setdefault(repr(settings), []).append(place)
-    return [
-        (places, _train_array([estimators[place] for place in places], data, [rows[place] for place in places]))
-        for places in arrays.values()
-    ]
+    return [(places, _train_array(places, estimators, data, rows)) for places in arrays.values()]
 
 
-def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequence[Tensor]) -> Fitted:
+def _train_array(
+    places: list[int], estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequence[Tensor]
+) -> Fitted:
+    estimators, rows = [estimators[place] for place in places], [rows[place] for place in places]
     first, (inputs, targets, *weights) = estimators[0], data
     loss, outputs = first.loss or first._default_loss, first._outputs
     make_model = functools.partial(first.make_model or perceptron, tuple(inputs.shape[1:]), outputs)
@@ -310,7 +303,7 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, ...], rows: Sequ
     options |= dict(epochs=first.epochs, batches_per_epoch=first.batches_per_epoch, progress=False)
     experiment.fit((inputs, targets, *weights), first.batch_size, rows=rows, **options)
     params = hfta.models.Stacked(experiment.state.params, hfta.step.stacked(experiment.state).buffers)
-    return Fitted(experiment.model, params, experiment.history)
+    return experiment.model, params, experiment.history
 
 
 def _seed(random_state: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +116,7 @@ class ArraySearchCV(selection.GridSearchCV):
         """
         grid = self.param_grid
         settings: list[dict[str, Any]] = [*(selection.ParameterGrid(grid) if isinstance(grid, Mapping) else grid)]
-        splits = _splits(self.estimator, X, numpy.asarray(y), groups, self.cv)
+        splits = _splits(self.estimator, X, numpy.asarray(y), groups, self.cv, slice(None))
         scores = _scores(self.estimator, settings, X, y, splits, self.scoring, params)
         rows = [{"test_scores": score, "fit_time": 0.0, "score_time": 0.0} for score in scores.flatten()]
         results = self._format_results(settings, len(splits), rows)
@@ -131,9 +131,8 @@ class ArraySearchCV(selection.GridSearchCV):
         return self
 
 
-def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any = None) -> list[tuple[Any, Any]]:
+def _splits(estimator: Any, X: Any, y: Any, groups: Any, cv: Any, part: Any) -> list[tuple[Any, Any]]:
     """Train and test rows of the folds, numbers in ``part``."""
-    part = slice(None) if part is None else part
     splitter = selection.check_cv(cv, y[part], classifier=base.is_classifier(estimator))
     groups = None if groups is None else validation.column_or_1d(groups)[part]
     return [*splitter.split(y[part], y[part], groups)]
@@ -156,8 +155,7 @@ def _tables(pipelines: Sequence[Any], settings: Sequence[Any], X: Any, y: Any, s
     for place, whole in enumerate(pipelines):
         fold, setting = place % len(splits), settings[place // len(splits)]
         # By identity, since values may be arrays and estimators; the settings hold them.
-        changed = [(name, id(value)) for name, value in setting.items() if name.partition("__")[0] != last]
-        key = fold, *sorted(changed)
+        key = fold, *sorted((name, id(value)) for name, value in setting.items() if name.partition("__")[0] != last)
         if key not in fitted:
             trained, steps = splits[fold][0], whole[:-1]
             part = steps.fit_transform(_at(X, trained), y[trained]) if steps.steps else _at(X, trained)
@@ -187,17 +185,10 @@ def _at(X: Any, rows: Any) -> Any:
 
 
 def _scores(
-    estimator: Any,
-    settings: Iterable[Mapping[str, Any]],
-    X: Any,
-    y: Any,
-    splits: Sequence[Any],
-    scoring: Any,
-    params: Mapping[str, Any],
+    estimator: Any, settings: list[Any], X: Any, y: Any, splits: Sequence[Any], scoring: Any, params: Mapping[str, Any]
 ) -> Any:
     """The scores ``[settings, folds]`` of one member each."""
-    settings, labels = [*settings], numpy.asarray(y)
-    is_pipeline = isinstance(estimator, pipeline.Pipeline)
+    labels, is_pipeline = numpy.asarray(y), isinstance(estimator, pipeline.Pipeline)
     name = f"{estimator.steps[-1][0]}__sample_weight" if is_pipeline else "sample_weight"
     wholes = [_with(estimator, setting) for setting in settings for _ in splits]
     members = [whole.steps[-1][1] if is_pipeline else whole for whole in wholes]
@@ -205,9 +196,8 @@ def _scores(
         if not isinstance(member, ArrayEstimator):
             cure = "end the pipeline with an ArrayClassifier or ArrayRegressor, or use scikit-learn's own function"
             raise HyperparameterError(f"{type(member).__name__} does not train as an array; {cure}")
-    if params.keys() - {name}:
-        cure = "leave it out, or use scikit-learn's own function"
-        raise HyperparameterError(f"fit takes {name}, not {min(params.keys() - {name})}; {cure}")
+    if other := params.keys() - {name}:
+        raise HyperparameterError(f"fit takes {name}, not {min(other)}; leave it out, or use scikit-learn's function")
     weights = weights_of(params.get(name), labels)
     if is_pipeline:
         tables = _tables(wholes, settings, X, labels, splits)
@@ -229,15 +219,14 @@ def _scores(
         learned = {name: value for name, value in vars(first).items() if name not in first.get_params()}
         for place in table.places:
             vars(members[place]).update(learned, groups_=numpy.zeros(1), _is_grouped=False)
-        for places, fitted in train([members[place] for place in table.places], data, table.rows):
+        for places, (model, stacked, _) in train([members[place] for place in table.places], data, table.rows):
             for index, place in enumerate(table.places[each] for each in places):
-                members[place].model_, members[place].params_ = fitted.model, hfta.take(fitted.params, [index])
+                members[place].model_, members[place].params_ = model, hfta.take(stacked, [index])
                 tested = splits[place % len(splits)][1]
                 try:
                     scores[place] = scorer(wholes[place], _at(X, tested), labels[tested])
                 except ValueError as error:
                     # As in scikit-learn: a model that went to infinity has no score, and does not end the search.
-                    text = f"a fold of {wholes[place]!r} has no score: {error}"
-                    warnings.warn(text, RuntimeWarning, stacklevel=2)
+                    warnings.warn(f"a fold of {wholes[place]!r} has no score: {error}", RuntimeWarning, stacklevel=2)
                     scores[place] = numpy.nan
     return scores.reshape(-1, len(splits))

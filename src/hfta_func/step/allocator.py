@@ -33,8 +33,7 @@ def keep_memory(enabled: bool = True) -> bool:
     _is_decided = True
     if not (enabled and sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"):
         return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(name, value) == 1 for name, value in _SETTINGS.items()])
+    return all([ctypes.CDLL(None).mallopt(name, value) == 1 for name, value in _SETTINGS.items()])
 
 
 def keep_memory_once() -> None:

@@ -17,12 +17,12 @@ from hfta_func._torch import pytree
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
 from hfta_func.errors import BatchError, LossError
+from hfta_func.verify.held import as_tensor
 
 
 def plain(batch: Tree) -> Tree:
     """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
-    parts = _parts(batch)
-    if parts is None:
+    if (parts := _parts(batch)) is None:
         return batch
     made = {name: plain(child) for name, child in parts.items()}
     if not isinstance(batch, (tuple, list)):
@@ -41,18 +41,11 @@ def restored(tree: Tree, batch: Tree) -> Any:
 
 def as_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of one model as tensors, also those that are numbers, as of ``len(batch)`` or scikit-learn."""
-    made = {**named}
-    for name, value in made.items():
-        if isinstance(value, numbers.Number):
-            made[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        elif not isinstance(value, Tensor):
+    for name, value in named.items():
+        if not isinstance(value, (Tensor, numbers.Number)):
             kind = type(value).__qualname__
             raise LossError(f"metric '{name}' of one model is a {kind}; return each metric as one tensor or number")
-    return made
-
-
-_TENSOR = object()
-"""Stands for a tensor in what a model returns."""
+    return {name: as_tensor(value) for name, value in named.items()}
 
 
 def apart(output: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -60,16 +53,16 @@ def apart(output: Any) -> tuple[Any, tuple[Any, ...]]:
     if all([isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)]):
         return output, ()
     parts, spec = pytree.tree_flatten(plain(output))
-    others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in parts]
-    return [leaf for leaf in parts if isinstance(leaf, Tensor)], (output, spec, others)
+    return [leaf for leaf in parts if isinstance(leaf, Tensor)], (output, spec, parts)
 
 
 def together(tensors: Any, rest: Any) -> Any:
     """The inverse of :func:`apart`."""
     if not rest:
         return tensors
-    (output, spec, others), each = rest, iter(tensors)
-    return restored(pytree.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in others], spec), output)
+    (output, spec, parts), each = rest, iter(tensors)
+    filled = [next(each) if isinstance(leaf, Tensor) else leaf for leaf in parts]
+    return restored(pytree.tree_unflatten(filled, spec), output)
 
 
 def is_plain(batch: Tree) -> bool:
@@ -85,17 +78,6 @@ def is_table(data: Any) -> bool:
         return isinstance(data, Mapping)
     shapes = [leaf.shape for leaf in data if isinstance(leaf, Tensor) and leaf.dim()]
     return len(shapes) == len(data) and len({rows for rows, *_ in shapes}) == 1 < len({*shapes})
-
-
-def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
-    """The tree with a number for every leaf, and the leaves by number."""
-    listed: list[Any] = []
-
-    def number(leaf: Any) -> int:
-        listed.append(leaf)
-        return len(listed) - 1
-
-    return tree_map(number, tree), listed
 
 
 def copied(tree: Tree, shared: bool = False) -> Tree:
@@ -123,11 +105,9 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
     elif not isinstance(tree, Tensor):
         raise BatchError(f"{path} is a {type(tree).__qualname__}; the leaves of a batch must be tensors")
     elif tree.is_nested or tree.dim() == 0 or tree.shape[0] != count:
-        raise BatchError(
-            f"{path} is {'nested' if tree.is_nested else list(tree.shape)} but the array has {count} models; give every "
-            f"model its own part [{count}, N, ...], or share one batch by batch_dims=None, in an Experiment by "
-            f"options={{'batch_dims': None}}"
-        )
+        why = f"{path} is {'nested' if tree.is_nested else list(tree.shape)} but the array has {count} models"
+        cure = f"give every model its own part [{count}, N, ...], or share one batch by batch_dims=None"
+        raise BatchError(f"{why}; {cure}, in an Experiment by options={{'batch_dims': None}}")
 
 
 def _text(tree: Tree) -> str:
@@ -161,15 +141,9 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     return batch if count == 1 else restored(over(rows, dims, plain(batch)), batch)
 
 
-def leaf_dims(dims: Tree, tree: Tree) -> Tree:
-    """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
-    return over(lambda dim, leaf: dim, dims, tree)
-
-
 def over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
     """``func(dim, leaf)`` for each leaf of a batch that :func:`plain` has made, with its entry of ``dims``."""
-    parts = _parts(tree)
-    if parts is None:
+    if (parts := _parts(tree)) is None:
         return func(dims if isinstance(tree, Tensor) else None, tree)
     each: Any = dims if isinstance(dims, (Mapping, tuple, list)) else None
     return _filled(tree, {name: over(func, dims if each is None else each[name], x) for name, x in parts.items()})

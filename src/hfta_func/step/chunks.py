@@ -28,14 +28,11 @@ class Chunks:
     """
 
     def __init__(self, size: int | Literal["auto"] | None):
-        self.size = size
-        self._alone = False
+        self.size, self._alone = size, False
         self.sizes: dict[Any, int] = {}
         """What ``"auto"`` has found for each shape of batch."""
 
-    def __call__(
-        self, run: Any, members: tuple[Any, ...], batch: Tree, dims: Tree, adds: bool = False, size: Any = None
-    ) -> Any:
+    def __call__(self, run: Any, members: Tree, batch: Tree, dims: Tree, adds: bool = False, size: Any = None) -> Any:
         """The results of all members, which begin with their keys; with ``adds`` the first of them are sums over members."""
         count, device = members[0].shape[0], members[0].device
 
@@ -52,8 +49,7 @@ class Chunks:
         if given == "auto" and (torch.compiler.is_compiling() or inside_transform() or device.type == "xla"):
             given = count
         if given == "auto":
-            tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
-            key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
+            key = (count, device, *((leaf.shape, leaf.dtype) for leaf in leaves(batch) if isinstance(leaf, Tensor)))
             if key not in self.sizes:
                 self.sizes[key] = fastest(grouped, count, device)
             given = self.sizes[key]
@@ -68,10 +64,9 @@ class Chunks:
         except Diverged as error:
             where, sides, cause = user_code_location(error), error.sides, error.__cause__
             if stop - start == 1:
-                nested = (
-                    f"{where} branches on the value of a tensor below a vmap of the model's own; use torch.where, masks"
-                )
-                raise (TraceError(nested) if sides is not None or cause is None else cause) from None
+                why = f"{where} branches on the value of a tensor below a vmap of the model's own"
+                nested = TraceError(f"{why}; use torch.where, masks")
+                raise (nested if sides is not None or cause is None else cause) from None
         if sides is None:
             # For good: each step would fail first.
             self._alone = True
@@ -106,13 +101,12 @@ def fastest(run: Callable[[int], object], count: int, device: torch.device) -> i
     sizes = [1 << power for power in range(count.bit_length()) if 1 << power < count] + [count]
     best = dict.fromkeys(sizes, float("inf"))
     # Sizes take turns, so that a disturbance does not fall on one of them alone; the first round warms up.
-    for turn in range(_ROUNDS + 1):
-        for size in sizes:
-            start = now(device)
-            run(size)
-            elapsed = now(device) - start
-            if turn:
-                best[size] = min(best[size], elapsed)
+    for turn, size in itertools.product(range(_ROUNDS + 1), sizes):
+        start = now(device)
+        run(size)
+        elapsed = now(device) - start
+        if turn:
+            best[size] = min(best[size], elapsed)
     return min(sizes, key=best.__getitem__)
 
 

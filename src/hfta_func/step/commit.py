@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from hfta_func import random
 from hfta_func._kernels import nonfinite
 from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
-from hfta_func._tree import difference, leaves, per_model, tree_map, where, write
+from hfta_func._tree import difference, leaves, per_model, tree_map, where
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.calls.routing import routed_by_member
 from hfta_func.errors import NonFiniteError, StateError
@@ -25,9 +25,9 @@ from hfta_func.models.sharing import shared_of
 from hfta_func.optim import GradientTransformation
 from hfta_func.optim._base import is_of_package, renew
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
-from hfta_func.step.gradients import StepOutputs
+from hfta_func.step.gradients import StepOutputs, are_sums
 from hfta_func.step.options import Options
-from hfta_func.step.state import Carried, TrainState
+from hfta_func.step.state import Carried, TrainState, stored
 
 # Negative, as all numbers are that this package folds into the keys of a state.
 NOISE = -(2**62) - 2**61
@@ -81,8 +81,7 @@ def _kernel_for(leaves: Sequence[Tensor]) -> Callable[[list[Tensor]], Tensor] | 
     """The kernel for dense leaves of these shapes."""
     models, dtype = len(leaves[0]), leaves[0].dtype
     plain = all(type(leaf) is Tensor and leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves)
-    run = nonfinite.program(dtype) if plain and models else None
-    if run is None:
+    if not (plain and models) or (run := nonfinite.program(dtype)) is None:
         return None
     sizes = [leaf.numel() // models for leaf in leaves]
 
@@ -161,7 +160,7 @@ class Verdict(NamedTuple):
 def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
     """Decide from losses and gradients."""
     # Codes are compared as plain numbers: compilers do not know an enum's members for such.
-    shared = [] if outputs.summed else outputs.shared.values()
+    shared = [] if are_sums(outputs) else outputs.shared.values()
     failure = diagnose(outputs.losses, [*outputs.grads.values(), *shared])
     succeeded = failure == int(Failure.NONE)
     report = {"loss": outputs.losses, "finite": succeeded, "failure": failure}
@@ -179,8 +178,7 @@ def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
 
 def looked_at(verdict: Verdict, state: TrainState, options: Options) -> Verdict:
     """The verdict, after a look at its values; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
-    keep = verdict.keep
-    assert keep is not None
+    keep: Any = verdict.keep
     if options.nonfinite == "raise":
         failure = refuse(torch.where(state.active, verdict.report["failure"], 0), state.step, options.network)
         # In a graph, what depends on no result is left out.
@@ -211,8 +209,7 @@ class Commit:
         """Copies of the model's shared parameters and their optimizer's state; ``()`` if nothing is shared."""
         if not self.shared:
             return ()
-        named = model.named_parameters()
-        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.shared}
+        params = {path: x.detach().to(device, copy=True) for path, x in model.named_parameters() if path in self.shared}
         # An array of one model: hyperparameters per member need a ``shared_optimizer`` beside them.
         return Shared(params, self._shared_optimizer.init(_as_one(params)))
 
@@ -220,29 +217,21 @@ class Commit:
         """The next state, in new tensors or in the old ones."""
         keep = verdict.keep
         params, opt_state = self.renewed(state, outputs, keep)
-        after = TrainState(
+        carry = state.carry
+        if isinstance(carry, Carried) and leaves(self._carried):
+            now = tree_map(outputs.metrics.__getitem__, self._carried)
+            carry = carry._replace(now=now if keep is None else where(keep, now, carry.now))
+        after = state._replace(
             params={path: params.get(path, param) for path, param in state.params.items()},
             buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
             opt_state=opt_state,
-            keys=state.keys,
             step=state.step + state.active,
-            hparams=state.hparams,
             active=verdict.active,
             loss_scale=verdict.loss_scale,
             shared=self.renewed_shared(state, outputs, keep),
-            carry=self.next_carry(state, outputs, keep),
+            carry=carry,
         )
-        if not self._donate:
-            return after
-        write(state, after)
-        return state
-
-    def next_carry(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> Tree:
-        """What members carry to the next batch."""
-        if not isinstance(state.carry, Carried) or not leaves(self._carried):
-            return state.carry
-        now = tree_map(outputs.metrics.__getitem__, self._carried)
-        return state.carry._replace(now=now if keep is None else where(keep, now, state.carry.now))
+        return stored(state, after, self._donate)
 
     def renewed(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None) -> tuple[Params, Tree]:
         """Parameters and the optimizer's state, new for members where ``keep`` is True."""
@@ -268,7 +257,7 @@ class Commit:
         if not isinstance(shared, Shared):
             return ()
         grads = outputs.shared
-        if not outputs.summed:
+        if not are_sums(outputs):
             # Not a product, since 0 times NaN is NaN.
             every = state.active if keep is None else keep
             grads = {path: torch.where(per_model(every, x).bool(), x, 0).sum(0, True) for path, x in grads.items()}

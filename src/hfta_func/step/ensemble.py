@@ -24,9 +24,6 @@ from hfta_func.step.layers import Layers, follow_member, layers_of, without_stac
 from hfta_func.step.prediction import Deployed, Predicting, Prediction, gather
 from hfta_func.verify import Verify
 
-_MADE = ("_runs", "_modules_now")
-"""Attributes of an ensemble that are made anew in a copy."""
-
 
 class Ensemble(nn.Module):
     """M models of one architecture as one ``nn.Module``, whose parameters are ``[M, ...]``.
@@ -87,8 +84,7 @@ class Ensemble(nn.Module):
         held: Params = {path: nn.Parameter(leaf.detach().clone(), required[path]) for path, leaf in params.items()}
         held |= {path: leaf.detach().clone() for path, leaf in buffers.items()}
         held |= {path: nn.Parameter(leaf.detach().clone()) for path, leaf in shared.items()}
-        for path, leaf in base.items():
-            held[path] = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
+        held |= {path: nn.Parameter(leaf.detach(), False) if path in required else leaf for path, leaf in base.items()}
         self.array = layers_of(model, held)
         self._numbers = [path for path in buffers if path not in dict(model.named_buffers())]
         self._layers = Layers(self.array)
@@ -238,9 +234,8 @@ class Ensemble(nn.Module):
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
         (model,) = self._apart(*take((params, buffers), 0))
-        other = Ensemble(
-            model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared(), verify=self.verify
-        )
+        options: Any = {"share_frozen": bool(self._base), "shared": self.shared(), "verify": self.verify}
+        other = Ensemble(model, params, buffers, seeds=keys, **options)
         other.calls.copy_(calls)
         return other
 
@@ -312,15 +307,15 @@ class Ensemble(nn.Module):
         try:
             with outside_transforms():
                 self._layers.follow(self.array, self._model[0])
-                verify = self.verify and not self._layers.has_hooks
-                run = Predicting(self._model[0], modes[0], bool(self._base), verify)
+                run = Predicting(self._model[0], modes[0], bool(self._base), self.verify and not self._layers.has_hooks)
         finally:
             set_compiling(compiling)
         self._runs[modes] = self._layers.values(), run
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _MADE}
+        # What a copy makes anew.
+        return {name: value for name, value in vars(self).items() if name not in ("_runs", "_modules_now")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

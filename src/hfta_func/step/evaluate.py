@@ -67,8 +67,7 @@ def make_eval_step(
         torch.Size([3])
     """
     kept = {"share_frozen": share_frozen, "shared_params": shared_params, "verify": verify}
-    options = Options(batch_dims, chunk_size, autocast, **kept)
-    return EvalStep(model, metric_fn, options)
+    return EvalStep(model, metric_fn, Options(batch_dims, chunk_size, autocast, **kept))
 
 
 class EvalStep(ArrayFunction, Compiled):
@@ -131,14 +130,13 @@ class EvalStep(ArrayFunction, Compiled):
         """See :class:`ArrayFunction`."""
         try:
             with torch.set_grad_enabled(self.takes_gradients):
-                results = super().compute(given, batch, common, **how)
+                return tree_map(Tensor.detach, super().compute(given, batch, common, **how))
         except RuntimeError as error:
             if self.takes_gradients or "does not require grad" not in str(error):
                 raise
             # Such as the residual of a differential equation; what others compute needs no graph.
             self.takes_gradients = True
             return self.compute(given, batch, common, **how)
-        return tree_map(Tensor.detach, results)
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         if not (torch.compiler.is_compiling() or rehearsing.get() or given.keys.is_inference()):

@@ -287,8 +287,7 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
     count = len(state.step)
 
     def present(name: str, spec: Any) -> list[Any]:
-        values = state.hyperparams.get(name)
-        if values is None:
+        if (values := state.hyperparams.get(name)) is None:
             return [None] * count if spec is None else vector(name, spec, count, state.step.device).tolist()
         return Hyperparams(type(state), **{name: spec}).at({name: values}, state.step)[name].tolist()
 

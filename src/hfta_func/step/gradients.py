@@ -48,7 +48,11 @@ class StepOutputs(NamedTuple):
     metrics: Params  # what the loss function reports
     buffers: Params  # those after the forward pass
     shared: Params  # the gradients of what members share, each member's ``[M, ...]``
-    summed: bool = False  # or their sums ``[1, ...]``, if no member is to be left out
+
+
+def are_sums(outputs: StepOutputs) -> bool:
+    """Whether the gradients of what members share are their sums ``[1, ...]`` instead, as no member is to be left out."""
+    return any([len(leaf) < len(outputs.losses) for leaf in outputs.shared.values()])
 
 
 class Gradients(ArrayFunction):
@@ -103,7 +107,7 @@ class Gradients(ArrayFunction):
             apart = {path: grads.pop(path) for path in shared}
         (losses, metrics, buffers), trained = others, _without(given.trained, shared)
         buffers = emptied(buffers, state.hparams, state.buffers)
-        return StepOutputs(trained, grads, losses, metrics, buffers, apart, summed)
+        return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
     def check(self, trial: Trial | None, state: TrainState, batch: Tree, outputs: StepOutputs) -> None:
         """Raise a VerifyError if members alone compute something else, in a call that is compared."""
@@ -112,7 +116,7 @@ class Gradients(ArrayFunction):
             given, batch = self.tensors(state), self.with_carry(state, batch)
             # Numbers of the members' own are in the state's hyperparameters, not in its buffers.
             buffers = {path: leaf for path, leaf in outputs.buffers.items() if path not in state.hparams}
-            grads = outputs.grads if outputs.summed else outputs.grads | outputs.shared
+            grads = outputs.grads if are_sums(outputs) else outputs.grads | outputs.shared
             after = given._replace(scale=(), trained=outputs.params)
             results = self._results((grads, outputs.losses, outputs.metrics, buffers), after, {})
             self.compare(trial, given, batch, {}, results)
@@ -172,10 +176,7 @@ def carrying(loss_fn: Callable[..., Any], names: Tree) -> Callable[..., Any]:
         tree_map(reported.__setitem__, names, after)
         return loss, reported
 
-    def call_with_hparams(model: nn.Module, pair: Any, hparams: Any) -> Any:
-        return call(model, pair, hparams)
-
-    return call_with_hparams if num_positional(loss_fn) >= 4 else call
+    return call if num_positional(loss_fn) < 4 else lambda model, pair, hparams: call(model, pair, hparams)
 
 
 def handed(optimizers: Iterable[Any], schedulers: Any) -> list[Any]:
@@ -223,27 +224,24 @@ def _without(params: Params, others: Params) -> Params:
     return {path: param for path, param in params.items() if path not in others}
 
 
-def grad_and_aux(
-    params: Params, func: Callable[[Params], tuple[Tensor, Any]], less: bool = False
-) -> tuple[Params, Any]:
+def grad_and_aux(params: Params, run: Callable[[Params], tuple[Tensor, Any]], less: bool = False) -> tuple[Params, Any]:
     """Gradient of the first result, and the second result; ``less`` keeps less for the backward pass.
 
     The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
     that is plain autograd, which is faster than ``torch.func.grad``; compiler and outer transforms know only the latter.
     """
     if torch.compiler.is_compiling() or inside_transform():
-        return torch.func.grad(func, has_aux=True)(params)
+        return torch.func.grad(run, has_aux=True)(params)
     leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
     with torch.enable_grad(), Recalls()() if less else contextlib.nullcontext():
-        value, aux = func(leaves)
+        value, aux = run(leaves)
     try:
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         raise advice(error) or error from error.__cause__
     # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
-    parts = {
-        path: [x for x in (grad, leaves[path].grad) if x is not None] for path, grad in zip(leaves, grads, strict=True)
-    }
+    pairs = zip(leaves.items(), grads, strict=True)
+    parts = {path: [x for x in (grad, leaf.grad) if x is not None] for (path, leaf), grad in pairs}
     if not any(parts.values()):
         raise LossError("the loss depends on no parameter of the model that it is given; compute it from model(...)")
     result = {path: sum(both[1:], both[0]) if both else torch.zeros_like(leaves[path]) for path, both in parts.items()}

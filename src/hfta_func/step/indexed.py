@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from hfta_func.optim import GradientTransformation
 from hfta_func.step.batch import over, plain, restored
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import Taken, TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.verify import Trial
 
@@ -56,30 +56,13 @@ def by_index(step: TrainStep) -> TrainStep:
     return IndexedStep(*step._made_from)
 
 
-class _Mixed(NamedTuple):
-    """A batch of rows of different members."""
-
-    rows: Tree
-    members: Tensor
-    weights: Tensor
-
-
-def _mixed(batch: Any) -> _Mixed:
-    """A batch by its parts; raises a BatchError if it has others."""
+def _mixed(batch: Any) -> tuple[Tree, Tensor, Tensor]:
+    """The rows of a batch, the members that they belong to, and weights; raises a BatchError if it has other parts."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise BatchError("a batch of a step by_index is (rows, index), such as ((inputs, targets), index)")
     rows, index = batch
     index, weights = index if isinstance(index, tuple | list) else (index, torch.ones_like(index, dtype=torch.float32))
-    return _Mixed(rows, index, weights)
-
-
-def _check_index(index: Tensor, count: int) -> None:
-    """Raise a BatchError unless each row has the number of a member."""
-    if can_look(index) and bool((wrong := (index < 0) | (index >= count)).any()):
-        row = int(wrong.nonzero()[0])
-        raise BatchError(
-            f"index[{row}] is {int(index[row])}, but the array has {count} models; give numbers from 0 to {count - 1}"
-        )
+    return rows, index, weights
 
 
 def _sums(values: Tensor, index: Tensor, count: int) -> Tensor:
@@ -133,8 +116,7 @@ class IndexedGradients(Gradients):
 
         members = tree_map(lambda leaf: leaf[index], state._replace(opt_state=(), carry=()))
         # The noise of a row depends on its place among its member's rows.
-        place = (index[:, None] == index).tril(-1).sum(1)
-        keys = random.fold_in(members.keys, ROWS - place)
+        keys = random.fold_in(members.keys, ROWS - (index[:, None] == index).tril(-1).sum(1))
         return members._replace(keys=keys), restored(over(alone, self.options.batch_dims, plain(rows)), rows)
 
 
@@ -151,19 +133,18 @@ class IndexedStep(TrainStep):
         self.batch_dims = None
         known = options.shared_params, leaves(options.carry), options.collect, optimizer.search
         if any(known) or self._gradients.rewrites_params:
-            raise ValueError(
-                "by_index takes no step with shared_params, carry, collect, lbfgs or a trained Embedding(max_norm=)"
-            )
+            refused = "shared_params, carry, collect, lbfgs or a trained Embedding(max_norm=)"
+            raise ValueError(f"by_index takes no step with {refused}")
 
     def __reduce__(self) -> Any:
         return IndexedStep, self._made_from
 
-    def __call__(
-        self, state: TrainState, batch: Tree = None, *, owned: bool = False
-    ) -> tuple[TrainState, dict[str, Tensor]]:
+    def __call__(self, state: TrainState, batch: Tree = None, *, owned: bool = False) -> Taken:
         """Take one step with every active member that has a row; raises a BatchError if an index is none of a member."""
         (rows, index, weights), count = _mixed(batch), len(state.keys)
-        _check_index(index, count)
+        if can_look(index) and bool((wrong := (index < 0) | (index >= count)).any()):
+            row, cure = int(wrong.nonzero()[0]), f"give numbers from 0 to {count - 1}"
+            raise BatchError(f"index[{row}] is {int(index[row])}, but the array has {count} models; {cure}")
         index = index.long()
         mixed = rows, (index, weights)
         number = _sums(torch.ones_like(index), index, count)

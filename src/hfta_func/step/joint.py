@@ -13,16 +13,15 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import Compiled, can_look, inside_transform
-from hfta_func._tree import leaves, tree_map, where, write
+from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import Params, Tree
 from hfta_func.errors import StackError
 from hfta_func.models.structure import ties
 from hfta_func.optim._transforms import PartitionState, covers
 from hfta_func.step.batch import rows_of
 from hfta_func.step.commit import Failure
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, stored
 from hfta_func.step.train import TrainStep
-from hfta_func.verify import Oracle
 
 # Negative, as all numbers that this package folds into the keys of a state.
 _NOISE = -(2**62) - 2**60
@@ -83,9 +82,8 @@ class JointStep(Compiled):
                 if (value := getattr(step.options, field)) != other:
                     raise ValueError(f"{field} is {value} for '{name}'; in a joint step it must be {other} for all")
             if leaves(step.options.carry):
-                raise ValueError(
-                    f"'{name}' has carry=, which a joint step does not pass on; keep it in buffers of the model"
-                )
+                why = f"'{name}' has carry=, which a joint step does not pass on"
+                raise ValueError(f"{why}; keep it in buffers of the model")
             for path, other in ties(step.outline).items():
                 owners = {path.partition(".")[0], other.partition(".")[0]}
                 if len(owners) > 1 and owners <= steps.keys():
@@ -103,6 +101,8 @@ class JointStep(Compiled):
         self._gradients, *others = [step._gradients for step in self._steps.values()]
         for each in others:
             each.count_with(self._gradients)
+        self.oracle = self._gradients.oracle
+        """What compares calls of the first network's step with members alone."""
 
     def __reduce__(self) -> Any:
         return JointStep, self._made_from
@@ -154,11 +154,9 @@ class JointStep(Compiled):
                 after = after._replace(**{f: where(~failed, getattr(after, f), getattr(state, f)) for f in fields})
             means = {k: torch.stack(v).mean(0) if v[0].is_floating_point() else v[-1] for k, v in reports.items()}
             metrics = {"finite": failure == int(Failure.NONE), "failure": failure, **means}
-            if not self.options.donate:
-                return after, metrics
-            metrics = tree_map(torch.clone, metrics)
-            write(state, after)
-            return state, metrics
+            if self.options.donate:
+                metrics = tree_map(torch.clone, metrics)
+            return stored(state, after, self.options.donate), metrics
 
     def replayed(self, steps: int | None = None) -> JointStep:
         """The step, each of whose networks is replayed from now on; see :meth:`TrainStep.replayed`.
@@ -169,11 +167,6 @@ class JointStep(Compiled):
         for name, step in self._steps.items():
             step.replayed(steps and steps * self._parts // self._every[name])
         return self
-
-    @property
-    def oracle(self) -> Oracle:
-        """What compares calls of the first network's step with members alone."""
-        return next(iter(self._steps.values())).oracle
 
     @property
     def status(self) -> str:
@@ -203,8 +196,7 @@ class JointStep(Compiled):
                 after, report = self._steps[name](given, rows)
                 if self._once:
                     # What has moved since the latest update of its network stays.
-                    moved = {path: given.buffers[path] != leaf for path, leaf in start.items()}
-                    kept = {path: torch.where(moved[path], given.buffers[path], x) for path, x in after.buffers.items()}
+                    kept = {k: torch.where(x != start[k], x, after.buffers[k]) for k, x in given.buffers.items()}
                     start = {path: kept[path] if covers(name, path) else leaf for path, leaf in start.items()}
                     after = after._replace(buffers=kept)
                 state = after._replace(

@@ -23,7 +23,6 @@ from hfta_func.errors import StateError
 from hfta_func.models.scalar_attributes import hold
 from hfta_func.models.skeleton import outline
 
-_READERS = "torch/nn/init.py", "torch/optim/_muon.py"
 _MIXING = torch.optim.Adafactor, torch.optim.LBFGS
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
@@ -42,24 +41,18 @@ class StackedParameter(nn.Parameter):
 
     ndimension = dim
 
-    @property
-    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of axes, for PyTorch itself."""
-        _refuse_readers()
-        return super().ndim
+    ndim = property(dim)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
 
 def _refuse_readers() -> None:
     if torch.compiler.is_compiling():
         return
-    frame = sys._getframe(2)
-    name = frame.f_code.co_filename
-    if is_users_file(name) or name.endswith(_READERS):
-        raise StateError(
-            f"{frame.f_code.co_name} reads how many axes a parameter of an Ensemble has, of which the first is the models, "
-            f"so a bias looks like a matrix; initialise by ensemble.apply(init), group parameters by their layers, "
-            f"for layer in ensemble.modules(), and train with hfta.muon instead of torch.optim.Muon"
-        )
+    code = sys._getframe(2).f_code
+    if is_users_file(code.co_filename) or code.co_filename.endswith(("torch/nn/init.py", "torch/optim/_muon.py")):
+        axes = "how many axes a parameter of an Ensemble has, of which the first is the models"
+        cure = "initialise by ensemble.apply(init), group parameters by their layers, for layer in ensemble.modules()"
+        muon = "train with hfta.muon instead of torch.optim.Muon"
+        raise StateError(f"{code.co_name} reads {axes}, so a bias looks like a matrix; {cure}, and {muon}")
 
 
 @functools.cache
@@ -71,24 +64,20 @@ def watch_optimizers() -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     if isinstance(optimizer, _MIXING) and any(isinstance(param, StackedParameter) for param in params):
-        raise StateError(
-            f"{type(optimizer).__name__} computes one update from the entries of all members of an Ensemble; train it by an "
-            f"optimizer that treats entries alike, such as Adam, or train the models by make_train_step"
-        )
+        why = f"{type(optimizer).__name__} computes one update from the entries of all members of an Ensemble"
+        cure = "train it by an optimizer that treats entries alike, such as Adam"
+        raise StateError(f"{why}; {cure}, or train the models by make_train_step")
 
 
 def layers_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the model that holds these tensors ``[M, ...]`` by path, numbers of the members' own among them."""
     tree = outline(model)
     hold(tree, tensors.keys() - places_of(tree).keys())
-    places = places_of(tree)
-    paths: dict[int, list[str]] = {}
-    for path, (held, name) in places.items():
-        paths.setdefault(id(held[name]), []).append(path)
-    for names in paths.values():
-        for path in names if names[0] in tensors else ():
-            held, name = places[path]
-            held[name] = tensors[names[0]]
+    firsts: dict[int, str] = {}
+    for path, (held, name) in places_of(tree).items():
+        # One that stands in several places has its first path in the array.
+        if (first := firsts.setdefault(id(held[name]), path)) in tensors:
+            held[name] = tensors[first]
     return tree
 
 
@@ -148,10 +137,9 @@ class Layers:
         names = [_names(layer) for _, layer in layers]
         if names != self._names:
             differing = (path for (path, _), a, b in zip(layers, names, self._names, strict=False) if a != b)
-            raise StateError(
-                f"'{next(differing, layers[-1][0])}' of an Ensemble is another layer than in its models, or has other "
-                f"parameters; change the models, and make an Ensemble of them: Ensemble.from_modules([...])"
-            )
+            where = next(differing, layers[-1][0])
+            why = f"'{where}' of an Ensemble is another layer than in its models, or has other parameters"
+            raise StateError(f"{why}; change the models, and make an Ensemble of them: Ensemble.from_modules([...])")
         self.has_hooks = False
         for at, ((_, layer), module) in enumerate(zip(layers, model.modules(), strict=True)):
             # Numbers that calls count in the model go on there.
@@ -174,19 +162,15 @@ def follow_member(tree: nn.Module, member: nn.Module) -> None:
     for layer, module in zip(tree.modules(), member.modules(), strict=True):
         if any(vars(module)[kind].keys() - vars(layer)[kind].keys() for kind in (*_HOOKS, *_BACKWARD)):
             raise StateError("apply runs for each member alone; register hooks of all members on ensemble.modules()")
-        numbers = vars(layer)["_buffers"].keys()
-        settings = {name: value for name, value in _plain(module).items() if name not in numbers}
+        settings = {name: value for name, value in _plain(module).items() if name not in vars(layer)["_buffers"]}
         vars(layer).update(settings, training=module.training)
     for param, like in zip(tree.parameters(), member.parameters(), strict=True):
         param.requires_grad_(like.requires_grad)
 
 
 def _plain(layer: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(layer).items()
-        if name not in (*MODULE_ATTRIBUTES, "forward") and isinstance(value, _PLAIN)
-    }
+    plain = {name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in plain.items() if name not in (*MODULE_ATTRIBUTES, "forward")}
 
 
 def _names(layer: nn.Module) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import Compiled, NotReplayableError, can_look, inside_transform, untraced
-from hfta_func._tree import leaves, tree_map, where, write
+from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import Tree, check_counts, recorded
 from hfta_func.calls.scan import alike, looped
 from hfta_func.errors import BatchError, LossError, TraceError
@@ -21,7 +21,7 @@ from hfta_func.step import replay
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.commit import Commit, Failure
 from hfta_func.step.members import Rehearsed
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, stored
 from hfta_func.verify import Oracle, Reached
 
 
@@ -73,10 +73,7 @@ class ManySteps(Compiled):
             return call(self._step, state)
         rehearse()
         after, metrics = call(self.in_graph, state)
-        if not self.options.donate:
-            return after, metrics
-        write(state, after)
-        return state, metrics
+        return stored(state, after, self.options.donate), metrics
 
 
 class Loop(ManySteps, Rehearsed):
@@ -155,8 +152,7 @@ class Loop(ManySteps, Rehearsed):
     def eagerly(self, state: TrainState, batch: Tree, watch: Callable[[Any], None] = lambda _: None) -> Any:
         """What ``collect`` returns, which ``watch`` is called with."""
         collect: Any = self.options.collect
-        result = collect(state)
-        watch(result)
+        watch(result := collect(state))
         return result
 
 
@@ -209,10 +205,8 @@ class Searching:
 
     def __init__(self, step: Any, model: nn.Module):
         if step.options.shared_params or leaves(step.options.carry):
-            raise ValueError(
-                "lbfgs evaluates each member as often as its own search asks for; leave out shared_params and carry, or take "
-                "another optimizer"
-            )
+            why = "lbfgs evaluates each member as often as its own search asks for"
+            raise ValueError(f"{why}; leave out shared_params and carry, or take another optimizer")
         self._search = step.optimizer.search
         optimizer, options = _latest_gradients(), replace(step.options, donate=False)
         # The step itself, with what computes its gradients, but for what it does with them.

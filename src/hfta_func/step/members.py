@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import constant_to_compiler, current_trace, inside_transform, set_compiling
+from hfta_func._torch import constant_to_compiler, current_trace, inside_transform, pytree, set_compiling
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
@@ -25,18 +25,7 @@ from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.rules import _measured
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import (
-    check_batch,
-    copied,
-    is_plain,
-    leaf_dims,
-    numbered,
-    of_member,
-    over,
-    plain,
-    restored,
-    take_batch,
-)
+from hfta_func.step.batch import check_batch, copied, is_plain, of_member, over, plain, restored, take_batch
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -57,8 +46,8 @@ class Rehearsed:
         """
         if torch.compiler.is_dynamo_compiling() and not inside_transform() and is_plain(given):
             if not self._is_rehearsed():
-                layout, values = numbered(given)
-                self._rehearse(layout, *values)
+                values, spec = pytree.tree_flatten(given)
+                self._rehearse(pytree.tree_unflatten([*range(len(values))], spec), *values)
 
     @constant_to_compiler
     def _is_rehearsed(self) -> bool:
@@ -156,17 +145,14 @@ class ArrayFunction(Rehearsed):
         def member(key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree) -> Any:
             return take(*self._bound(params, buffers, tree, hparams, lambda: batch, key=key))
 
-        batch_dims = self.dims_of(batch)
-        dims_of_leaves = leaf_dims(batch_dims, tree)
-        if self._bound.differentiates_shared:
+        def expanded(dim: int | None, leaf: Any) -> Any:
+            return leaf.expand(len(given.keys), *leaf.shape) if dim is None and _may_differentiate(leaf) else leaf
+
+        batch_dims, differentiates = self.dims_of(batch), self._bound.differentiates_shared
+        dims_of_leaves = over(lambda dim, x: 0 if differentiates and _may_differentiate(x) else dim, batch_dims, tree)
+        if differentiates:
             self._made.need()
-            count = len(given.keys)
-            dims_of_leaves = over(lambda dim, leaf: 0 if _may_differentiate(leaf) else dim, batch_dims, tree)
-            tree = over(
-                lambda dim, leaf: leaf.expand(count, *leaf.shape) if dim is None and _may_differentiate(leaf) else leaf,
-                batch_dims,
-                tree,
-            )
+            tree = over(expanded, batch_dims, tree)
         run = vmap_routed(member, (0, dims, 0, 0, dims_of_leaves), self._made)
         with autocasting(given.keys.device, None if judged else self.options.autocast):
             return run(given.keys, params | common, given.buffers, given.hparams, tree)
@@ -211,7 +197,7 @@ class ArrayFunction(Rehearsed):
 
     def _rehearsal(self, given: Tensors, batch: Tree, common: Params) -> None:
         """What a compiler traces, before it does: of the first member, and compared with members alone."""
-        part, held = take_batch(self.dims_of(batch), batch, slice(0, 1)), self.oracle.held(given.keys.device)
+        part, held = take_batch(self.dims_of(batch), batch, slice(0, 1)), self.oracle.reached(given.keys.device).held
         try:
             self._run(part, tree_map(lambda leaf: leaf[:1].detach().clone(), given), part, common)
             self.compare(self.oracle(given.keys, plain(batch)), given, batch, common)

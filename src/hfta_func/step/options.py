@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, Tree
-from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, zero_count
 from hfta_func.verify import Verify
 
 LossScaleState = namedtuple("LossScaleState", ["scale", "growth_tracker", "hyperparams"])
@@ -52,18 +52,14 @@ class LossScale:
         growth_interval: PerModel = 2000,
     ):
         self._start = Hyperparams(LossScaleState, init_scale=init_scale)
-        self._hyperparams = Hyperparams(
-            LossScaleState, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
-        )
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        self._hyperparams = Hyperparams(LossScaleState, **factors, growth_interval=growth_interval)
 
     def init(self, count: int, device: torch.device) -> LossScaleState:
         """The state of ``count`` members."""
         like = {"": torch.empty(count, 0, device=device)}
-        return LossScaleState(
-            scale=self._start.init(like)["init_scale"].float(),
-            growth_tracker=torch.zeros(count, dtype=torch.int64, device=device),
-            hyperparams=self._hyperparams.init(like),
-        )
+        scale = self._start.init(like)["init_scale"].float()
+        return LossScaleState(scale, zero_count(like), self._hyperparams.init(like))
 
     def overflowed(self, state: LossScaleState, gradient_failed: Tensor) -> Tensor:
         """Members whose gradient failed because of the scale: it is above 1 and may be lowered."""
@@ -73,16 +69,13 @@ class LossScale:
         """The next scales; ``overflow`` and ``active`` are ``bool[M]``, and inactive members keep theirs."""
         hyperparams, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
         grow = streak >= hyperparams["growth_interval"]
-        factor = torch.where(
-            overflow, hyperparams["backoff_factor"], torch.where(grow, hyperparams["growth_factor"], 1.0)
-        )
+        growth = torch.where(grow, hyperparams["growth_factor"], 1.0)
+        factor = torch.where(overflow, hyperparams["backoff_factor"], growth)
         scale = (state.scale * factor).float()
         # A scale that would grow beyond the largest float32 stays.
         scale = torch.where(scale.isfinite(), scale, state.scale)
-        streak = torch.where(grow, 0, streak)
-        return LossScaleState(
-            torch.where(active, scale, state.scale), torch.where(active, streak, state.growth_tracker), hyperparams
-        )
+        tracker = torch.where(active, torch.where(grow, 0, streak), state.growth_tracker)
+        return LossScaleState(torch.where(active, scale, state.scale), tracker, hyperparams)
 
 
 _CHOICES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from hfta_func._tree import leaves, paths, tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.errors import BatchError
 from hfta_func.models.stack import Stacked
-from hfta_func.step.batch import apart, check_batch, plain
-from hfta_func.step.batch import together as joined
+from hfta_func.step.batch import apart, check_batch, plain, together
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.members import ArrayFunction, Tensors
 from hfta_func.step.options import Options
@@ -143,18 +142,16 @@ class Deployed(nn.Module):
 def _one_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
+    why = f"the model returns a {type(output).__qualname__}, and predictions are of one tensor [N, ...]"
     cure = "wrap it in a module that returns the one to predict; an Ensemble and make_eval_step return all of them"
-    raise BatchError(
-        f"the model returns a {type(output).__qualname__}, and predictions are of one tensor [N, ...]; {cure}"
-    )
+    raise BatchError(f"{why}; {cure}")
 
 
 def gather(run: Callable[..., Any], batches: Any, inputs: Callable[[Any], Any] | None) -> Prediction:
     """Call ``run`` on each batch and join the outputs ``[M, N, ...]``; see :meth:`Ensemble.predict` for the others."""
     if not hasattr(batches, "__iter__") and isinstance(batches, Dataset):
-        raise BatchError(
-            f"a {type(batches).__qualname__} has no batches; pass a DataLoader of it, or a tensor of its rows"
-        )
+        cure = "pass a DataLoader of it, or a tensor of its rows"
+        raise BatchError(f"a {type(batches).__qualname__} has no batches; {cure}")
     batches, parts = batches if inputs is None else map(inputs, batches), []
     for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
@@ -205,14 +202,6 @@ def predict(
     return gather(lambda *args, **kwargs: evaluate(state, (args, kwargs))["output"], batches, inputs)
 
 
-class Arguments(NamedTuple):
-    """The arguments of a model, and which of them belong to members, see :meth:`Ensemble.forward`."""
-
-    args: Any
-    kwargs: dict[str, Any]
-    dims: Any = None
-
-
 def _call(model: nn.Module, batch: Any) -> Any:
     return model(*batch[0], **batch[1])
 
@@ -245,21 +234,22 @@ class Predicting(ArrayFunction):
         self, stacked: Stacked, common: tuple[Params, Params], keys: Tensor, args: Any, kwargs: Any, batch_dims: Tree
     ) -> tuple[Any, Params]:
         """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
-        batch = Arguments(args, kwargs, tuple(batch_dims) if isinstance(batch_dims, list) else batch_dims)
-        dims = {"args": batch.dims, "kwargs": None if isinstance(batch.dims, tuple) else batch.dims}
-        given = plain({"args": args, "kwargs": kwargs})
+        batch_dims = tuple(batch_dims) if isinstance(batch_dims, list) else batch_dims
+        dims = {"args": batch_dims, "kwargs": None if isinstance(batch_dims, tuple) else batch_dims}
         # What is no tensor belongs to all members.
-        parts = tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, given)
+        parts = tree_map(lambda x: x if isinstance(x, Tensor) else None, plain({"args": args, "kwargs": kwargs}))
         check_batch(dims, parts, keys.shape[0], "the input")
         differs = {path for path, leaf in stacked.params.items() if leaf.requires_grad and torch.is_grad_enabled()}
         trained, frozen = ({k: x for k, x in stacked.params.items() if (k in differs) == on} for on in (True, False))
         given = Tensors(keys, trained, frozen, stacked.buffers, {})
-        outputs, buffers = self.called(given, batch, *common)
-        return joined(outputs, self._rest), buffers
+        # A batch is the arguments by position, those by name, and which of them belong to members.
+        outputs, buffers = self.called(given, (args, kwargs, batch_dims), *common)
+        return together(outputs, self._rest), buffers
 
     def dims_of(self, batch: Any) -> Tree:
         """See :class:`ArrayFunction`."""
-        return (batch.dims, None, None) if isinstance(batch.dims, tuple) else batch.dims
+        dims = batch[2]
+        return (dims, None, None) if isinstance(dims, tuple) else dims
 
     def _run(self, batch: Tree, given: Tensors, tree: Tree, common: Params, judged: bool = False) -> Any:
         def tensors(output: Any, buffers: Params) -> Any:
@@ -273,7 +263,7 @@ class Predicting(ArrayFunction):
         return _weighted(outputs), {"output": tree_map(Tensor.detach, outputs)}
 
     def _results(self, outputs: Any, given: Tensors, common: Params) -> dict[str, Params]:
-        results = {"output": _named(joined(outputs[0], self._rest)), "buffer": outputs[1]}
+        results = {"output": _named(together(outputs[0], self._rest)), "buffer": outputs[1]}
         value = _weighted(results["output"], len(given.keys))
         if given.trained and value.requires_grad:
             grads = torch.autograd.grad(value, [*given.trained.values()], materialize_grads=True)

@@ -15,18 +15,8 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import (
-    NotReplayableError,
-    Recorder,
-    Tape,
-    can_look,
-    function_modes,
-    inside_transform,
-    is_autocasting,
-    likeness,
-    num_dispatch_modes,
-    replaced,
-)
+from hfta_func import _torch
+from hfta_func._torch import NotReplayableError, Recorder, Tape, can_look, inside_transform, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.calls.body import Mode
@@ -36,7 +26,6 @@ from hfta_func.optim._kernel import overwrites
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import is_plain
-from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
 from hfta_func.verify import Reached
 
@@ -48,20 +37,6 @@ _SAVED, _PYTHON = 0.3, 0.05
 """The least share of a call that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
 _RECORDS, _SHAPES = 3, 8
 """Most records of a shape of batch, one for each set of Python values, and most shapes: more cost more than they save."""
-
-
-def _decided(step: Any, state: TrainState, batch: Tree) -> Any:
-    """What a step decides, in tensors without names: those of :class:`StepOutputs`, and a :class:`Verdict`."""
-    outputs, verdict = step.decide(state, batch)
-    return outputs[:-1], verdict
-
-
-def _written(step: Any, state: TrainState, decision: Any) -> Any:
-    """What a step writes then."""
-    parts, verdict = decision
-    # Where values can be looked at, the record is for steps that update all members.
-    verdict = verdict._replace(keep=None) if can_look(state.keys) else verdict
-    return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
 class _Unread(Mode):
@@ -109,20 +84,13 @@ def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[
 
     What it has changed is then put back, as the call is made once more.
     """
-    held, printed = Reached(func, device=device).held, False
-
-    def note(*args: Any, **kwargs: Any) -> None:
-        nonlocal printed
-        printed = True
-        show(*args, **kwargs)
-
-    show = builtins.print
+    held = Reached(func, device=device).held
     if reads.why_not is not None:
         raise NotReplayableError(f"its functions can reach {reads.why_not}")
     try:
-        with replaced(builtins, "print", note):
+        with replaced(builtins, "print", wraps=print) as show:
             yield
-        is_pure = reads.holds() and not printed
+        is_pure = reads.holds() and not show.called
     finally:
         moved = held.restore()
     if moved or not is_pure:
@@ -140,22 +108,27 @@ class Record:
         self.reads = reached_by(step)
         self._looks, fixed = can_look(state.keys), member_sizes(state)
         with only_computing(self.reads, step._made_from[1], state.keys.device):
-            self._first, decision = recorded(functools.partial(_decided, step), state, batch, fixed=fixed)
+            self._first, decision = recorded(step.decide, state, batch, fixed=fixed)
         self._decision: Any = optree.tree_structure(decision)
         self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
         closed, result = is_of_package(step.optimizer, closed=True), None
+
+        def written(state: TrainState, decision: Any) -> Any:
+            outputs, verdict = decision
+            # Where values can be looked at, the record is for steps that update all members.
+            verdict = verdict._replace(keep=None) if self._looks else verdict
+            return step.finish(state, outputs, verdict, looks=False)
+
         if not step.options.donate and closed and (self._looks or step.options.nonfinite != "raise"):
             with contextlib.suppress(NotReplayableError):
-                writes = functools.partial(_written, step)
-                self._second, written = recorded(writes, state, decision, fixed=fixed)
-                self._result: Any = optree.tree_structure(written)
+                self._second, after = recorded(written, state, decision, fixed=fixed)
+                self._result: Any = optree.tree_structure(after)
                 # A metric may be a parameter of the state.
                 others = state._replace(params={}), decision[0][1:], decision[1]
                 self._is_apart = _storages(state.params).isdisjoint(_storages(others))
-                result = written if not self._looks or leaves(decision)[self._keep].all() else None
+                result = after if not self._looks or leaves(decision)[self._keep].all() else None
         self.status = f"replayed: {len(self._first) + (0 if self._second is None else len(self._second))} operators"
-        outputs, verdict = decision
-        self.first_result: Any = result or step.finish(state, StepOutputs(*outputs), verdict)
+        self.first_result: Any = result or step.finish(state, *decision)
 
     def __call__(self, inputs: list[Tensor], state: TrainState, batch: Tree, step: Any, owned: bool) -> Any:
         """What the step returns; what is trained of a state that is ``owned`` is overwritten where that is faster."""
@@ -163,10 +136,9 @@ class Record:
         trial = step.oracle(state.keys)
         decision = self._first(inputs)
         if trial is not None:
-            step._gradients.check(trial, state, batch, StepOutputs(*self._decision.unflatten(decision)[0]))
+            step._gradients.check(trial, state, batch, self._decision.unflatten(decision)[0])
         if self._second is None or (self._looks and not decision[self._keep].all()):
-            parts, verdict = self._decision.unflatten(decision)
-            return step.finish(state, StepOutputs(*parts), verdict)
+            return step.finish(state, *self._decision.unflatten(decision))
         token = overwrites.set(owned and self._is_apart)
         try:
             return self._result.unflatten(self._second([*inputs[: self._width], *decision]))
@@ -245,8 +217,7 @@ class Replay:
     def __init__(self, step: Any, record: Callable[..., Record] = Record, python: float = _PYTHON):
         self._step, self._record, self._python = step, record, python
         self.left: int | None = None
-        self.status = "eager: not called yet"
-        self._shapes: dict[Any, _Shape] = {}
+        self.status, self._shapes = "eager: not called yet", dict[Any, _Shape]()
         self._latest: _Shape | None = None
         # What the call before this one decided from what, if this one is to be recorded.
         self._decided: tuple[Any, ...] = ()
@@ -289,7 +260,7 @@ class Replay:
         if key not in self._shapes:
             if len(self._shapes) == _SHAPES:
                 return f"the batches have more than {_SHAPES} shapes"
-            self._shapes[key] = _Shape(settings, likeness(inputs), self._python)
+            self._shapes[key] = _Shape(settings, _torch.likeness(inputs), self._python)
         return self._shapes[key]
 
     def _learn(
@@ -339,11 +310,9 @@ def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
         return "the step refuses it"
     if torch.compiler.is_compiling() or inside_transform():
         return "it is part of another computation"
-    observers = num_dispatch_modes() or function_modes() or is_autocasting() or torch.is_anomaly_enabled()
-    if observers or _choice.is_explaining():
+    observers = _torch.num_dispatch_modes() or _torch.function_modes() or _torch.is_autocasting()
+    if observers or torch.is_anomaly_enabled() or _choice.is_explaining():
         return "a context around the step observes or changes operators"
-    if state.keys.device.type == "xla" or state.shared or step._gradients.rewrites_params or not is_plain(batch):
-        return (
-            "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"
-        )
-    return None
+    if not (state.shared or step._gradients.rewrites_params or state.keys.device.type == "xla") and is_plain(batch):
+        return None
+    return "members share trained parameters, the model writes its own, the batch is of its own class, or this is XLA"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, is_captured
-from hfta_func._tree import num_models, tree_map, where
+from hfta_func._tree import num_models, tree_map, where, write
 from hfta_func._types import Params, Shared, Tree
 from hfta_func.errors import HyperparameterError, StateError
 from hfta_func.models.scalar_attributes import filled
@@ -60,10 +60,21 @@ class TrainState(NamedTuple):
         if not isinstance(self.keys, Tensor):
             return tuple.__repr__(self)
         text = f"{self.keys.numel()} members"
-        if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
+        if not (self.keys.is_meta or inside_transform() or is_captured(self.keys)):
             steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
             text += f", step {steps}, {int(self.active.sum())} active"
         return f"TrainState({text})"
+
+
+Taken = tuple[TrainState, dict[str, Tensor]]
+"""What a step returns: the new state and the metrics, each ``[M, ...]``."""
+
+
+def stored(state: T, after: T, donate: bool) -> T:
+    """The state ``after`` a step, in the tensors of the one before it with ``donate``."""
+    if donate:
+        write(state, after)
+    return state if donate else after
 
 
 def restart(state: T) -> T:
@@ -111,18 +122,14 @@ def shared_params(state: Any) -> Params:
 
 def expanded_shared(state: Any) -> Params:
     """The same ``[M, ...]``: seen M times, not copied."""
-    params = shared_params(state)
-    return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
+    return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in shared_params(state).items()}
 
 
 def refuse_shared(state: Any, option: str) -> None:
     """Raise a StateError if members share and train parameters, where ``option`` needs members that can be trained apart."""
-    shared = getattr(state, "shared", ())
-    if isinstance(shared, Shared):
-        raise StateError(
-            f"{option} takes members apart, but they share '{next(iter(shared.params))}', which they train together; leave "
-            f"out {option}, or shared_params"
-        )
+    if shared := shared_params(state):
+        why = f"{option} takes members apart, but they share '{next(iter(shared))}', which they train together"
+        raise StateError(f"{why}; leave out {option}, or shared_params")
 
 
 def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None) -> T:

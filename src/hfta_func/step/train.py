@@ -18,13 +18,7 @@ from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import shared_of
 from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import (
-    GradientTransformation,
-    Range,
-    check_transformation,
-    is_padded,
-    per_member,
-)
+from hfta_func.optim._base import GradientTransformation, Range, check_transformation, is_padded, per_member
 from hfta_func.optim._transforms import covers
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import plain
@@ -34,7 +28,7 @@ from hfta_func.step.many import Loop, ManySteps, Searching
 from hfta_func.step.members import check, check_hparams
 from hfta_func.step.options import LossScale, Options
 from hfta_func.step.replay import Replay
-from hfta_func.step.state import Carried, TrainState
+from hfta_func.step.state import Carried, Taken, TrainState
 from hfta_func.verify import Verify
 
 
@@ -129,8 +123,7 @@ def make_train_step(
     """
     shared = tuple(shared_params), shared_optimizer
     kept = batch_dims, chunk_size, autocast, loss_scale, nonfinite, checkpoint, save, donate, share_frozen, *shared
-    options = Options(*kept, replay, collect, verify, carry)
-    return TrainStep(model, loss_fn, optimizer, options)
+    return TrainStep(model, loss_fn, optimizer, Options(*kept, replay, collect, verify, carry))
 
 
 class TrainStep(Compiled):
@@ -145,15 +138,12 @@ class TrainStep(Compiled):
         self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
-        shared = shared_of(model, options.shared_params)
-        trained = {
-            path for path, param in model.named_parameters() if param.requires_grad and covers(options.network, path)
-        }
-        self.trainable = frozenset(trained - shared.keys())
+        named = model.named_parameters()
+        trained = {path for path, param in named if param.requires_grad and covers(options.network, path)}
+        self.trainable = frozenset(trained - shared_of(model, options.shared_params).keys())
         if not self.trainable:
-            raise LossError(
-                f"no parameter of {options.network or 'the model'} requires grad; there is nothing to train"
-            )
+            where = options.network or "the model"
+            raise LossError(f"no parameter of {where} requires grad; there is nothing to train")
         self.optimizer, self.options, self.batch_dims = optimizer, options, options.batch_dims
         self._gradients = self.gradients_class(model, self.outline, loss_fn, self.trainable, options)
         in_place = options.donate and not self._gradients.rewrites_params
@@ -179,9 +169,7 @@ class TrainStep(Compiled):
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
 
-    def __call__(
-        self, state: TrainState, batch: Tree = None, *, owned: bool = False
-    ) -> tuple[TrainState, dict[str, Tensor]]:
+    def __call__(self, state: TrainState, batch: Tree = None, *, owned: bool = False) -> Taken:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
         Without a batch, a step with ``collect`` makes one iteration of its :attr:`loop` and reports means over its K steps.
 
@@ -215,14 +203,12 @@ class TrainStep(Compiled):
                 return self.eagerly(state, batch)
             return self._replay(state, batch, owned)
 
-    def eagerly(
-        self, state: TrainState, batch: Tree, watch: Callable[[Any, Verdict], None] = lambda *_: None
-    ) -> tuple[TrainState, dict[str, Tensor]]:
+    def eagerly(self, state: TrainState, batch: Tree, watch: Callable[[Any, Verdict], None] = lambda *_: None) -> Taken:
         """The step itself, never replayed; ``watch`` is called with what it has decided, before anything is written."""
         check(state, batch, self._shapes, self.batch_dims)
         trial = None if torch.compiler.is_compiling() else self.oracle(state.keys, plain(batch))
         outputs, verdict = self.decide(state, batch)
-        watch(outputs[:-1], verdict)
+        watch(outputs, verdict)
         self._gradients.check(trial, state, batch, outputs)
         return self.finish(state, outputs, verdict)
 
@@ -231,9 +217,7 @@ class TrainStep(Compiled):
         outputs = self._gradients(state, batch)
         return outputs, judge(state, outputs, self.options)
 
-    def finish(
-        self, state: TrainState, outputs: StepOutputs, verdict: Verdict, looks: bool = True
-    ) -> tuple[TrainState, dict[str, Tensor]]:
+    def finish(self, state: TrainState, outputs: StepOutputs, verdict: Verdict, looks: bool = True) -> Taken:
         """The next state and the metrics; unless it ``looks``, values have been looked at."""
         verdict = looked_at(verdict, state, self.options) if looks else verdict
         # A metric may be a tensor of the state, which is overwritten.

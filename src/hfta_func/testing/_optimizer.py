@@ -77,8 +77,7 @@ def assert_optimizer(
     params, state = _walk(whole, start, gradients)
     for i in range(count):
         with law("member i is an array of one", f"i = {i}"):
-            rows = [take(grads, [i]) for grads in gradients]
-            alone = _walk(optimizer([i]), take(start, [i]), rows)
+            alone = _walk(optimizer([i]), take(start, [i]), [take(grads, [i]) for grads in gradients])
             assert_close((take(params, [i]), take(state, [i])), alone, "result", rtol)
     for keep in (None, torch.arange(count) != 1):
         with law("update_ is update" if keep is None else "masked members keep their bits"):
@@ -118,8 +117,7 @@ def _check_in_place(
             grads = where(keep, grads, tree_map(lambda leaf: torch.full_like(leaf, torch.nan), grads))
         update_(optimizer, grads, got[1], got[0], keep)
     if keep is not None:
-        name = "(params, state) of model 1, which is masked,"
-        assert_close(take(got, ~keep), take(first, ~keep), name, 0.0)
+        assert_close(take(got, ~keep), take(first, ~keep), "(params, state) of model 1, which is masked,", 0.0)
         got, expected = take(got, keep), take(expected, keep)
     assert_close(got, expected, "(params, state)", rtol)
 

@@ -40,8 +40,7 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoopWarning)
         for mask in itertools.product((True, False), repeat=len(positions)):
-            batched = {position for position, is_batched in zip(positions, mask, strict=True) if is_batched}
-            if batched:
+            if batched := {*itertools.compress(positions, mask)}:
                 about = f"inputs {sorted(batched)} batched of {positions}"
                 with law("outputs are the loop's", about):
                     got, expected = _array(op, args, batched), _loop(op, args, batched)
@@ -76,8 +75,7 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
             assert_close(mapped(*single), _loop(op, single, batched), "output", 2e-2)
     with law("compiled it is the loop"):
         torch.compiler.reset()
-        compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
-        assert_close(compiled(*args), expected, "output", rtol)
+        assert_close(torch.compile(mapped, fullgraph=True, backend="aot_eager")(*args), expected, "output", rtol)
         torch.compiler.reset()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import os
 import pathlib
 import random
@@ -33,9 +34,6 @@ from hfta_func.workers.pool import Executor
 SEEDS = [5, 3, 8, 9]
 
 
-Run = Callable[[TrainState, Any], tuple[TrainState, Any]]
-
-
 def assert_matches_solo(
     step: TrainStep,
     state: TrainState,
@@ -43,7 +41,7 @@ def assert_matches_solo(
     *,
     members: Sequence[int] | None = None,
     rtol: float = 1e-10,
-    run: Run | None = None,
+    run: Callable[[TrainState, Any], tuple[TrainState, Any]] | None = None,
 ) -> TrainState:
     """Train an array, then train each member alone from the same state on the same batches, and compare the final states.
 
@@ -78,9 +76,8 @@ def assert_matches_solo(
     after = tree_map(torch.clone, state)
     chosen = range(num_models(state)) if members is None else members
     if isinstance(plain := inspect.unwrap(step), TrainStep) and batches:
-        plain._gradients.verify(
-            plain._gradients.tensors(state), plain._gradients.with_carry(state, batches[0]), {}, chosen
-        )
+        gradients = plain._gradients
+        gradients.verify(gradients.tensors(state), gradients.with_carry(state, batches[0]), {}, chosen)
     for batch in batches:
         after, _ = (run or step)(after, batch)
     for member in chosen:
@@ -89,9 +86,8 @@ def assert_matches_solo(
             solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))
         for path, leaf, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
             error = difference(leaf, alone)
-            assert error <= rtol, (
-                f"model {member}: {path} differs from the solo run by {error:.3g} of its magnitude, more than {rtol:g}"
-            )
+            differs = f"differs from the solo run by {error:.3g} of its magnitude, more than {rtol:g}"
+            assert error <= rtol, f"model {member}: {path} {differs}"
     return after
 
 
@@ -114,9 +110,8 @@ def assert_callback(make: Callable[[], Callback], *, epochs: int = 4) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         whole, _ = _run(epochs, _checked(make()))
-        path = pathlib.Path(folder, "run.safetensors")
         for upto in (epochs // 2, epochs):
-            state, _ = _run(upto, _checked(make()), resume=path)
+            state, _ = _run(upto, _checked(make()), resume=pathlib.Path(folder, "run.safetensors"))
         with law("a run that goes on gets the same bits", f"broken off after epoch {epochs // 2}"):
             assert_close(state, whole, "state", 0.0)
 
@@ -212,8 +207,7 @@ def _check_death(executor: Executor) -> None:
 
 
 def _factory() -> nn.Module:
-    layers = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)).double()
 
 
 def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -273,10 +267,8 @@ def assert_scheduler(make: Callable[[], Any], *, trials: int = 9, epochs: int = 
             rungs = list(cohort.rungs)
             ok = rungs and rungs == sorted({*rungs}) and 1 <= rungs[0] and rungs[-1] <= epochs
             assert ok, f"the rungs are {rungs}; let them ascend from at least 1 to at most {epochs}"
-    for cohort in cohorts:
-        for failing in (set(), {0}, {1, 2}):
-            for order in range(3):
-                _simulate(make, cohort, failing, random.Random(f"{order}"))
+    for cohort, failing, order in itertools.product(cohorts, (set(), {0}, {1, 2}), range(3)):
+        _simulate(make, cohort, failing, random.Random(f"{order}"))
 
 
 def _simulate(make: Callable[[], Any], cohort: Any, failing: set[int], draws: random.Random) -> None:
@@ -296,10 +288,8 @@ def _simulate(make: Callable[[], Any], cohort: Any, failing: set[int], draws: ra
             else:
                 params[trial] |= getattr(verdicts.get(trial), "changes", {})
                 values[trial].append(-float(trial * 7 % len(numbers)) + len(values[trial]))
-        now = cohort._replace(
-            values={trial: tuple(reports) for trial, reports in values.items()},
-            **{"ended": frozenset(ended), "params": {t: dict(p) for t, p in params.items()}, "space": dict(_SPACE)},
-        )
+        about = {"ended": frozenset(ended), "params": {t: dict(p) for t, p in params.items()}, "space": dict(_SPACE)}
+        now = cohort._replace(values={trial: tuple(reports) for trial, reports in values.items()}, **about)
         verdicts = _decided(make, now)
         ended |= {trial for trial, verdict in verdicts.items() if verdict == "stop" and len(values[trial]) < len(rungs)}
     with law("some trial reaches its last rung"):

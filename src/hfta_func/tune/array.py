@@ -105,21 +105,17 @@ class Trainer:
             row = {name: [value] for name, value in first.items() if name not in fixed}
             self.arrays[number] = self.build(dict(fixed), row)
         step, like, loader, evaluate, _ = self.arrays[number]
-        count = len(starts)
-        state = moved(state, like.keys.device)
+        count, state = len(starts), moved(state, like.keys.device)
         # A step that writes its state must not write what is needed if it fails.
         members = [*range(count)] + [0] * (size - count)
         if size > count or getattr(getattr(step, "options", None), "donate", True):
             state = hfta.take(state, members)
         if size > count:
-            active = state.active.clone()
-            active[count:] = False
-            state = state._replace(active=active)
-        if isinstance(loader, hfta.ArrayLoader):
-            if keys is None:
-                loader.load_state_dict({"epoch": starts[0], "batches": 0})
-            else:
-                loader = loader.of_members(keys[members], [starts[member] for member in members])
+            state = state._replace(active=state.active & (torch.arange(size, device=state.active.device) < count))
+        if isinstance(loader, hfta.ArrayLoader) and keys is not None:
+            loader = loader.of_members(keys[members], [starts[member] for member in members])
+        elif isinstance(loader, hfta.ArrayLoader):
+            loader.load_state_dict({"epoch": starts[0], "batches": 0})
         check_loader(loader, step, state)
         began, run = time.perf_counter(), Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
         trainer = LocalTrainer(replayed(step, epochs * operator.length_hint(loader) or None))
@@ -131,17 +127,12 @@ class Trainer:
                     run.end_epoch()
                 if seconds is not None and time.perf_counter() - began >= seconds:
                     break
-            interrupted = pressed()
-        metrics_by_epoch = [
-            {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
-            for metrics in run.history.epochs
-        ]
+        seen = run.history.epochs
+        measured = [{name: each[:count].tolist() for name, each in one.items() if each.dim() == 1} for one in seen]
         state = hfta.take(run.state, slice(count)) if size > count else run.state
-        return Segment(state, metrics_by_epoch, time.perf_counter() - began, interrupted)
+        return Segment(state, measured, time.perf_counter() - began, pressed())
 
 
 def moved(state: Any, device: torch.device) -> Any:
-    """A state on a device; the same object if it is there already."""
-    if all(leaf.device == device for leaf in optree.tree_leaves(state)):
-        return state
+    """A state on a device, without copies of what is there already."""
     return optree.tree_map(lambda leaf: leaf.to(device), state)

@@ -80,11 +80,10 @@ class Cohort(NamedTuple):
         for trial, verdict in verdicts.items():
             is_valid = verdict in ("go", "stop") and bool(alive.get(trial))
             if isinstance(verdict, Copy) and copies and alive.get(trial):
-                is_ahead = len(alive.get(verdict.source, ())) >= len(alive[trial])
-                is_kept = is_ahead and not isinstance(verdicts.get(verdict.source), Copy)
-                is_valid = (
-                    is_kept and verdict.changes.keys() <= fusible and len(self.groups((trial, verdict.source))) == 1
-                )
+                ahead = len(alive.get(verdict.source, ())) >= len(alive[trial])
+                stays = ahead and not isinstance(verdicts.get(verdict.source), Copy)
+                alike = stays and len(self.groups((trial, verdict.source))) == 1
+                is_valid = alike and verdict.changes.keys() <= fusible
             if not is_valid:
                 cure = "say 'go', 'stop' or, if copies is True, tune.Copy of one of its group, at its rung, that copies none"
                 raise ValueError(f"decide says {verdict!r} of trial {trial}; {cure}, of trials that are at a rung")

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import hfta_func as hfta
 from hfta_func._types import require
 from hfta_func.files import atomic
 from hfta_func.files.storage import damaged_if_it_raises
-from hfta_func.tune.groups import Block
+from hfta_func.tune.groups import Block, Member, tuples
 
 _INDEX, _JOURNAL = "members.json", "study.journal"
 _STATE = re.compile("members-[0-9a-f]{32}[.]safetensors")
@@ -52,9 +51,8 @@ class StudyFolder:
 
     def __init__(self, folder: Any):
         self._folder = os.fspath(folder)
-        self._files: dict[int, tuple[Block, str]] = {}
+        self._files: set[str] = set()
 
-    @property
     def storage(self) -> Any:
         """A storage of Optuna's in the folder, for its trials."""
         return require("optuna", "tune").storages.JournalStorage(_Journal(self._path(_JOURNAL)))
@@ -71,16 +69,12 @@ class StudyFolder:
 
     def save(self, population: Any, **more: Any) -> None:
         """Write what has changed of a population, and ``more``, which is JSON data."""
-        before, self._files = self._files, {}
         groups = []
         for group in population.groups:
-            blocks = []
             for block in group.blocks:
-                _, name = before.get(id(block)) or (block, f"members-{uuid.uuid4().hex}.safetensors")
-                if id(block) not in before:
-                    hfta.save(block.state, self._path(name))
-                self._files[id(block)] = block, name
-                blocks.append({"file": name, "members": block.numbers})
+                if block.file not in self._files:
+                    hfta.save(block.state, self._path(block.file))
+            blocks = [{"file": block.file, "members": block.numbers} for block in group.blocks]
             groups.append({"limit": group.limit, "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
         index = {"about": {"nonfusible": population.nonfusible}, "members": members, "last": population.last}
@@ -90,7 +84,7 @@ class StudyFolder:
                 os.fsync(journal.fileno())
         with atomic.replacing(self._path(_INDEX)) as file:
             file.write(json.dumps({**index, "groups": groups, **more}).encode())
-        self._remove_old_states()
+        self._remove_old_states(groups)
 
     def restore(self, population: Any) -> dict[str, Any] | None:
         """Read the members into an empty population; returns the index, or None if the folder has none."""
@@ -98,21 +92,26 @@ class StudyFolder:
             return None
         with open(self._path(_INDEX), "rb") as file, damaged_if_it_raises(file.name):
             index = json.loads(file.read())
-        population.restore(index["members"], index["last"])
+        population.last = tuple(index["last"])
+        for saved in index["members"]:
+            # JSON has no tuples.
+            changed: dict[str, Any] = {"config": {name: tuples(value) for name, value in saved["config"].items()}}
+            changed["parents"] = [*tuples(saved["parents"])]
+            population.members.append(Member(**saved | changed))
         for saved in index["groups"]:
             for block in saved["blocks"]:
-                path = self._path(block["file"])
                 members = [population.members[number] for number in block["members"]]
                 group = population.group_of(members[0])
-                group.make_like(members, lambda like, path=path: hfta.load(path, like))
-                self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
+                made = group.checked(members, group.built(members))
+                state = hfta.load(self._path(block["file"]), made.state)
+                group.blocks.append(Block(made.numbers, state, block["file"]))
                 group.limit = saved["limit"]
-        self._remove_old_states()
+        self._remove_old_states(index["groups"])
         return index
 
-    def _remove_old_states(self) -> None:
+    def _remove_old_states(self, groups: Any) -> None:
         """Remove states that the index does not name, such as those of a save that was broken off."""
-        names = {name for _, name in self._files.values()}
+        self._files = {block["file"] for group in groups for block in group["blocks"]}
         for name in os.listdir(self._folder):
-            if _STATE.fullmatch(name) and name not in names:
+            if _STATE.fullmatch(name) and name not in self._files:
                 os.remove(self._path(name))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import optree
 import torch
@@ -72,11 +73,13 @@ def tuples(value: Any) -> Any:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-class Block(NamedTuple):
-    """A stacked state, and the numbers of its members in order."""
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A stacked state, the numbers of its members in order, and its file in a folder."""
 
     numbers: tuple[int, ...]
     state: Any
+    file: str = dataclasses.field(default_factory=lambda: f"members-{uuid.uuid4().hex}.safetensors")
 
 
 class Group:
@@ -105,25 +108,22 @@ class Group:
         if not missing:
             return {}
         try:
-            array = self._built(missing)
+            array = self.built(missing)
         except Exception as error:
             if len(missing) == 1:
                 return {missing[0].number: error}
             half = len(missing) // 2
             return self.make(missing[:half]) | self.make(missing[half:])
-        self.blocks.append(self._checked(missing, array))
+        self.blocks.append(self.checked(missing, array))
         return {}
 
-    def make_like(self, members: Sequence[Member], read: Callable[[Any], Any]) -> None:
-        """Make members that were saved: ``read(like)`` returns their state."""
-        block = self._checked(members, self._built(members))
-        self.blocks.append(Block(block.numbers, read(block.state)))
-
-    def _built(self, members: Sequence[Member]) -> Array:
+    def built(self, members: Sequence[Member]) -> Array:
+        """What ``build`` makes of members."""
         names = [name for name in members[0].config if name not in self.fixed]
         return self.trainer.build(dict(self.fixed), {name: [one.config[name] for one in members] for name in names})
 
-    def _checked(self, members: Sequence[Member], made: Array) -> Block:
+    def checked(self, members: Sequence[Member], made: Array) -> Block:
+        """The block of members that were built; raises a StateError if there are more or fewer."""
         numbers = tuple(member.number for member in members)
         keys = made.loader.keys if isinstance(made.loader, hfta.ArrayLoader) and not made.loader.shared else None
         count, loads = hfta.num_models(made.state), len(numbers) if keys is None else len(keys)
@@ -136,59 +136,40 @@ class Group:
         self.trainer.arrays.setdefault(self.number, made._replace(state=hfta.take(made.state, [0])))
         return Block(numbers, made.state)
 
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget members."""
-        self._remove(gone := {*numbers})
-        self._keys = {number: key for number, key in self._keys.items() if number not in gone}
-
-    def _remove(self, gone: Collection[int]) -> None:
-        left = [[index for index, number in enumerate(block.numbers) if number not in gone] for block in self.blocks]
-        self.blocks = [_selected(block, kept) for block, kept in zip(self.blocks, left, strict=True) if kept]
+    def drop(self, gone: Collection[int]) -> None:
+        """Forget the state of members."""
+        self.blocks = _selected(self.blocks, lambda number: number not in gone)
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of members, in the order of their numbers."""
-        device, parts = self.array.state.keys.device, list[Block]()
-        for block in self.blocks:
-            if indices := [index for index, number in enumerate(block.numbers) if number in numbers]:
-                part = _selected(block, indices)
-                parts.append(part._replace(state=moved(part.state, device)))
-        state = hfta.concat([part.state for part in parts]) if len(parts) > 1 else parts[0].state
+        parts = _selected(self.blocks, {*numbers}.__contains__)
+        states = [moved(part.state, self.array.state.keys.device) for part in parts]
+        state = hfta.concat(states) if len(states) > 1 else states[0]
         gathered = [number for part in parts for number in part.numbers]
         return state if gathered == [*numbers] else hfta.take(state, [gathered.index(number) for number in numbers])
 
     def put(self, numbers: Sequence[int], state: Any) -> None:
         """Replace the state of some members."""
-        self._remove(numbers)
+        self.drop({*numbers})
         self.blocks.append(Block(tuple(numbers), state))
 
-    def arguments(self, members: Sequence[Member], epochs: int, seconds: float | None) -> dict[str, Any]:
-        """The arguments of the trainer to train members together for some more epochs."""
-        return {
-            "group": (self.number, self.fixed, members[0].config),
-            "state": self.gather([member.number for member in members]),
-            "keys": None if self.is_shared else torch.stack([self._keys[member.number] for member in members]),
-            "starts": [member.epoch for member in members],
-            "epochs": epochs,
-            "size": self._size(len(members)),
-            "seconds": seconds,
-        }
+    def train(self, executor: Executor, members: Sequence[Member], epochs: int, seconds: float | None) -> int:
+        """Have members trained together for some more epochs; returns the number of the executor's call."""
+        numbers, starts = [member.number for member in members], [member.epoch for member in members]
+        keys = None if self.is_shared else torch.stack([self._keys[number] for number in numbers])
+        given = {"group": (self.number, self.fixed, members[0].config), "state": self.gather(numbers), "keys": keys}
+        # A power of two for compiled steps, which compile per size.
+        size = len(starts) if isinstance(self.array.step, hfta.step.TrainStep) else 1 << (len(starts) - 1).bit_length()
+        size = size if self.limit == "auto" else max(len(starts), min(size, self.limit))
+        return executor.submit(self.trainer, **given, starts=starts, epochs=epochs, size=size, seconds=seconds)
 
     def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
         """Replace the state of members that have trained, without those that were dropped meanwhile."""
-        alive = set(alive)
-        indices = [index for index, number in enumerate(numbers) if number in alive]
-        if indices:
-            self.put(*_selected(Block(tuple(numbers), state), indices))
+        for block in _selected([Block(tuple(numbers), state)], {*alive}.__contains__):
+            self.put(block.numbers, block.state)
             # The states of members that do not train wait in the host's memory, which is larger than a device's.
-            for index, block in enumerate(self.blocks[:-1]):
-                host_state = moved(block.state, torch.device("cpu"))
-                if host_state is not block.state:
-                    self.blocks[index] = block._replace(state=host_state)
-
-    def _size(self, count: int) -> int:
-        """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
-        size = count if isinstance(self.array.step, hfta.step.TrainStep) else 1 << (count - 1).bit_length()
-        return size if self.limit == "auto" else max(count, min(size, self.limit))
+            for other in self.blocks[:-1]:
+                other.state = moved(other.state, torch.device("cpu"))
 
     def capacity(self, numbers: Sequence[int], epochs: int) -> int:
         """The largest number of ``numbers`` that train together for some epochs; ``max_models="auto"`` is measured once."""
@@ -210,11 +191,16 @@ class Group:
         return -(-wanted // -(-wanted // self.limit))
 
 
-def _selected(block: Block, indices: Sequence[int]) -> Block:
-    """The members at some indices of a block."""
-    if len(indices) == len(block.numbers):
-        return block
-    return Block(tuple(block.numbers[index] for index in indices), hfta.take(block.state, indices))
+def _selected(blocks: Iterable[Block], is_wanted: Callable[[int], bool]) -> list[Block]:
+    """The members that are wanted, in their blocks, of which those that are wanted as a whole stay the same."""
+    selected: list[Block] = []
+    for block in blocks:
+        indices = [index for index, number in enumerate(block.numbers) if is_wanted(number)]
+        if len(indices) == len(block.numbers):
+            selected.append(block)
+        elif indices:
+            selected.append(Block(tuple(block.numbers[index] for index in indices), hfta.take(block.state, indices)))
+    return selected
 
 
 def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any, ...]:
@@ -234,72 +220,43 @@ def with_keys(state: Any, other: Any) -> Any:
     return state._replace(keys=other.keys, **carry)
 
 
-class Job(NamedTuple):
-    """An array that trains, and its result so far."""
-
-    group: Group
-    members: Sequence[Member]
-    epochs: int  # to train
-    timeout: float | None  # seconds after which it ends with the epoch
-    calls: dict[int, Sequence[Member]]  # by number, those that train the array or its halves, and the members of each
-    results: list[tuple[Sequence[Member], Any]]  # members and what they have become: a Segment, or the error of one
-    interrupted: bool = False
-
-
 class Jobs:
     """All arrays that train, by one executor."""
 
     def __init__(self, executor: Executor):
         self.executor = executor
-        self.under_way: list[Job] = []
+        self.under_way: dict[int, tuple[Group, Sequence[Member], int, float | None]] = {}
+        """Of each array, by the number of its call: group, members, epochs to train, and seconds as of :meth:`start`."""
 
     @property
     def free(self) -> int:
-        """The number of free workers."""
-        return self.executor.count - sum(len(job.calls) for job in self.under_way)
+        """The number of free workers; negative if arrays that were halved wait for some."""
+        return self.executor.count - len(self.under_way)
 
     @property
     def members(self) -> set[int]:
         """The members that train."""
-        return {member.number for job in self.under_way for member in job.members}
+        return {member.number for _, members, _, _ in self.under_way.values() for member in members}
 
     def start(self, group: Group, members: Sequence[Member], epochs: int, timeout: float | None) -> None:
-        """Have an array trained, for some seconds at most."""
-        job = Job(group, members, epochs, timeout, {}, [])
-        self._call(job, members)
-        self.under_way.append(job)
+        """Have an array trained, which ends with the first epoch after some seconds."""
+        self.under_way[group.train(self.executor, members, epochs, timeout)] = group, members, epochs, timeout
 
-    def _call(self, job: Job, members: Sequence[Member]) -> None:
-        arguments = job.group.arguments(members, job.epochs, job.timeout)
-        job.calls[self.executor.submit(job.group.trainer, **arguments)] = members
-
-    def wait(self) -> Job:
-        """Wait until any array has trained."""
+    def wait(self) -> tuple[Group, Sequence[Member], Any]:
+        """Wait until any array has trained, or half of one that failed; its result is a Segment, or one member's error."""
         while True:
             call, answer = self.executor.wait()
-            job = next(job for job in self.under_way if call in job.calls)
-            members = job.calls.pop(call)
-            if isinstance(answer, Exception) and len(members) > 1:
-                self._halve(job, members, answer)
-            else:
-                job.results.append((members, answer))
-            if getattr(answer, "interrupted", False):
-                # Ctrl-C ends both halves of an array.
-                self.stop()
-                return job._replace(results=[], interrupted=True)
-            if not job.calls:
-                self.under_way = [other for other in self.under_way if other is not job]
-                return job
-
-    def _halve(self, job: Job, members: Sequence[Member], error: Exception) -> None:
-        half = -(-len(members) // 2)
-        if hfta.run.is_out_of_memory(error):
-            text = f"an array of {len(members)} members ran out of memory; arrays of {half} are trained instead"
-            warnings.warn(text, stacklevel=2)
-            job.group.limit = half
-        error.__traceback__ = None
-        for part in (members[:half], members[half:]):
-            self._call(job, part)
+            group, members, epochs, timeout = self.under_way.pop(call)
+            if not isinstance(answer, Exception) or len(members) == 1:
+                return group, members, answer
+            half = -(-len(members) // 2)
+            if hfta.run.is_out_of_memory(answer):
+                text = f"an array of {len(members)} members ran out of memory; arrays of {half} are trained instead"
+                warnings.warn(text, stacklevel=2)
+                group.limit = half
+            answer.__traceback__ = None
+            for part in (members[:half], members[half:]):
+                self.start(group, part, epochs, timeout)
 
     def stop(self) -> None:
         """Forget the arrays that train."""

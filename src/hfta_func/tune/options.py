@@ -87,10 +87,5 @@ class StudyOptions:
         described = f"the function {name}" if callable(space) else {key: describe(kind) for key, kind in space.items()}
         values = {name: getattr(self, name) for name in ("nonfusible", "epochs", "seeds", "seed")}
         # Storages of earlier versions have a rank.
-        names = {
-            "metric": self.metrics,
-            "direction": self.directions,
-            "scheduler": repr(self.scheduler),
-            "rank": "mean",
-        }
+        names = dict(metric=self.metrics, direction=self.directions, scheduler=repr(self.scheduler), rank="mean")
         return {"space": described, **names, **values}

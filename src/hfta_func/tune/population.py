@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, Direction, require
+from hfta_func._types import SIGNS, Direction, check_counts, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build, Trainer
 from hfta_func.tune.folder import StudyFolder
-from hfta_func.tune.groups import Group, Job, Jobs, Member, Size, check_alive, group_key, rows_of, tuples, with_keys
+from hfta_func.tune.groups import Group, Jobs, Member, Size, check_alive, group_key, rows_of, with_keys
 from hfta_func.workers.pool import Executor, Inline
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class Population:
         self, build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
         executor: Executor | None = None,
     ):  # fmt: skip
-        if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
-            raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
+        check_counts(max_models=1 if max_models == "auto" else max_models)
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
         self._trainer, self._seed = Trainer(build), seed
@@ -92,8 +91,7 @@ class Population:
         Returns:
             Their numbers.
         """
-        rows = rows_of(table)
-        added = self.extend(rows)
+        added = self.extend(rows_of(table))
         by_group, errors = collections.defaultdict[Group, list[Member]](list), dict[int, Exception]()
         for number in added:
             by_group[self.group_of(self.members[number])].append(self.members[number])
@@ -157,26 +155,22 @@ class Population:
             The members of the array that has trained; none if all have reached their targets.
         """
         try:
-            while self.jobs.free and self._start(targets, seconds):
+            while self.jobs.free > 0 and self._start(targets, seconds):
                 pass
             if not self.jobs.under_way:
                 return []
-            trained = self.jobs.wait()
+            group, members, result = self.jobs.wait()
         except BaseException:
             self.jobs.stop()
             raise
-        self._record(trained)
-        self.last = tuple(member.number for member in trained.members)
+        self._record(group, members, result)
+        self.last = tuple(member.number for member in members)
         return [*self.last]
 
     def _start(self, targets: Mapping[int, int], seconds: float | None) -> bool:
         """Begin to train an array; returns whether any member waited for that."""
-        training = self.jobs.members
-        waiting = [
-            member
-            for member in (self.members[number] for number in targets)
-            if member.number not in training and member.status == "alive" and member.epoch < targets[member.number]
-        ]
+        idle = (self.members[number] for number in targets.keys() - self.jobs.members)
+        waiting = [one for one in idle if one.status == "alive" and one.epoch < targets[one.number]]
         if not waiting:
             return False
         # Members that trained last first, because their states are one block on the device.
@@ -188,26 +182,24 @@ class Population:
         self._fail(group.make(together[: -(-len(together) // turns)]))
         if (first := waiting[0]).status == "failed":
             return True
-        left = [member for member in together if member.status == "alive"]
-        same = [member for member in left if not group.is_shared or member.epoch == first.epoch]
+        same = [one for one in together if one.status == "alive" and (not group.is_shared or one.epoch == first.epoch)]
         # All free workers get a share of those that wait.
         most = group.capacity([member.number for member in same], targets[first.number] - first.epoch)
         most = min(most, -(-len(waiting) // self.jobs.free))
         self._fail(group.make(same[:most]))
-        chosen = [member for member in same[:most] if member.status == "alive"]
-        chosen.sort(key=lambda member: member.number)
-        epochs = min(targets[member.number] - member.epoch for member in chosen)
-        self.jobs.start(group, chosen, epochs, seconds)
+        chosen = sorted((one for one in same[:most] if one.status == "alive"), key=lambda one: one.number)
+        self.jobs.start(group, chosen, min(targets[one.number] - one.epoch for one in chosen), seconds)
         return True
 
-    def _record(self, trained: Job) -> None:
-        self.interrupted = trained.interrupted
-        for members, result in trained.results:
-            alive = [member.number for member in members if member.status == "alive"]
-            if isinstance(result, Exception):
-                self._fail(dict.fromkeys(alive, result))
-                continue
-            trained.group.take_back([member.number for member in members], result.state, alive)
+    def _record(self, group: Group, members: Sequence[Member], result: Any) -> None:
+        self.interrupted = getattr(result, "interrupted", False)
+        alive = [member.number for member in members if member.status == "alive"]
+        if self.interrupted:
+            self.jobs.stop()
+        elif isinstance(result, Exception):
+            self._fail(dict.fromkeys(alive, result))
+        else:
+            group.take_back([member.number for member in members], result.state, alive)
             for index, member in enumerate(members):
                 if member.status == "alive":
                     member.metrics += [{name: row[index] for name, row in each.items()} for each in result.epochs]
@@ -294,15 +286,6 @@ class Population:
             if study_folder.restore(self) is None:
                 raise ValueError(f"{folder} holds no members; pass a folder that save has written")
 
-    def restore(self, members: Sequence[Mapping[str, Any]], last: Sequence[int]) -> None:
-        """Take over members that were saved; the caller puts their states into their groups."""
-        self.members = [Member(**member) for member in members]
-        for member in self.members:
-            # JSON has no tuples.
-            member.parents = [(epoch, source) for epoch, source in member.parents]
-            member.config = {name: tuples(value) for name, value in member.config.items()}
-        self.last = tuple(last)
-
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
         check_alive(self.members, [member])
@@ -313,18 +296,16 @@ class Population:
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""
-        check_alive(self.members, [member])
-        group = self.group_of(self.members[member])
-        if group.array.model is None:
+        state, model = self.state(member), self.group_of(self.members[member]).array.model
+        if model is None:
             raise ValueError("build returned an Array without a model, which exported models are made of; give it one")
-        return hfta.export_model(group.array.model, self.state(member), 0)
+        return hfta.export_model(model, state, 0)
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per member and epoch: number, status, configuration, epoch and metrics."""
-        return require("pandas", "plot").DataFrame(
-            [
-                {"member": member.number, "status": member.status, **member.config, "epoch": epoch, **metrics}
-                for member in self.members
-                for epoch, metrics in enumerate(member.metrics, start=1)
-            ]
-        )
+        rows = [
+            {"member": member.number, "status": member.status, **member.config, "epoch": epoch, **metrics}
+            for member in self.members
+            for epoch, metrics in enumerate(member.metrics, start=1)
+        ]
+        return require("pandas", "plot").DataFrame(rows)

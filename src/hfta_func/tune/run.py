@@ -126,17 +126,13 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
-    given: dict[str, Any] = dict(
-        space=space, metric=metric, direction=direction, nonfusible=nonfusible, trials=trials, epochs=epochs
-    )
-    given |= dict(scheduler=scheduler or Scheduler(), batch=batch, max_models=max_models, seeds=seeds, seed=seed)
-    options = StudyOptions(**given, keep=keep, timeout=timeout, target=target)
+    searched = space, metric, direction, nonfusible, trials, epochs, scheduler or Scheduler()
+    options = StudyOptions(*searched, batch, max_models, seeds, seed, keep, timeout, target)
     if workers is not None and executor is not None:
         raise ValueError("there are workers and an executor, which has its own; pass one of both")
     if storage is not None and name is None:
         raise ValueError("a storage keeps studies by name; pass name='...'")
-    limit = sum(cohort.trials for cohort in options.cohorts((), None)[1])
-    most = configurations(sampler, space, enqueue, limit)
+    most = configurations(sampler, space, enqueue, sum(cohort.trials for cohort in options.cohorts((), None)[1]))
     with contextlib.ExitStack() as stack:
         if workers not in (None, 1):
             executor = stack.enter_context(hfta.workers.WorkerPool(workers))
@@ -144,7 +140,7 @@ def run(
         stack.callback(members.jobs.stop)
         folder = None if resume is None else stack.enter_context(StudyFolder(resume).held())
         if folder is not None and storage is None:
-            storage, name = folder.storage, "study"
+            storage, name = folder.storage(), "study"
         session = SamplerSession(space, options.directions, sampler, seed, storage, name)
         session.identify(options.about(), options.metrics)
         study = Study(members, session, options)

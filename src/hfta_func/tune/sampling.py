@@ -27,13 +27,7 @@ class SamplerSession:
     """
 
     def __init__(
-        self,
-        space: Space,
-        directions: Sequence[str],
-        sampler: Any,
-        seed: int,
-        storage: Any = None,
-        name: str | None = None,
+        self, space: Space, directions: Sequence[str], sampler: Any, seed: int, storage: Any = None, name: Any = None
     ):
         self._optuna = module = require("optuna", "tune")
         self._suggest = space if callable(space) else None
@@ -46,9 +40,8 @@ class SamplerSession:
         self.learns = not isinstance(sampler, fixed)
         self._is_stored = storage is not None
         with quiet():
-            self.study: optuna.Study = module.create_study(
-                storage=storage, study_name=name, load_if_exists=True, directions=list(directions)
-            )
+            known = dict(storage=storage, study_name=name, load_if_exists=True)
+            self.study: optuna.Study = module.create_study(directions=list(directions), **known)
             self._frozen = self.study.get_trials(deepcopy=False)
             self.study.sampler = self._seeded(sampler)
         # Optuna's own may be called in its loop alone.
@@ -65,8 +58,7 @@ class SamplerSession:
         self.is_stopped = True
 
     def _seeded(self, sampler: Any) -> Any:
-        states = [*_random_states(sampler)]
-        base = self.study.user_attrs.get("draws")
+        states, base = [*_random_states(sampler)], self.study.user_attrs.get("draws")
         if base is None:
             base = int(states[0].randint(2**31)) if states else 0
             self.study.set_user_attr("draws", base)
@@ -87,8 +79,7 @@ class SamplerSession:
         seeded.before_trial, seeded.sample_independent = before_trial, sample_independent
         if isinstance(sampler, self._optuna.samplers.QMCSampler) and self.space:
             # Otherwise it draws at random until the first trial completes, whose space it takes.
-            categorical = self._optuna.distributions.CategoricalDistribution
-            numerical = {name: kind for name, kind in self.space.items() if not isinstance(kind, categorical)}
+            numerical = {name: kind for name, kind in self.space.items() if not hasattr(kind, "choices")}
             seeded.infer_relative_search_space = lambda study, trial: numerical
         return seeded
 
@@ -114,9 +105,8 @@ class SamplerSession:
 
     def enqueue(self, params: Mapping[str, Any]) -> None:
         """Have a sampler's next trial take these parameters, unless one has or had the same."""
-        plain = {name: self._plain(value) for name, value in params.items()}
         with quiet():
-            self.study.enqueue_trial(plain, skip_if_exists=True)
+            self.study.enqueue_trial({name: self._plain(value) for name, value in params.items()}, skip_if_exists=True)
 
     def _plain(self, value: Any) -> Any:
         """What a storage, which keeps numbers and text alone, has for a value."""
@@ -126,9 +116,9 @@ class SamplerSession:
         """The values of a trial of Optuna's by name, in the order in which the space suggests them."""
         view = _View(trial, self._plain)
         if self._suggest is None:
-            kinds = self._optuna.distributions.CategoricalDistribution
             for name, kind in self.space.items():
-                view.suggest_categorical(name, kind.choices) if isinstance(kind, kinds) else trial._suggest(name, kind)
+                categorical = hasattr(kind, "choices")
+                view.suggest_categorical(name, kind.choices) if categorical else trial._suggest(name, kind)
         else:
             self._suggest(view)  # pyright: ignore[reportArgumentType]
         values = {**trial.params, **view.values}
@@ -161,11 +151,9 @@ class SamplerSession:
 
     def tell(self, trial: int, status: str, values: Sequence[float] | None = None) -> None:
         """A trial has ended."""
-        before = self.is_stopped
+        before, state = self.is_stopped, self._optuna.trial.TrialState[STATES[status]]
         with quiet():
-            self.study.tell(
-                trial, values if status == "complete" else None, self._optuna.trial.TrialState[STATES[status]]
-            )
+            self.study.tell(trial, values if status == "complete" else None, state)
         # A sampler that has gone through its grid stops the study.
         self.is_exhausted, self.is_stopped = self.is_stopped, before
 

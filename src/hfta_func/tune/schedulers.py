@@ -48,14 +48,12 @@ class _Hyperband(_Halving):
     skip_last: int
 
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
-        brackets = []
-        most = int(math.log(epochs) / math.log(self.eta) + 1e-9)
+        brackets, most = [], int(math.log(epochs) / math.log(self.eta) + 1e-9)
         for bracket in range(most, -1, -1):
             each = (int(epochs * self.eta ** (rung - bracket) + 1e-9) for rung in range(bracket + 1))
             # Of a small eta, several rungs are in one epoch.
             rungs = tuple(dict.fromkeys(each))
-            rungs = rungs[: max(0, len(rungs) - self.skip_last)]
-            if rungs:
+            if rungs := rungs[: max(0, len(rungs) - self.skip_last)]:
                 brackets.append((math.ceil((most + 1) / (bracket + 1) * self.eta**bracket - 1e-9), rungs))
         if not brackets:
             raise ValueError(f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller one")
@@ -92,13 +90,17 @@ class _Asynchronous(_Halving):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Median(Scheduler):
+class _Every(Scheduler):
     every: int
-    warmup: int
-    startup: int
 
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         return [Cohort(trials, (*range(self.every, epochs, self.every), epochs))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Median(_Every):
+    warmup: int
+    startup: int
 
     def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -117,19 +119,14 @@ class _Median(Scheduler):
 
 
 @dataclasses.dataclass(frozen=True)
-class PopulationBased(Scheduler):
-    """Made by :func:`population_based`."""
+class PopulationBased(_Every):
+    """Made by :func:`population_based`; one cohort that never shrinks."""
 
-    every: int
     share: float
     factors: tuple[float, float]
     resample: float
     waits = True
     copies = True
-
-    def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
-        """One cohort that never shrinks."""
-        return [Cohort(trials, (*range(self.every, epochs, self.every), epochs))]
 
     def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
         """Once all have reached a rung, the worst copy the best with similar hyperparameters, and the others go on."""
@@ -137,19 +134,17 @@ class PopulationBased(Scheduler):
         if rung == 0:
             return {}
         at_rung = [trial for trial, values in alive.items() if len(values) == rung]
-        copies: dict[int, Verdict] = {}
+        verdicts: dict[int, Verdict] = {trial: "go" for trial in at_rung}
         for group in cohort.groups(alive):
             for copy, source in self.pairs({trial: alive[trial][rung - 1] for trial in group}):
                 if copy not in at_rung:
                     continue
                 # From seed, rung and trial alone, so that a resumed study draws the same again.
-                draws = random.Random(f"{cohort.seed} {rung} {copy}")
-                params = cohort.params[source]
+                draws, params = random.Random(f"{cohort.seed} {rung} {copy}"), cohort.params[source]
                 fusible = {name: value for name, value in params.items() if name not in cohort.nonfusible}
                 changes = {name: self.explored(cohort.space[name], value, draws) for name, value in fusible.items()}
-                copies[copy] = Copy(source, changes)
-        others: dict[int, Verdict] = {trial: "go" for trial in at_rung if trial not in copies}
-        return copies | others
+                verdicts[copy] = Copy(source, changes)
+        return verdicts
 
     def pairs(self, values: Mapping[int, float]) -> list[tuple[int, int]]:
         """Pairs of a trial and the one that it copies: the worst and the best; of two or more trials, at least one pair."""

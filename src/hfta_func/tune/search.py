@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hfta_func.tune.cohorts import Copy, Verdict
-from hfta_func.tune.groups import Member
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.sampling import STATES
 from hfta_func.tune.study import Study, Trial
@@ -23,25 +22,17 @@ class Search:
     """
 
     def __init__(self, study: Study, options: StudyOptions, most: int | None, save: Callable[[], None]):
-        self.study, self.scheduler, self._options = study, options.scheduler, options
+        self.study, self.scheduler, self._options, self._save = study, options.scheduler, options, save
         parts, self.cohorts = options.cohorts(study.optuna.user_attrs.get("parts", ()), most)
         study.optuna.set_user_attr("parts", parts)
+        self.total = sum(cohort.trials for cohort in self.cohorts)
         self.seeds = range(options.seed, options.seed + options.seeds)
         """Those of every trial's members."""
-        self.learns = study.session.learns
         self._verdicts: dict[int, Verdict] = {}
-        self._save = save
-        executor = study.population.jobs.executor
-        room = executor.count * (16 if options.max_models == "auto" else options.max_models)
-        at_once = max(1, room // options.seeds) if self.learns else self.total
-        self.batch = options.batch or at_once
+        room = study.population.jobs.executor.count * (16 if options.max_models == "auto" else options.max_models)
+        self.batch = options.batch or (max(1, room // options.seeds) if study.session.learns else self.total)
         self._until = math.inf if options.timeout is None else time.monotonic() + options.timeout
         self._restore()
-
-    @property
-    def total(self) -> int:
-        """The number of trials of all cohorts."""
-        return sum(cohort.trials for cohort in self.cohorts)
 
     def _restore(self) -> None:
         """Take over the trials of the storage; those that have not ended go on from the members of the population."""
@@ -58,7 +49,7 @@ class Search:
             values = [(value,) for value in reported if value is not None]
             trial.values = values if len(study.metrics) == 1 else [tuple(frozen.values)] if frozen.values else []
             trial.error, trial.std = attributes.get("error"), tuple(attributes.get("std", ()))
-            for member in self._of(trial):
+            for member in study.members_of(trial):
                 if not member.metrics:
                     member.epoch = attributes.get("epochs", 0)
                     member.seconds = attributes.get("seconds", 0.0) / len(self.seeds)
@@ -70,9 +61,6 @@ class Search:
             text = f"the folder has {len(population.members)} members, but the storage {len(study.trials)} trials"
             raise ValueError(f"{text}; pass the folder and the storage of one study")
         self._release()
-
-    def _of(self, trial: Trial) -> list[Member]:
-        return [self.study.population.members[number] for number in trial.members]
 
     def _begin(self, number: int, params: dict[str, Any], cohort: int) -> Trial:
         """Add a trial, and its members unless a folder has them."""
@@ -89,9 +77,9 @@ class Search:
 
     def _next_epoch(self, trial: Trial) -> int:
         """The epoch to which a trial's members train before it is looked at."""
-        rung = self.rungs_of(trial)[len(trial.values)]
+        rung, members = self.rungs_of(trial)[len(trial.values)], self.study.members_of(trial)
         # Members may be in several arrays, and none goes ahead of the others past the target.
-        return rung if self._options.target is None else min(rung, 1 + min(one.epoch for one in self._of(trial)))
+        return rung if self._options.target is None else min(rung, 1 + min(one.epoch for one in members))
 
     def rounds(self) -> Iterator[bool]:
         """Train one segment of an array after another; yields True after each, and False when there are new trials."""
@@ -131,13 +119,12 @@ class Search:
 
     def _ask(self) -> bool:
         """Ask for as many new trials as may train now; returns whether there are any."""
-        study, is_new = self.study, False
+        study, before = self.study, len(self.study.trials)
         while (cohort := self._next_cohort()) is not None:
             running = self._running()
-            started = any(trial.cohort == cohort for trial in study.trials)
             if self.scheduler.waits:
                 # A cohort as a whole; if the sampler learns from results, after the cohorts before it.
-                if self.learns and not started and running:
+                if study.session.learns and running and not any(trial.cohort == cohort for trial in study.trials):
                     break
             elif sum(map(self._goes, running)) >= self.batch:
                 break
@@ -145,14 +132,13 @@ class Search:
             self._options.check_names(params)
             self._begin(asked.number, params, cohort)
             study.session.note(asked.number, cohort=cohort)
-            is_new = True
-        return is_new
+        return len(study.trials) > before
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         session = self.study.session
         for trial in trials:
             trial.status = status
-            members = self._of(trial)
+            members = self.study.members_of(trial)
             epochs, seconds = max(one.epoch for one in members), sum(one.seconds for one in members)
             known = {"std": [*trial.std]} if trial.std else {}
             known |= {"error": trial.error} if trial.error else {}
@@ -162,29 +148,24 @@ class Search:
     def _release(self) -> None:
         """Drop the states of trials that have ended, but of those that ``keep`` names."""
         study, keep = self.study, self._options.keep
-        going = {trial.number for trial in self._running()}
         complete = study.ranked(feasible=False)
         if keep != "all" and len(study.metrics) == 1:
             complete = study.ranked()[: 1 if keep == "best" else keep]
-        going |= {trial.number for trial in complete}
-        population = study.population
-        alive = {*population.alive}
-        population.drop(m for trial in study.trials if trial.number not in going for m in trial.members if m in alive)
+        kept = {number for trial in (*self._running(), *complete) for number in trial.members}
+        study.population.drop({*study.population.alive} - kept)
 
     def _judge(self) -> None:
         """Record values at rungs, and decide which trials go on."""
         study = self.study
         for trial in self._running():
-            members, rungs = self._of(trial), self.rungs_of(trial)
+            members, rungs = study.members_of(trial), self.rungs_of(trial)
             if error := next(filter(None, (member.error for member in members)), None):
                 trial.error = error
                 self._end([trial], "failed")
                 continue
             epochs = min(len(member.metrics) for member in members)
             while len(trial.values) < len(rungs) and epochs >= (rung := rungs[len(trial.values)]):
-                trial.values.append(study.value(trial, rung))
-                trial.std = study.std(trial, rung)
-                study.note(trial)
+                study.note(trial, rung)
             if len(study.metrics) == 1:
                 # Each report is a transaction of the storage; one per epoch may take longer than small models train.
                 stride = math.ceil(rungs[-1] / 10)
@@ -195,9 +176,7 @@ class Search:
                 last = study.value(trial, epochs)
                 # Metrics in float32 may be a little off the number that is meant.
                 if study.score(last[0]) >= study.score(target) - 1e-6 * abs(target):
-                    trial.values += [last] * len(left)
-                    trial.std = study.std(trial, epochs)
-                    study.note(trial)
+                    study.note(trial, epochs, len(left))
                     study.session.report(trial.number, dict.fromkeys(left, last[0]))
             if len(trial.values) == len(rungs):
                 named = [*zip(study.metrics, trial.values[-1], strict=True)]
@@ -209,8 +188,7 @@ class Search:
 
     def _decide(self) -> None:
         """Have the scheduler decide about every cohort; what it decided before a study was broken off, it decides again."""
-        study = self.study
-        self._verdicts = {}
+        study, self._verdicts = self.study, {}
         for number, cohort in enumerate(self.cohorts):
             trials = [trial for trial in study.trials if trial.cohort == number]
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
@@ -227,18 +205,17 @@ class Search:
 
     def _copy(self, verdicts: Mapping[int, Verdict]) -> None:
         """Have trials copy others, unless an earlier call has carried out the same verdict."""
-        study, by_names = self.study, collections.defaultdict[tuple[str, ...], dict[int, Copy]](dict)
+        study, trials, by_names = self.study, self.study.trials, collections.defaultdict[Any, dict[int, Copy]](dict)
         for number, verdict in verdicts.items():
-            trial = study.trials[number]
-            member = self._of(trial)[0]
+            trial = trials[number]
+            member = study.members_of(trial)[0]
             is_at_rung = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
             has_copied = bool(member.parents) and member.parents[-1][0] == member.epoch
             if isinstance(verdict, Copy) and is_at_rung and not has_copied:
                 by_names[tuple(sorted(verdict.changes))][number] = verdict
         for names, copies in by_names.items():
-            member = {trial.number: trial.members[0] for trial in study.trials}
-            pairs = [(member[number], member[copy.source]) for number, copy in copies.items()]
+            pairs = [(trials[number].members[0], trials[copy.source].members[0]) for number, copy in copies.items()]
             study.population.copy(pairs, **{name: [copy.changes[name] for copy in copies.values()] for name in names})
             for number, copy in copies.items():
-                study.trials[number].params |= copy.changes
-                study.session.note(number, params=study.trials[number].params)
+                trials[number].params |= copy.changes
+                study.session.note(number, params=trials[number].params)

@@ -15,6 +15,7 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func._types import SIGNS, require
 from hfta_func.files.atomic import PathLike
+from hfta_func.tune.groups import Member
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession
@@ -63,10 +64,9 @@ class Study:
 
     def __init__(self, population: Population, session: SamplerSession, options: StudyOptions):
         self.trials: list[Trial] = []
-        self.population = population
+        self.population, self.session = population, session
         self.optuna: optuna.Study = session.study
         self.metrics, self.directions = options.metrics, options.directions
-        self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
     def __repr__(self) -> str:
@@ -81,9 +81,14 @@ class Study:
         statuses = [trial.status for trial in [*self.trials]]
         return {status: statuses.count(status) for status in ("running", "complete", "stopped", "failed")}
 
-    def note(self, trial: Trial) -> None:
-        """Add the last value of a trial to :attr:`trajectory` if it is better than all before it."""
-        value = trial.values[-1][0]
+    def members_of(self, trial: Trial) -> list[Member]:
+        """The members of a trial, one per seed."""
+        return [self.population.members[number] for number in trial.members]
+
+    def note(self, trial: Trial, epoch: int, rungs: int = 1) -> None:
+        """Add what a trial has after an epoch to its rungs, and to :attr:`trajectory` if it is better than all before it."""
+        trial.values += [self.value(trial, epoch)] * rungs
+        trial.std, value = self.std(trial, epoch), trial.values[-1][0]
         best = self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf
         if len(self.metrics) == 1 and self.score(value) > best:
             self.trajectory.append((sum(member.seconds for member in self.population.members), trial.number, value))
@@ -113,13 +118,11 @@ class Study:
         """
         if len(self.metrics) > 1:
             return [self.trials[trial.number] for trial in self.optuna.best_trials]
-        known = self.optuna.get_trials(deepcopy=False)
-        ranked = sorted(
-            (trial for trial in self.trials if trial.status == "complete"),
-            key=lambda trial: -self.score(trial.values[-1][0]),
-        )
-        meets = [all(value <= 0 for value in known[trial.number].constraints.values()) for trial in ranked]
-        return [trial for trial, met in zip(ranked, meets, strict=True) if met or not feasible]
+        complete = [trial for trial in self.trials if trial.status == "complete"]
+        if feasible:
+            known = self.optuna.get_trials(deepcopy=False)
+            complete = [one for one in complete if all(value <= 0 for value in known[one.number].constraints.values())]
+        return sorted(complete, key=lambda trial: -self.score(trial.values[-1][0]))
 
     def score(self, value: float) -> float:
         """A value of the first objective, negated if small values are better; minus infinity if it is not finite."""
@@ -158,32 +161,25 @@ class Study:
         rows: list[dict[str, Any]] = []
         names = dict.fromkeys(name for trial in self.trials for name in trial.params)
         for trial in self.trials:
-            members = [self.population.members[member] for member in trial.members]
+            members = self.members_of(trial)
             values = trial.values[-1] if trial.values else (math.nan,) * len(self.metrics)
-            rows.append(
-                {"trial": trial.number, **{name: members[0].config.get(name) for name in names}}
-                | {"status": trial.status, "epochs": max(member.epoch for member in members)}
-                | {"seconds": sum(member.seconds for member in members)}
-                | dict(zip(self.metrics, values, strict=True))
-                | {f"{name}_std": value for name, value in zip(self.metrics, trial.std, strict=False)}
-            )
+            row: dict[str, Any] = {"trial": trial.number, **{name: members[0].config.get(name) for name in names}}
+            row |= {"status": trial.status, "epochs": max(member.epoch for member in members)}
+            row |= {"seconds": sum(one.seconds for one in members), **dict(zip(self.metrics, values, strict=True))}
+            row |= {f"{name}_std": value for name, value in zip(self.metrics, trial.std, strict=False)}
+            rows.append(row)
         return rows
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""
-        members = self.population.members
-        return {
-            trial.number: {members[m].config["seed"]: members[m].value(self.metrics[0]) for m in trial.members}
-            for trial in self.ranked(feasible=False)
-        }
+        ranked, name = self.ranked(feasible=False), self.metrics[0]
+        return {each.number: {one.config["seed"]: one.value(name) for one in self.members_of(each)} for each in ranked}
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch: means over its members."""
         # Infinities of both signs have no mean.
-        return tuple(
-            statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
-            for values in self._by_member(trial, epoch)
-        )
+        both = {math.inf, -math.inf}
+        return tuple(math.nan if both <= {*each} else statistics.fmean(each) for each in self._by_member(trial, epoch))
 
     def std(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """Their standard deviations over its members; none of a single member."""
@@ -191,8 +187,7 @@ class Study:
         return tuple(statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan for values in each)
 
     def _by_member(self, trial: Trial, epoch: int) -> list[list[float]]:
-        members = [self.population.members[number] for number in trial.members]
-        return [[member.value(metric, epoch - 1) for member in members] for metric in self.metrics]
+        return [[one.value(metric, epoch - 1) for one in self.members_of(trial)] for metric in self.metrics]
 
 
 def tensorboard(folder: PathLike) -> Callable[..., None]:
@@ -227,9 +222,7 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
 def _write(study: Study, trial: Trial, epochs: int, folder: str) -> None:
     board = require("torch.utils.tensorboard", "tensorboard")
     members = [study.population.members[member].metrics for member in trial.members]
-    shown = {
-        name: value if isinstance(value, bool | int | float) else str(value) for name, value in trial.params.items()
-    }
+    shown = {name: each if isinstance(each, bool | int | float) else str(each) for name, each in trial.params.items()}
     shutil.rmtree(folder, ignore_errors=True)
     with board.SummaryWriter(folder) as writer:
         begun: Any = board.summary.hparams(shown, dict.fromkeys(study.metrics, 0.0))

@@ -141,8 +141,7 @@ class Case(NamedTuple):
 
     def paths(self, member: int) -> dict[str, str]:
         """The path of each module of a member's own, by its path in the array."""
-        padding = padding_of(self.model)
-        if padding is not None:
+        if (padding := padding_of(self.model)) is not None:
             return padding.sizes[int(self.trees[1][SIZE][member])].modules
         return {path: path for path, _ in self.model.named_modules()}
 
@@ -155,15 +154,12 @@ class Case(NamedTuple):
 
     def of_member(self, results: Results, member: int) -> Results:
         """A member's part of the array's results, in its true size."""
-        padding, parts = padding_of(self.model), {}
-        for kind, tree in results.items():
-            part = {path: leaf[member] for path, leaf in tree.items()}
-            if padding is not None and kind == "attribute":
-                # Which of their entries are padded, nobody knows.
-                part = {}
-            elif padding is not None and kind in ("gradient", "buffer", "parameter"):
-                part = padding.true(int(self.trees[1][SIZE][member]), part)
-            parts[kind] = part
+        parts = {kind: {path: leaf[member] for path, leaf in tree.items()} for kind, tree in results.items()}
+        if (padding := padding_of(self.model)) is not None:
+            # Which of their entries are padded, nobody knows.
+            parts.pop("attribute", None)
+            for kind in parts.keys() & {"gradient", "buffer", "parameter"}:
+                parts[kind] = padding.true(int(self.trees[1][SIZE][member]), parts[kind])
         return parts
 
 
@@ -173,10 +169,9 @@ def seeding_refused() -> Iterator[None]:
 
     def refuse(seed: Any) -> Any:
         if threading.get_ident() == thread:
-            raise RandomnessError(
-                "the model or the loss calls torch.manual_seed, which has no effect on noise that is drawn from the member's "
-                "own key; leave it out, or draw what is to be the same in every call outside of the function"
-            )
+            why = "which has no effect on noise that is drawn from the member's own key"
+            cure = "leave it out, or draw what is to be the same in every call outside of the function"
+            raise RandomnessError(f"the model or the loss calls torch.manual_seed, {why}; {cure}")
         return seed_all(seed)
 
     with _SEEDING:
@@ -226,9 +221,7 @@ class Output:
 
     def __init__(self, path: str, kind: str):
         self.path, self.kind = path, kind
-        self.values: list[Tensor] = []
-        self.differentiable: set[int] = set()
-        self.grads: dict[int, Tensor] = {}
+        self.values, self.differentiable, self.grads = list[Tensor](), set[int](), dict[int, Tensor]()
 
     def add(self, leaf: Tensor, count: int | None) -> None:
         """Note a tensor, and later its gradient; of ``count`` members at once as ``[M, ...]``."""
@@ -271,9 +264,8 @@ def noting(outputs: list[Output], count: int | None = None) -> Callable[[nn.Modu
             def note(module: nn.Module, args: Any, result: Any, path: str = path) -> None:
                 outputs.append(noted := Output(path, type(module).__qualname__))
                 with out_of_sight():
-                    for leaf in pytree.tree_leaves(result):
-                        if isinstance(leaf, Tensor):
-                            noted.add(leaf, count)
+                    for leaf in filter(torch.is_tensor, pytree.tree_leaves(result)):
+                        noted.add(leaf, count)
 
             module.register_forward_hook(note)
 

@@ -36,9 +36,7 @@ class Difference(NamedTuple):
         return f"{_NAMES[self.kind].format(self.path)} is {self.array} in the array and {self.alone} alone"
 
 
-def difference(
-    array: Results, alone: Results, eps: float, rounding: float = 0.0, judged: bool = True
-) -> Difference | None:
+def difference(array: Results, alone: Results, eps: float, more: float = 0.0, judged: bool = True) -> Difference | None:
     """The first leaf that differs by more than rounding can, to which the precision of gradients is known to fall.
 
     Without a judge, gradients are held to the largest of all: that of a bias before a batch norm is rounding alone.
@@ -49,7 +47,7 @@ def difference(
     kinds = ("loss",) if have_failed else [kind for kind in _NAMES if kind in array and kind in alone]
     for kind in kinds:
         floor = 1e-3 if judged or kind != "gradient" else max([1e-3, *map(_largest, alone[kind].values())])
-        share = max(eps, rounding) if kind == "gradient" else eps
+        share = max(eps, more) if kind == "gradient" else eps
         for path, leaf in alone[kind].items():
             if path in array[kind] and not close(array[kind][path], leaf, share, floor):
                 return Difference(kind, path, *_values(array[kind][path], leaf))
@@ -116,9 +114,7 @@ def origin(array: Sequence[Output], alone: Sequence[Output], member: int, paths:
     by_path: dict[str, list[Output]] = {}
     for output in array:
         by_path.setdefault(output.path, []).append(output)
-    pairs = [
-        (each, by_path[paths.get(each.path, "")].pop(0)) for each in alone if by_path.get(paths.get(each.path, ""))
-    ]
+    pairs = [(each, by_path[at].pop(0)) for each in alone if by_path.get(at := paths.get(each.path, ""))]
     for each, other in pairs:
         if any(not _alike(b[member], a, eps) for a, b in zip(each.values, other.values, strict=False)):
             return _named(each)

@@ -12,16 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _torch
-from hfta_func._torch import is_wrapped, pytree, writes
+from hfta_func._torch import batch_dim, get_unwrapped, is_wrapped, out_of_sight, pytree, writes
 from hfta_func._tree import leaves
 from hfta_func.calls.body import put, running_body
 from hfta_func.errors import StateError
 from hfta_func.models.attributes import is_changed, undo
 
-_CURE = (
-    ", which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
-)
+_CURE = "which is of all members; keep it in a buffer of the model, self.register_buffer(name, tensor), and write that"
 
 
 class MemberValues(Tensor):
@@ -31,8 +28,8 @@ class MemberValues(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function makes of an ordinary tensor."""
         if running_body() is not None:
-            raise StateError(f"the loss or a hook reads what an earlier call has left in Python{_CURE}")
-        with _torch.out_of_sight():
+            raise StateError(f"the loss or a hook reads what an earlier call has left in Python, {_CURE}")
+        with out_of_sight():
             return func(*args, **(kwargs or {}))
 
 
@@ -68,8 +65,7 @@ class Held:
         for holder, key, value in self.names:
             put(holder, key, value)
         moved = ""
-        states = (_state(generator) for _, generator, _ in self.generators)
-        states = states if now is None else (state for *_, state in now.generators)
+        states = [_state(each) for _, each, _ in self.generators] if now is None else [x for *_, x in now.generators]
         for (name, generator, state), current in zip(self.generators, states, strict=True):
             if not _same(current, state):
                 _state(generator, state)
@@ -104,10 +100,10 @@ class Held:
 
 
 def _is_written(tensor: Tensor, count: int, before: Tensor | None) -> bool:
+    if writes(tensor) != count:
+        return True
     # A batch norm writes its running statistics uncounted.
-    return writes(tensor) != count or (
-        before is not None and not torch.equal(tensor.detach().nan_to_num(), before.nan_to_num())
-    )
+    return before is not None and not torch.equal(tensor.detach().nan_to_num(), before.nan_to_num())
 
 
 def _entries(content: Any) -> list[tuple[Any, Any]]:
@@ -146,7 +142,7 @@ class OneCall:
         """After the last group; raises a StateError if a tensor that is not theirs was written with other values by each."""
         tensors = zip(*(written for *_, written in self._groups), strict=True)
         if any(not torch.equal(x, each[0]) for each in tensors for x in each):
-            why = f"the loss or a hook writes a tensor in place for a later call{_CURE}"
+            why = f"the loss or a hook writes a tensor in place for a later call, {_CURE}"
             raise StateError(f"{why}, or append what is only read later to a list")
         for holder, key, _ in [*self._held.new()]:
             place = id(holder), key
@@ -159,9 +155,9 @@ class OneCall:
 
 def _whole(leaf: Any) -> Any:
     """The members' values of a tensor that has come out of ``vmap``."""
-    if not isinstance(leaf, Tensor) or not is_wrapped(leaf) or is_wrapped(values := _torch.get_unwrapped(leaf)):
+    if not isinstance(leaf, Tensor) or not is_wrapped(leaf) or is_wrapped(values := get_unwrapped(leaf)):
         return leaf
-    return values.detach().movedim(_torch.batch_dim(leaf), 0).as_subclass(MemberValues)
+    return values.detach().movedim(batch_dim(leaf), 0).as_subclass(MemberValues)
 
 
 def as_tensor(x: Any) -> Tensor:
@@ -183,16 +179,14 @@ def _joined(sizes: list[int], *parts: Any) -> Any:
 
 def is_generator(value: Any) -> bool:
     """Whether this is a generator of random numbers, of PyTorch, Python or NumPy."""
-    if isinstance(value, torch.Generator | random.Random):
-        return True
-    of_numpy = type(value).__module__.startswith("numpy.random")
-    return of_numpy and (hasattr(value, "get_state") or hasattr(value, "bit_generator"))
+    if type(value).__module__.startswith("numpy.random"):
+        return hasattr(value, "get_state") or hasattr(value, "bit_generator")
+    return isinstance(value, torch.Generator | random.Random)
 
 
 def _state(holder: Any, *new: Any) -> Any:
     """The state of a generator, or of a module that has one; what is ``new`` is put there."""
-    names = ("set_state", "setstate") if new else ("get_state", "getstate")
-    for name in names:
+    for name in ("set_state", "setstate") if new else ("get_state", "getstate"):
         if hasattr(holder, name):
             return getattr(holder, name)(*new)
     if new:
@@ -201,10 +195,8 @@ def _state(holder: Any, *new: Any) -> Any:
 
 
 def _same(state: Any, other: Any) -> bool:
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
     try:
         return bool(state == other)
-    except (ValueError, RuntimeError):  # There are arrays in it.
+    except (ValueError, RuntimeError):  # There are arrays in it, or it is one.
         pairs = zip(leaves(state), leaves(other), strict=True)
         return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)

@@ -25,6 +25,7 @@ from hfta_func.verify.reached import Reached
 Verify = Literal["first"] | bool
 
 _KNOWN = object()
+_NOWHERE = "no module's output differs, so it is what the function makes of them, a buffer or a parameter's gradient"
 _MOST = 16
 """Most kinds of calls whose first one is compared: batches whose shapes always change are compared at 10, 100, ... only."""
 
@@ -44,9 +45,8 @@ class Oracle:
 
     def __init__(self, verify: Verify, func: Any, model: nn.Module):
         self._func, self._model, self._first = func, weakref.ref(model), verify is not False
-        self.calls, self.verified = 0, list[int]()
+        self.calls, self.verified, self._kinds = 0, list[int](), set[Any]()
         self._next = 10 if verify is True else float("inf")
-        self._kinds: set[Any] = set()
         # What calls change in Python; all that functions hold, until the first call is compared.
         self.changing: Held | None = None
         self.has_warned = self.is_comparing = False
@@ -55,13 +55,12 @@ class Oracle:
         # What more of gradients needs no judge, which takes as long as several steps: rounding alone was found to move them.
         self.rounding = 0.0
 
-    def __call__(self, keys: Tensor, batch: Any = _KNOWN, sizes: Any = ()) -> Trial | None:
+    def __call__(self, keys: Tensor, batch: Any = _KNOWN) -> Trial | None:
         """Count a call; what compares it, where it is compared.
 
         Args:
             keys: ``int64[M]``.
             batch: The batch; none where the call is known to be of a kind that was compared.
-            sizes: The buffers, which tell the sizes of padded members.
         """
         self.calls += 1
         kind = None if batch is _KNOWN or not self._first else _kind(keys, batch)
@@ -72,15 +71,12 @@ class Oracle:
         self._kinds.add(kind)
         while self.calls >= self._next:
             self._next *= 10
-        trial = Trial(self, self._reached(keys.device), batch is _KNOWN)
+        trial = Trial(self, self.reached(keys.device), batch is _KNOWN)
         self.changing = self.changing or trial.before
         return trial
 
-    def held(self, device: torch.device) -> Held:
-        """What calls may change in Python, to be put back."""
-        return self._reached(device).held
-
-    def _reached(self, device: torch.device) -> Reached:
+    def reached(self, device: torch.device) -> Reached:
+        """What calls can reach, and may change, in Python."""
         return Reached(self._func, self._model(), device=device)
 
     def as_one_call(self, run: Callable[..., Any], count: int) -> OneCall | None:
@@ -92,10 +88,6 @@ class Oracle:
     def is_next(self) -> bool:
         """Whether the next call is compared, of whatever kind it is."""
         return self.calls + 1 >= self._next
-
-    def stop(self) -> None:
-        """Compare no more."""
-        self._first, self._next = False, float("inf")
 
 
 def _kind(keys: Tensor, batch: Any) -> Any:
@@ -116,8 +108,7 @@ class Trial:
     """A call that is compared; made before it, and called behind it with its results."""
 
     def __init__(self, oracle: Oracle, reached: Reached, is_replayed: bool):
-        self._oracle, self._reached, self.before = oracle, reached, reached.held
-        self._is_replayed = is_replayed
+        self._oracle, self._reached, self.before, self._is_replayed = oracle, reached, reached.held, is_replayed
         # Attributes that are other in each run of one member.
         self._clocks: set[str] = set()
 
@@ -144,15 +135,13 @@ class Trial:
             self._oracle.verified.append(self._oracle.calls)
             left = after
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                 raise
-            self._oracle.stop()
+            # Compare no more.
+            self._oracle._first, self._oracle._next = False, float("inf")
             left = after
-            warnings.warn(
-                "there is no memory left to run a member alone and compare, so that calls are no longer verified; pass "
-                "verify=False to say so yourself",
-                stacklevel=2,
-            )
+            why = "there is no memory left to run a member alone and compare, so that calls are no longer verified"
+            warnings.warn(f"{why}; pass verify=False to say so yourself", stacklevel=2)
         finally:
             # Members have left generators as they were before the call, as they are after an error.
             left.restore(self.before)
@@ -245,10 +234,9 @@ class Trial:
             if not self.before.restore():
                 return self._alone(case, member, cast, watch, judged, True)
         for name in filter(None, moved if again else ()):
-            raise RandomnessError(
-                f"the model or the loss draws from the generator of {name}, so that all members would share its noise; "
-                "draw by torch.randn and the like, which take the member's own key, or in the collate_fn of a DatasetLoader"
-            )
+            why = f"the model or the loss draws from the generator of {name}, so that all members would share its noise"
+            cure = "draw by torch.randn and the like, which take the member's own key"
+            raise RandomnessError(f"{why}; {cure}, or in the collate_fn of a DatasetLoader")
         alone["attribute"] = {path: x for path, x in alone["attribute"].items() if path not in self._clocks}
         if dropped and not self._oracle.has_warned:
             self._oracle.has_warned = True
@@ -269,10 +257,9 @@ class Trial:
         if padding_of(case.model) is not None:
             cure = "give all models one size there, or stack each size as an array of its own"
         if not is_steady:
-            cure = (
-                "alone, too, a second call gives something else, as by a clock, an iterator, an array of NumPy or a class "
-                f"attribute; count in a number, list or dict that the function holds, pass it in the batch, or {page}"
-            )
+            clocks = "as by a clock, an iterator, an array of NumPy or a class attribute"
+            cure = f"count in a number, list or dict that the function holds, pass it in the batch, or {page}"
+            cure = f"alone, too, a second call gives something else, {clocks}; {cure}"
         return f"model {member}, call {self._oracle.calls}: {met}; {self._where(case, member)}; {cure}"
 
     def _where(self, case: Case, member: int) -> str:
@@ -283,12 +270,9 @@ class Trial:
                 self._alone(case, member, cast, noting(alone), judged)
             except (RuntimeError, ValueError, TypeError, HFTAError):
                 continue
-            paths = {path: of_array for of_array, path in case.paths(member).items()}
-            if name := origin(array, alone, member, paths, eps):
+            if name := origin(array, alone, member, {inner: path for path, inner in case.paths(member).items()}, eps):
                 return f"the first module that differs, or whose input does, is {name}"
-        return (
-            "no module's output differs, so it is what the function makes of them, a buffer or a parameter's gradient"
-        )
+        return _NOWHERE
 
 
 def _chosen(case: Case) -> list[int]:
@@ -297,11 +281,5 @@ def _chosen(case: Case) -> list[int]:
     if padding_of(case.model) is None:
         return [*dict.fromkeys((0, count - 1))]
     sizes = [leaf.tolist() for path, leaf in buffers.items() if path.rpartition(".")[2] in (SIZE, PRESENT)]
-    firsts: dict[Any, int] = {}
-    for member, size in enumerate(zip(*sizes, strict=True)):
-        firsts.setdefault(size, member)
-    return [*firsts.values()]
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    firsts = {size: member for member, size in reversed([*enumerate(zip(*sizes, strict=True))])}
+    return sorted(firsts.values())

@@ -9,7 +9,6 @@ import functools
 import gc
 import hashlib
 import inspect
-import opcode
 import operator
 import os
 import random
@@ -31,7 +30,6 @@ from hfta_func.models.attributes import CONTAINERS
 from hfta_func.models.padding import Padding
 from hfta_func.verify.held import Held, is_generator
 
-_IMPORTS = opcode.opmap["IMPORT_NAME"]
 _SHAPE = operator.attrgetter(
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),
     *("co_names", "co_varnames", "co_freevars", "co_cellvars"),
@@ -63,7 +61,6 @@ _NATIVE = (
 """Functions in C, fields of named tuples, operators, and modules, of which what code names is followed."""
 _OF_THREADS = type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread
 _OF_GLOBALS = "LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"
-_OF_NUMPY = "ufunc", "_ArrayFunctionDispatcher"
 _DEFINITIONS = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (torch.__file__, os.path.dirname(__file__), os.path.join(sysconfig.get_path("stdlib"), "os.py"))
@@ -95,9 +92,8 @@ class Reached:
         self.held = Held()
         """What calls may change, for a device."""
         self._changes = device is not None
-        self._facts: list[Any] = []
+        self._facts, self._watched = list[Any](), list[Any]()
         self._seen: dict[int, tuple[int, Any]] = {}
-        self._watched: list[Any] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._parts = set() if model is None else {*map(id, model.modules())}
         if device is not None:
@@ -123,12 +119,8 @@ class Reached:
     def holds(self) -> bool:
         """Whether everything is as it was."""
         now = gc.get_referents(*self._watched)
-        return (
-            not has_global_hooks()
-            and len(now) == len(self._before)
-            and all(map(operator.is_, now, self._before))
-            and all([space.get(name) is value for space, name, value in self._names])
-        )
+        same = len(now) == len(self._before) and all(map(operator.is_, now, self._before))
+        return same and not has_global_hooks() and all([space.get(name) is value for space, name, value in self._names])
 
     def name_of(self, parameter: Tensor) -> str | None:
         """What a parameter is called in the module that holds it; None if no function holds one, as if a call makes it."""
@@ -162,7 +154,7 @@ class Reached:
             return self._visit_tensor(value)
         if isinstance(value, weakref.ref):
             return () if self._changes else (value(),)
-        if isinstance(value, _NATIVE) or kind.__name__ in _OF_NUMPY:
+        if isinstance(value, _NATIVE) or kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
             self._note(getattr(value, "__qualname__", str(value)))
             return ()
         if isinstance(value, types.FunctionType):
@@ -238,7 +230,8 @@ class Reached:
         self._watch(function)
         if _is_definition(code.co_filename):
             return parts[1:]
-        named = [*_named(space, sorted(names_in(code)), _IMPORTS in code.co_code[::2], _globals_in(code))]
+        imports = dis.opmap["IMPORT_NAME"] in code.co_code[::2]
+        named = [*_named(space, sorted(names_in(code)), imports, _globals_in(code))]
         self._names += named
         if self._changes:
             named = [x for x in named if x[0] is space and x[1] in space]
@@ -250,8 +243,7 @@ def _named(
     space: dict[str, Any], names: list[str], imports: bool, read: Collection[str], seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """What names in code may mean: globals that it may ``read``, modules that it imports, and what modules have."""
-    package = space.get("__package__") or ""
-    of_version = _is_definition(space.get("__file__"))
+    package, of_version = space.get("__package__") or "", _is_definition(space.get("__file__"))
     for name in names:
         places: list[Any] = [(space, name)] if name in read else []
         places += [(sys.modules, name), (sys.modules, f"{package}.{name}")] if imports else []
@@ -268,9 +260,8 @@ def _named(
 
 def _is_definition(path: str | None) -> bool:
     # Packages may lie in a folder of the standard library.
-    return path is not None and any(
-        path.startswith(folder) and not path.startswith(f"{folder}site-packages") for folder in _DEFINITIONS
-    )
+    inside = [path.removeprefix(folder) for folder in _DEFINITIONS if path and path.startswith(folder)]
+    return any(not name.startswith("site-packages") for name in inside)
 
 
 def _is_followed(kind: type) -> bool:

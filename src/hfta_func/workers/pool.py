@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -117,14 +117,6 @@ class Inline(Executor):
             self._calls.clear()
 
 
-@dataclasses.dataclass(eq=False)
-class _Call:
-    number: int
-    function: int
-    arguments: bytes
-    deaths: int = 0
-
-
 class Pool(Executor, contextlib.AbstractContextManager[Any]):
     """An :class:`Executor` of workers, which are started at once, each by a thread of its own that makes its calls.
 
@@ -134,22 +126,21 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
 
     def __init__(self, workers: Sequence[Worker], *, share: bool = False, tries: int = TRIES):
         self.count, self.shares, self.deaths = len(workers), share, 0
-        self._workers, self._tries = workers, tries
+        self._workers, self._tries, self._closed = workers, tries, False
         # By its id, the number, object and content of each function; the object is kept so that no other one gets its id.
         self._functions: dict[int, tuple[int, Callable[..., Any], bytes | Shared]] = {}
         self._numbers, self._deaths = itertools.count(), itertools.count(1)
-        self._calls: dict[int, _Call] = {}
+        # By the number of each call, that of its function, and its arguments; and how many workers it has seen die.
+        self._calls: dict[int, tuple[int, bytes]] = {}
+        self._seen_to_die = collections.Counter[int]()
         # Calls that wait for a worker; None once the pool is closed.
-        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._closed = False
         # Whether each worker has started, or the error.
         self._started: list[futures.Future[None]] = [futures.Future() for _ in workers]
         # Not those of concurrent.futures, which Python waits for when it ends.
-        self._threads = [
-            threading.Thread(target=self._run, args=pair, daemon=True)
-            for pair in zip(workers, self._started, strict=True)
-        ]
+        pairs = zip(workers, self._started, strict=True)
+        self._threads = [threading.Thread(target=self._run, args=pair, daemon=True) for pair in pairs]
         for thread in self._threads:
             thread.start()
 
@@ -194,8 +185,8 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
                 raise TypeError(f"{name} cannot be sent to workers ({one_line_error(error)}); {cure}") from error
             self._functions[id(function)] = next(self._numbers), function, content
         number = next(self._numbers)
-        self._calls[number] = _Call(number, self._functions[id(function)][0], dumps(arguments))
-        self._waiting.put(self._calls[number])
+        self._calls[number] = self._functions[id(function)][0], dumps(arguments)
+        self._waiting.put(number)
         return number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
@@ -236,29 +227,29 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
                 if not started.done():
                     started.set_exception(failed)
 
-    def _is_answered(self, call: _Call, worker: Worker) -> bool:
+    def _is_answered(self, call: int, worker: Worker) -> bool:
         """Have a worker make a call; if it dies, another one makes the call."""
-        if call.number not in self._calls:
+        if (wanted := self._calls.get(call)) is None:
             return True
         contents = {number: getattr(one, "path", one) for number, _, one in [*self._functions.values()]}
         try:
-            answer = worker.call(call.function, frozenset(contents), contents.get(call.function), call.arguments)
-            self._answers.put((call.number, loads(answer)))
+            answer = worker.call(wanted[0], frozenset(contents), contents.get(wanted[0]), wanted[1])
+            self._answers.put((call, loads(answer)))
             return True
         except Exception as error:
             # The worker's state is unknown: fail the call so that its caller does not hang.
             cause = f"{worker.name} {error if isinstance(error, Died) else one_line_error(error)}"
         if self._closed:
             return False
-        call.deaths += 1
+        self._seen_to_die[call] += 1
         self.deaths = next(self._deaths)
-        if call.deaths < self._tries:
+        if self._seen_to_die[call] < self._tries:
             self._waiting.put(call)
         else:
             often = "once" if self._tries == 1 else f"{self._tries} times in a row"
             text = f"its workers died {often}, last {cause}; what it printed says why"
             text += ", or the system's log if the system has ended it: use fewer workers, or smaller arrays"
-            self._answers.put((call.number, WorkerError(text)))
+            self._answers.put((call, WorkerError(text)))
         _log.warning("%s: it died, and is started again", cause)
         return False
 
