@@ -54,7 +54,7 @@ class Killer:
         draws = random.Random(3)
         names = [worker.name for worker in crew._workers]
         while self.kills < kills and not self._ended.wait(draws.uniform(0.0, 0.1)):
-            busy = [names.index(name) for name, call in [*self._busy.items()] if call.deaths < 2]
+            busy = [names.index(name) for name, call in [*self._busy.items()] if crew._seen_to_die[call] < 2]
             if busy:
                 kill(crew, draws.choice(busy))
                 self.kills += 1
