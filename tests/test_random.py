@@ -14,6 +14,7 @@ from hfta_func import random
 from hfta_func._kernels import noise
 from hfta_func.calls import routing
 from hfta_func.calls.routing import ROUTED, routed
+from processes import output
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
 
@@ -607,3 +608,20 @@ def test_an_inner_vmap_has_its_own_randomness(num_models, backend):
             assert num_models == 1 or not torch.equal(one[0], one[1])
     with pytest.raises(Exception, match="randomness error mode"):
         draw("error")(x, keys)
+
+
+FORKED = """
+import os
+from hfta_func import random
+with random.one_thread():
+    child = os.fork()
+if child:
+    print(os.waitpid(child, 0)[1])
+else:
+    with random.one_thread():
+        pass
+"""
+
+
+def test_a_process_may_be_forked_while_models_are_made():
+    assert output(FORKED) == "0\n"

@@ -36,9 +36,9 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 """Significand bits; a dtype represents multiples of ``2**-digits`` in [0, 1) exactly."""
 
 
-_lock: Any = threading.RLock()
-# Another thread may hold it while a process is forked.
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)
+_lock = threading.RLock()
+# Another thread may hold it while a process is forked, or the thread itself, which then leaves it in both processes.
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
 
 
 @contextlib.contextmanager

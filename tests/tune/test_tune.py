@@ -239,6 +239,19 @@ def test_a_population_is_saved_and_loaded(tmp_path: pathlib.Path) -> None:
         tune.population(build).load(tmp_path / "empty")
 
 
+def test_an_edited_index_writes_no_file_elsewhere(tmp_path: pathlib.Path) -> None:
+    first = tune.population(build, [{"lr": 0.1, "momentum": 0.0, "width": 4, "seed": 0}])
+    first.save(tmp_path / "study")
+    (state,) = (tmp_path / "study").glob("*.safetensors")
+    other, index = state.rename(tmp_path / "other.safetensors"), tmp_path / "study" / "members.json"
+    index.write_text(index.read_text().replace(state.name, f"../{other.name}"))
+    again = tune.population(build)
+    again.load(tmp_path / "study")
+    before = other.stat().st_mtime_ns
+    again.save(tmp_path / "copy")
+    assert other.stat().st_mtime_ns == before and len([*(tmp_path / "copy").glob("*.safetensors")]) == 1
+
+
 def test_population_based_training_copies_and_explores() -> None:
     study = tune.run(
         build, SPACE, scheduler=tune.population_based(every=1, share=0.4), max_models=16, keep="all", **STUDY

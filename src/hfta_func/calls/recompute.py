@@ -193,14 +193,19 @@ def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor], padding: Any) -> routed:
     """``routed(key)``, or inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
-    is_plain = bool(numbers) or padding is not None or recalls() is None
-    mode = routed(key, numbers=numbers) if is_plain else _Noting(key)
+    running = None if numbers or padding is not None else recalls()
+    mode = routed(key, numbers=numbers) if running is None else _Noting(key, running)
     mode.padding = padding
     return mode
 
 
 class _Noting(routed):
     redraws = True
+
+    def __init__(self, key: Tensor | None, recalls: Recalls):
+        super().__init__(key)
+        # Also where a checkpoint runs a part again, outside the block.
+        self._recalls = recalls
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
@@ -218,8 +223,7 @@ class _Noting(routed):
         return result
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor) -> None:
-        running = recalls()
-        if running is None or _torch.depth() != self.depth or not torch.is_grad_enabled():
+        if _torch.depth() != self.depth or not torch.is_grad_enabled():
             return
         leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
         if self.depth:
@@ -235,7 +239,7 @@ class _Noting(routed):
             args, kwargs = optree.tree_unflatten(spec, leaves)
             return func(*args, **kwargs)
 
-        running.note(call, leaves, result)
+        self._recalls.note(call, leaves, result)
 
 
 _ACTIVATIONS = (

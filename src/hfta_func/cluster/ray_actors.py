@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 import hfta_func as hfta
-from hfta_func._types import check_counts, require
+from hfta_func._types import require
 from hfta_func.errors import WorkerError
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, Worker, dumps, one_line_error, settings
@@ -130,7 +130,8 @@ def ray(
         ValueError: if ``workers`` is no number of workers.
     """
     module = require("ray", "cluster")
-    check_counts(workers=1 if workers == "auto" else workers)
+    if workers != "auto" and workers < 1:
+        raise ValueError(f"workers is {workers}; pass at least 1, or 'auto'")
     _connect(module, address)
     available = module.cluster_resources()
     gpus = float(available.get("GPU", 0) > 0) if gpus is None else gpus

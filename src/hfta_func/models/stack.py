@@ -138,7 +138,8 @@ def init_params(
 def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
     """The model that a factory makes by a seed; the global generator does not change."""
     if isinstance(factory, nn.Module):
-        raise StackError(f"factory is a module ({type(factory).__qualname__}); pass a function that makes one")
+        why, cure = f"factory is a module ({type(factory).__qualname__})", "pass a function that makes one"
+        raise StackError(f"{why}; {cure}, so that every seed gets weights of its own")
     # With a list of GPUs, because PyTorch would otherwise warn if there are several.
     with random.one_thread(), torch.random.fork_rng(range(torch.cuda.device_count())):
         # Of devices that are not there, PyTorch would note the seed with a traceback each.

@@ -73,7 +73,8 @@ def check_same_structure(
         if tied.get(path) != first_tied.get(path):
             holder, other, target = (member, 0, tied[path]) if path in tied else (0, member, first_tied[path])
             raise StackError(
-                f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same in all models"
+                f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same parameters in all "
+                f"models"
             )
     return numbers
 

@@ -171,7 +171,7 @@ def leafwise(
 
 def _like(leaf: Tensor, at: dict[str, Tensor], made: dict[Any, dict[str, Tensor]]) -> dict[str, Tensor]:
     """The numbers as tensors that broadcast over a leaf, ``made`` once for each dtype and number of axes."""
-    dtype = torch.promote_types(leaf.dtype, torch.float32)
+    dtype = torch.float32 if leaf.dtype in (torch.bfloat16, torch.float16) else leaf.dtype
     key = dtype, leaf.dim()
     if key not in made:
         # Stacked, so that the compiler computes them once and not for every element of every leaf.

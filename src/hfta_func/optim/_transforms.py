@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look
-from hfta_func._tree import per_model, tree_map, where
+from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel, recorded
 from hfta_func.errors import HyperparameterError
 from hfta_func.optim import _base
@@ -168,14 +168,14 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
     hyperparams = Hyperparams(AccumulateState, every=every)
 
     def init(params: Params) -> AccumulateState:
-        count, grads = _base.zero_count(params), tree_map(torch.zeros_like, params)
+        count, grads = _base.zero_count(params), {path: torch.zeros_like(param) for path, param in params.items()}
         return AccumulateState(count, hyperparams.init(params), grads, optimizer.init(params))
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
         mean = _lerp(state.grads, grads, 1 / seen.double())
         due = seen >= hyperparams.at(state.hyperparams, state.seen)["every"]
-        nothing = tree_map(torch.zeros_like, grads)
+        nothing = {path: torch.zeros_like(grad) for path, grad in grads.items()}
         if can_look(due) and not bool(due.any()):
             return nothing, AccumulateState(seen, state.hyperparams, mean, state.inner)
         done = *optimizer.update(mean, state.inner, params), nothing, torch.zeros_like(seen)
@@ -216,7 +216,8 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     hyperparams = Hyperparams(EmaState, decay=decay)
 
     def init(params: Params) -> EmaState:
-        return EmaState(_base.zero_count(params), hyperparams.init(params), tree_map(torch.clone, params))
+        average = {path: param.clone() for path, param in params.items()}
+        return EmaState(_base.zero_count(params), hyperparams.init(params), average)
 
     def update(updates: Params, state: EmaState, params: Params) -> tuple[Params, EmaState]:
         share = torch.where(state.step == 0, 1.0, 1 - hyperparams.at(state.hyperparams, state.step)["decay"])

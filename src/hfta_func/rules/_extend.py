@@ -47,8 +47,8 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
     name = op.removeprefix("aten::")
     try:
         operator(name)
-    except (ImportError, RuntimeError) as error:
-        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule") from error
+    except (ImportError, RuntimeError):
+        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule") from None
     if name in RULES and name not in OUTSIDE:
         raise ValueError(f"{op} has a rule in this package; choose among its lowerings with hfta_func.rules.override")
 

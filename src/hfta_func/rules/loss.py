@@ -91,13 +91,13 @@ def loss_of_classes(
     given = weight if weight_dim is None else None, _NONE, ignore_index, *smoothing
     if has_probabilities:
         return _reduce(rows.split(operator(rows.input, rows.of(target), *given)), reduction), 0
-    counted, on_cpu = target != ignore_index, rows.members.device.type == "cpu"
+    counted, x = target != ignore_index, rows.members
     is_plain = operator is _cross_entropy and weight is None and not any(smoothing)
-    is_table = rows.input.dim() == 2 and rows.input.numel() > 0 and target.dtype == torch.int64
-    many = rows.members.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
-    if is_plain and many and on_cpu and torch.compiler.is_compiling():
+    is_table = is_plain and rows.input.dim() == 2 and x.numel() > 0 and target.dtype == torch.int64
+    many = is_plain and x.shape[rows.axis] >= _MANY and x.dtype in (torch.float32, torch.float64)
+    if many and x.device.type == "cpu" and torch.compiler.is_compiling():
         losses = _of_many_classes(rows, target, counted, ignore_index)
-    elif is_plain and is_table and runs_programs(rows.input, programs.losses):
+    elif is_table and runs_programs(rows.input, programs.losses):
         losses = rows.split(_of_rows(rows.input.contiguous(), rows.of(target), ignore_index)[0])
     else:
         losses = rows.split(operator(rows.input, rows.of(target), *given))

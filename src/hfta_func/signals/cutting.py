@@ -109,7 +109,8 @@ def _labelled(signal: Signal, events: Any, begins: Tensor, size: int) -> tuple[T
     outside = ~((at >= signal.start - 1e-3 / signal.rate) & (at < signal.end))
     if bool(outside.any()):
         event = int(outside.nonzero()[0])
-        raise BatchError(f"event {event} is at {at[event]:g} s, outside of {signal!r}; give seconds by its own clock")
+        why = f"event {event} is at {at[event]:g} s, outside of {signal!r}"
+        raise BatchError(f"{why}; give seconds by the signal's own clock")
     # An event between two samples concerns the later one.
     first = ((at - signal.start) * signal.rate - 1e-3).ceil().long()
     holding, ending = (torch.searchsorted(first, sample, right=True) - 1 for sample in (begins, begins + size - 1))

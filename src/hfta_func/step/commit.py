@@ -221,11 +221,14 @@ class Commit:
         if isinstance(carry, Carried) and leaves(self._carried):
             now = tree_map(outputs.metrics.__getitem__, self._carried)
             carry = carry._replace(now=now if keep is None else where(keep, now, carry.now))
-        after = state._replace(
+        # PyTorch 2.9 compiles no step that replaces fields of the state it is given.
+        after = TrainState(
             params={path: params.get(path, param) for path, param in state.params.items()},
             buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
             opt_state=opt_state,
+            keys=state.keys,
             step=state.step + state.active,
+            hparams=state.hparams,
             active=verdict.active,
             loss_scale=verdict.loss_scale,
             shared=self.renewed_shared(state, outputs, keep),

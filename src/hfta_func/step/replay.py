@@ -84,13 +84,18 @@ def only_computing(reads: Reached, func: Any, device: torch.device) -> Iterator[
 
     What it has changed is then put back, as the call is made once more.
     """
-    held = Reached(func, device=device).held
+    held, show, printed = Reached(func, device=device).held, builtins.print, list[None]()
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        printed.append(None)
+        show(*args, **kwargs)
+
     if reads.why_not is not None:
         raise NotReplayableError(f"its functions can reach {reads.why_not}")
     try:
-        with replaced(builtins, "print", wraps=print) as show:
+        with replaced(builtins, "print", note):
             yield
-        is_pure = reads.holds() and not show.called
+        is_pure = reads.holds() and not printed
     finally:
         moved = held.restore()
     if moved or not is_pure:

@@ -104,7 +104,9 @@ class StudyFolder:
                 group = population.group_of(members[0])
                 made = group.checked(members, group.built(members))
                 state = hfta.load(self._path(block["file"]), made.state)
-                group.blocks.append(Block(made.numbers, state, block["file"]))
+                # Another name, of an index that somebody has edited, is read and not written.
+                file = [block["file"]] if _STATE.fullmatch(block["file"]) else []
+                group.blocks.append(Block(made.numbers, state, *file))
                 group.limit = saved["limit"]
         self._remove_old_states(index["groups"])
         return index

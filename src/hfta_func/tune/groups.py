@@ -137,8 +137,9 @@ class Group:
         return Block(numbers, made.state)
 
     def drop(self, gone: Collection[int]) -> None:
-        """Forget the state of members."""
+        """Forget members."""
         self.blocks = _selected(self.blocks, lambda number: number not in gone)
+        self._keys = {number: key for number, key in self._keys.items() if number not in gone}
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of members, in the order of their numbers."""
@@ -150,8 +151,8 @@ class Group:
 
     def put(self, numbers: Sequence[int], state: Any) -> None:
         """Replace the state of some members."""
-        self.drop({*numbers})
-        self.blocks.append(Block(tuple(numbers), state))
+        others = _selected(self.blocks, lambda number: number not in numbers)
+        self.blocks = [*others, Block(tuple(numbers), state)]
 
     def train(self, executor: Executor, members: Sequence[Member], epochs: int, seconds: float | None) -> int:
         """Have members trained together for some more epochs; returns the number of the executor's call."""

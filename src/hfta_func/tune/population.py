@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, Direction, check_counts, require
+from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build, Trainer
 from hfta_func.tune.folder import StudyFolder
@@ -71,7 +71,8 @@ class Population:
         self, build: Build, table: Any = (), *, nonfusible: Sequence[str] = (), max_models: Size = "auto", seed: int = 0,
         executor: Executor | None = None,
     ):  # fmt: skip
-        check_counts(max_models=1 if max_models == "auto" else max_models)
+        if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
+            raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
         self.members: list[Member] = []
         self.nonfusible = tuple(nonfusible)
         self._trainer, self._seed = Trainer(build), seed
@@ -152,7 +153,7 @@ class Population:
             seconds: When they are over, arrays end with their epoch.
 
         Returns:
-            The members of the array that has trained; none if all have reached their targets.
+            The members of the array that has trained, or of half of one that failed; none if all have reached their targets.
         """
         try:
             while self.jobs.free > 0 and self._start(targets, seconds):

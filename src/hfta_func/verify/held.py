@@ -195,8 +195,10 @@ def _state(holder: Any, *new: Any) -> Any:
 
 
 def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
     try:
         return bool(state == other)
-    except (ValueError, RuntimeError):  # There are arrays in it, or it is one.
+    except (ValueError, RuntimeError):  # There are arrays in it.
         pairs = zip(leaves(state), leaves(other), strict=True)
         return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)

@@ -195,6 +195,7 @@ class Pool(Executor, contextlib.AbstractContextManager[Any]):
             number, answer = self._answers.get(timeout=timeout)
             if number < 0:
                 raise answer
+            self._seen_to_die.pop(number, None)
             if self._calls.pop(number, None) is not None:
                 return number, answer
 
