@@ -11,7 +11,7 @@ import hfta_func as hfta
 SOURCE = pathlib.Path(hfta.__file__).parent
 CONTRIBUTING = pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md"
 
-LARGEST = {"files": 177, "lines": 32_752, "code lines": 19_870}
+LARGEST = {"files": 177, "lines": 32_742, "code lines": 19_863}
 
 pytestmark = pytest.mark.skipif(not CONTRIBUTING.exists(), reason="needs a checkout")
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hfta_func as hfta
 from hfta_func.calls.recompute import Recalls, cheap
 from hfta_func.run.memory import peak_bytes
+from ways import start
 
 DIM = 8
 
@@ -250,3 +252,15 @@ def test_a_result_that_is_written_is_kept_as_it_is_then():
     with Recalls()():
         result = run()
     assert all(map(torch.equal, torch.autograd.grad(result, [x, weight]), torch.autograd.grad(run(), [x, weight])))
+
+
+def test_results_inside_of_checkpoints_are_noted(monkeypatch):
+    noted, note = [], Recalls.note
+    monkeypatch.setattr(Recalls, "note", lambda self, *given: (noted.append(given), note(self, *given)))
+    step, state = start([nn.Linear(3, 4) for _ in range(2)], checkpointed, hfta.sgd(lr=0.1), save="less", verify=False)
+    step(state, torch.randn(2, 5, 3))
+    assert noted
+
+
+def checkpointed(model: nn.Module, batch: Tensor) -> Tensor:
+    return checkpoint(F.gelu, model(batch), use_reentrant=False).square().sum()

@@ -130,10 +130,7 @@ def members_in_front(operator: Callable[..., Any]) -> Callable[..., Any]:
             if all(dim is None for _, dim in pairs):
                 # Nothing is mapped at this level; an outer level may map.
                 return operator(*(x for x, _ in pairs))
-            given = (
-                x if not isinstance(x, Tensor) else x.expand(num_models, *x.shape) if dim is None else x.movedim(dim, 0)
-                for x, dim in pairs
-            )
+            given = (_torch.expand(x, dim, num_models) if isinstance(x, Tensor) else x for x, dim in pairs)
             outputs = operator(*given)
         return _torch.mapped(lambda output: _torch.add_batch_dim(output, 0, level), outputs)
 

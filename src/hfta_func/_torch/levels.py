@@ -116,6 +116,16 @@ def first_member(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def models_first(x: Tensor, model_dim: int | None) -> Tensor:
+    """Move the model axis to the front; a shared tensor, or one that has it there already, costs no autograd node."""
+    return x.movedim(model_dim, 0) if model_dim else x
+
+
+def expand(x: Tensor, model_dim: int | None, num_models: int) -> Tensor:
+    """``[M, ...]``; a shared tensor is repeated as a view."""
+    return x.expand(num_models, *x.shape) if model_dim is None else models_first(x, model_dim)
+
+
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()

@@ -101,8 +101,8 @@ def _outside_vmap(outputs: Any, starts: Any, inputs: Any, options: dict[str, Any
     with interpreter.lower(), torch.enable_grad():
         if not any(dim is not None for dim in (*dims[0], *dims[1], *dims[2])):
             return _outside_vmap(outputs, starts, inputs, options)
-        outputs = [models_first(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
-        starts = [x if x is None else models_first(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
+        outputs = [_torch.expand(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
+        starts = [x if x is None else _torch.expand(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
         mapped = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
         shared = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is None]
         # A shared tensor would get the sum of the members' gradients, so each member is differentiated alone. In later calls
@@ -116,11 +116,6 @@ def _outside_vmap(outputs: Any, starts: Any, inputs: Any, options: dict[str, Any
         stacked = iter(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
     pairs = [(next(stacked), 0) if dim is None else (next(grads), dim) for dim in dims[2]]
     return tuple(grad if grad is None else _torch.add_batch_dim(grad, dim, level) for grad, dim in pairs)
-
-
-def models_first(x: Tensor, dim: int | None, count: int) -> Tensor:
-    """``[M, ...]`` from a tensor with its model axis at ``dim``, None where members share it."""
-    return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _only(member: int, start: Tensor | None) -> Tensor | None:

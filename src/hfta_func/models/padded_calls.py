@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func import _torch
-from hfta_func._torch import first_member, outside_transforms, pytree, unwritten
+from hfta_func._torch import expand, first_member, outside_transforms, pytree, unwritten
 from hfta_func._tree import tree_map
 from hfta_func._types import Params
-from hfta_func.calls.autodiff import models_first
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.calls.routing import routed
 from hfta_func.errors import StackError
@@ -92,10 +91,10 @@ def _for_some(has: list[bool], run: Callable[..., Any], leaves: Any, before: Cal
         """``[members, ...], [M, ...] -> [M, ...]``: the results of these members beside what the others have."""
         if not isinstance(old, Tensor):
             return new
-        new = models_first(torch.zeros_like(old) if new is None else new, dim, len(chosen))
+        new = expand(torch.zeros_like(old) if new is None else new, dim, len(chosen))
         if len(new) != len(chosen):
             raise RuntimeError("the result has parts of all members")
-        every = fitted(models_first(old, old_dim, len(has)), (len(has), *new.shape[1:]))
+        every = fitted(expand(old, old_dim, len(has)), (len(has), *new.shape[1:]))
         return every.index_copy(0, torch.tensor(members).long(), new[: len(members)])
 
     with interpreter.lower():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import is_wrapped, num_dispatch_modes
+from hfta_func._torch import expand as expand
+from hfta_func._torch import is_wrapped, models_first, num_dispatch_modes
 
 
 def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor:
@@ -24,16 +25,6 @@ def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor
 def split(x: Tensor, axis: int, num_models: int) -> Tensor:
     """Inverse of :func:`fold`: ``[..., M*C, ...] -> [..., M, C, ...]``; the model axis is ``axis``."""
     return x.unflatten(axis, (num_models, x.shape[axis] // num_models))
-
-
-def models_first(x: Tensor, model_dim: int | None) -> Tensor:
-    """Move the model axis to the front; a shared tensor, or one that has it there already, costs no autograd node."""
-    return x.movedim(model_dim, 0) if model_dim else x
-
-
-def expand(x: Tensor, model_dim: int | None, num_models: int) -> Tensor:
-    """``[M, ...]``; a shared tensor is repeated as a view."""
-    return x.expand(num_models, *x.shape) if model_dim is None else models_first(x, model_dim)
 
 
 def align(x: Tensor, model_dim: int | None, rank: int, after: int = 0) -> Tensor:

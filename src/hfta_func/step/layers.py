@@ -200,9 +200,7 @@ class _StackedHook:
         level, count = interpreter.level(), interpreter.batch_size()
 
         def stacked(x: Any, dim: int | None) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+            return _torch.expand(x, dim, count) if isinstance(x, Tensor) else x
 
         plain, dims = _torch.unwrap_leaves(given, level)
         with interpreter.lower():
