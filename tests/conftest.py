@@ -36,6 +36,11 @@ def covers(mark, item):
     return bool(re.search(ids, case)) and not (unless and re.search(unless, case))
 
 
+def pytest_collection_finish():
+    """The thousands of tests are never garbage: looking through them would cost seconds in every process."""
+    gc.freeze()
+
+
 EVERY = 32
 """Of a table of exhaustive cases `make test-more` runs one in so many; the others are soak."""
 

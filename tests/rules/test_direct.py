@@ -278,6 +278,7 @@ print("as expected")
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_that_is_missing_or_not_the_kernels(tmp_path: Path) -> None:
     gcc = shutil.which("gcc")
     order = [str(gcc), "-print-file-name=libasan.so"]

@@ -55,6 +55,7 @@ def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
     assert_same(loss[trained], other[trained])
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_trains_members_that_are_left_in_few_sizes():
     seeds, epochs = [5, 3, 8, 9, 1, 4, 7], 8
     one_less = stop(**{f"e{epoch}": [[3], [0], [6], [1], [2], [5], []][epoch - 1] for epoch in range(1, epochs)})

@@ -171,6 +171,7 @@ def test_those_that_are_kept() -> None:
     assert {*study.population.alive} == front and 0 < len(front) < 6
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_only_trials_that_train_are_in_memory() -> None:
     """Of twelve trials, at most the two of an array that trains, the two before it, and the best."""
     states: list[Any] = []
